@@ -1,0 +1,53 @@
+# The one door for developers; CI goes through it too. `make` alone lists the targets.
+#   PYTHON     the interpreter that creates .venv (3.10 or newer)
+#   PIP_FLAGS  more arguments for pip install, such as the index of a torch build
+PYTHON    ?= python3
+PIP_FLAGS ?=
+VENV      := .venv
+BIN       := $(VENV)/bin
+READY     := $(VENV)/.ready
+FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench compare-full clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(READY)  ## create .venv and install halfstep into it, editable, with the versions in constraints.txt
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "halfstep needs Python 3.10 or newer and $(PYTHON) is older; try: make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[tasks,dev]'
+	touch $@
+
+demo: $(READY)  ## compare precision policies on both tasks: an excerpt, at most 3 minutes on 2 cores
+	$(BIN)/halfstep compare --excerpt
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest
+
+test-all: $(READY)  ## run the tests, the slow ones too
+	$(BIN)/python -m pytest -m ''
+
+lint: $(READY)  ## ruff check, ruff format, mypy --strict on package and tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## rewrite the code as `make lint` wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## time and bytes beside torch.amp -> benchmarks/results/cpu.json
+	$(BIN)/python benchmarks/run.py --json benchmarks/results/cpu.json
+
+compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
+	$(BIN)/halfstep compare --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
+
+clean:  ## remove .venv and everything built
+	rm -rf $(VENV) build dist out src/halfstep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,33 @@
+"""halfstep: mixed-precision training in which precision is data.
+
+One frozen `Policy` says in which number format every operator, module, parameter and gradient lives; `autocast`,
+`GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
+"""
+
+from halfstep.cast import autocast
+from halfstep.errors import HalfstepError
+from halfstep.events import HostStepResult, StepResult
+from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
+from halfstep.scale import GradScaler
+from halfstep.step import TrainStep, edit_weights, prepare, unprepare
+from halfstep.tasks import Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "GradScaler",
+    "HalfstepError",
+    "HostStepResult",
+    "Plan",
+    "Policy",
+    "ScaleRule",
+    "StepResult",
+    "Task",
+    "TrainStep",
+    "autocast",
+    "edit_weights",
+    "prepare",
+    "resolve",
+    "unprepare",
+]

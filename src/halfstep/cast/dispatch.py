@@ -1,0 +1,334 @@
+"""Operator -> rule -> casts -> operator.
+
+`handlers` compiles a policy's decisions for a set of devices into a table from callable to `Handler`; `RuleMode` is the
+`TorchFunctionMode` that looks operators up in it. Only operators that torch.autocast would treat differently on one of
+the devices are in the table: everything else passes through to the real autocast region underneath.
+
+Note [composites]: a mode is off inside its own handler, so a Python function of torch.nn.functional that torch reports
+as one operator (multi_head_attention_forward, normalize, gumbel_softmax, ...) hides the operators it calls. If such a
+function has no rule of its own but calls operators that have one, it is run from a twin of itself that does not report
+to modes, with this mode on again, so that its parts get their rules.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from halfstep.cast.emulate import EMULATED, REFLECTED
+from halfstep.cast.state import STATE
+from halfstep.errors import BannedOperatorError
+from halfstep.policy.operators import callables, name_of
+from halfstep.policy.optable import table
+from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import Decision, operator_rules
+from halfstep.policy.units import units
+
+__all__ = ["RuleMode", "emulates", "handlers"]
+
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # what rules apply to: never fp64, complex, integer
+LOWS = frozenset({torch.float16, torch.bfloat16})
+GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
+INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
+
+Handler = Callable[["RuleMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _tensors(values: Iterable[Any], devices: frozenset[str]) -> list[Tensor]:
+    """Return the eligible tensors among `values` and in lists and tuples among them, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype in FLOATS and value.device.type in devices:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value, devices)
+    return found
+
+
+def _cast(value: Any, dtype: torch.dtype, devices: frozenset[str]) -> Any:
+    """Cast every eligible tensor in `value` (a tensor, list, tuple or anything else) to `dtype`."""
+    if isinstance(value, Tensor):
+        if value.dtype is dtype or value.dtype not in FLOATS or value.device.type not in devices:
+            return value
+        if value.requires_grad and value.is_leaf and dtype in LOWS and not torch.compiler.is_compiling():
+            return STATE.casts.cast(value, dtype)
+        return value.to(dtype)
+    if isinstance(value, (list, tuple)):
+        items = [_cast(v, dtype, devices) for v in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    return value
+
+
+class RuleMode(TorchFunctionMode):
+    """Applies a table of handlers to the operators called in one region, as long as that region is the innermost."""
+
+    def __init__(self, devices: tuple[str, ...], handlers: Mapping[Callable[..., Any], Handler]) -> None:
+        super().__init__()
+        self.devices = frozenset(devices)
+        self.handlers = handlers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self.handlers.get(func)
+        if handler is None or STATE.mode is not self:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return handler(self, func, args, kwargs or {})
+
+    def active(self, tensors: list[Tensor]) -> str | None:
+        """Return the device type whose region decides for `tensors`, or None where autocast is off or none counts."""
+        for tensor in tensors:
+            device = tensor.device.type
+            return device if torch.is_autocast_enabled(device) else None
+        return None
+
+    def run(self, device: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the operator with autocast off for this one call."""
+        if torch.compiler.is_compiling():
+            with torch.autocast(device, enabled=False):
+                return func(*args, **kwargs)
+        torch.set_autocast_enabled(device, False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
+
+
+def _handler(target: Callable[[RuleMode, str, list[Tensor]], torch.dtype | None], *, gathers: bool = False) -> Handler:
+    """Make the handler of a rule from the function that says which format its tensors take (None: as they are)."""
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = _tensors(args, mode.devices) + (_tensors(kwargs.values(), mode.devices) if kwargs else [])
+        device = mode.active(tensors)
+        if device is None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        if isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(a, torch.dtype) for a in args):
+            return mode.run(device, func, args, kwargs)  # an explicit dtype wins
+        dtype = target(mode, device, tensors)
+        if dtype is None:
+            return mode.run(device, func, args, kwargs)
+        if gathers:
+            return _cast(mode.run(device, func, args, kwargs), dtype, mode.devices)
+        args = tuple([_cast(a, dtype, mode.devices) for a in args])
+        if kwargs:
+            kwargs = {k: _cast(v, dtype, mode.devices) for k, v in kwargs.items()}
+        return mode.run(device, func, args, kwargs)
+
+    return handle
+
+
+def _to_low(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device)
+
+
+def _to_fp32(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    return torch.float32
+
+
+def _to_first(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    """keep: the first activation decides; a parameter decides only if there is nothing else."""
+    if len(tensors) == 1:
+        return None
+    for tensor in tensors:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.dtype
+    return tensors[0].dtype
+
+
+def _to_widest(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    first = tensors[0].dtype
+    return None if all(t.dtype is first for t in tensors) else torch.float32
+
+
+def _as_it_is(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    return None
+
+
+def _banned(name: str) -> Handler:
+    def target(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+        low = [t.dtype for t in tensors if t.dtype in LOWS]
+        if low:
+            raise BannedOperatorError(
+                f"{name} was called with {str(low[0]).removeprefix('torch.')} tensors and this policy bans that; "
+                f"use binary_cross_entropy_with_logits for binary_cross_entropy, or give the operator a rule: "
+                f"policy.with_ops(fp32=[{name!r}])"
+            )
+        return None
+
+    return _handler(target)
+
+
+def _emulated(emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
+    """Make the handler of a low operator whose format the devices `emulating` have no units for."""
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = _tensors(args, mode.devices) + (_tensors(kwargs.values(), mode.devices) if kwargs else [])
+        device = mode.active(tensors)
+        if device not in emulating or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        if dtype is not torch.float16:  # somebody's inner region asks for a format the device has
+            return func(*args, **kwargs)
+        args = tuple([_cast(a, dtype, mode.devices) for a in args])
+        kwargs = {k: _cast(v, dtype, mode.devices) for k, v in kwargs.items()}
+        return mode.run(device, emulation, args, kwargs)
+
+    return handle
+
+
+def _composite(twin: Callable[..., Any]) -> Handler:
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return twin(*args, **kwargs)
+
+    return handle
+
+
+_TARGETS = {"fp32": _to_fp32, "keep": _to_first, "widest": _to_widest, INPUT: _as_it_is}
+
+
+def _rule_handler(name: str, rule: str, func: Callable[..., Any], emulating: frozenset[str]) -> Handler:
+    if rule == "low":
+        if emulating and name in EMULATED:
+            return _emulated(REFLECTED.get(func, EMULATED[name]), emulating)
+        return _handler(_to_low, gathers=name in GATHERS)
+    if rule == "banned":
+        return _banned(name)
+    return _handler(_TARGETS[rule], gathers=name in GATHERS)
+
+
+def _torch_rule(name: str, device: str) -> str | None:
+    row = table("torch", device).get(name)
+    return None if row is None else row.rule
+
+
+def _native(name: str, rule: str, devices: tuple[str, ...]) -> bool:
+    """Return whether torch.autocast does the same with this operator on every one of `devices`."""
+    return rule in {"low", "fp32"} and all(_torch_rule(name, device) == rule for device in devices)
+
+
+def handlers(
+    policy: Policy, devices: tuple[str, ...], emulating: frozenset[str] = frozenset()
+) -> Mapping[Callable[..., Any], Handler]:
+    """Compile `policy` for `devices` into the table callable -> handler.
+
+    Args:
+        policy: what is wanted.
+        devices: device types of the region, e.g. ("cuda", "cpu"); a rule is handled if torch differs on any of them.
+        emulating: those of `devices` that run low operators emulated.
+
+    Returns:
+        The handlers of all operators that torch.autocast alone would treat differently; empty if there are none.
+    """
+    decisions: dict[str, Decision] = {}
+    for device in reversed(devices):
+        decisions.update(operator_rules(policy, device))
+    rules: dict[str, str] = {}
+    for name, decision in decisions.items():
+        if emulating and decision.rule == "low" and name in EMULATED:
+            rules[name] = "low"
+        elif policy.table == "torch" and decision.origin == "table":
+            continue  # the real autocast region underneath is the table
+        elif not _native(name, decision.rule, devices):
+            rules[name] = decision.rule
+    if policy.table != "torch":
+        listed = {name for device in devices for name in table("torch", device)}
+        rules.update({name: INPUT for name in listed - decisions.keys()})
+    compiled: dict[Callable[..., Any], Handler] = {}
+    for name, rule in rules.items():
+        for func in callables(name):
+            compiled[func] = _rule_handler(name, rule, func, emulating)
+    for composite in _composites(frozenset(rules)):
+        if composite not in compiled and name_of(composite) not in decisions:
+            compiled[composite] = _composite(_unreported(composite))
+    if "cross_entropy" not in decisions and rules.keys() & {"log_softmax", "nll_loss"}:
+        compiled[F.cross_entropy] = _composite(_cross_entropy)
+    return compiled
+
+
+def emulates(emulate: str, device: str, dtype: str) -> bool:
+    """Return whether `device` runs operators low in `dtype` emulated, for a policy's field `emulate`."""
+    if dtype != "fp16" or emulate == "never":
+        return False
+    return emulate == "always" or not units(device).fp16
+
+
+@lru_cache(maxsize=None)
+def _calls(func: types.FunctionType) -> frozenset[str]:
+    """Names that a function of torch.nn.functional calls, through helpers of the same module that report nothing."""
+    names, todo, seen = set[str](), [func], set[types.FunctionType]()
+    while todo:
+        current = todo.pop()
+        seen.add(current)
+        for name in current.__code__.co_names:
+            names.add(name)
+            helper = current.__globals__.get(name)
+            if isinstance(helper, types.FunctionType) and helper not in seen and name.startswith("_"):
+                todo.append(helper)
+    return frozenset(names)
+
+
+def _composites(ruled: frozenset[str]) -> list[types.FunctionType]:
+    """Return the Python functions of torch.nn.functional that report to modes and call a ruled operator."""
+    found = []
+    for name, func in vars(F).items():
+        if not isinstance(func, types.FunctionType) or "handle_torch_function" not in func.__code__.co_names:
+            continue
+        if any(called != name and (name_of_called(called) in ruled) for called in _calls(func)):
+            found.append(func)
+    return found
+
+
+def name_of_called(name: str) -> str | None:
+    """Return the operator a bare name inside torch.nn.functional stands for, or None."""
+    for space in (F, torch, Tensor):
+        func = getattr(space, name, None)
+        if callable(func):
+            try:
+                return name_of(func)
+            except TypeError:  # unhashable
+                return None
+    return None
+
+
+@lru_cache(maxsize=None)
+def _unreported(func: types.FunctionType) -> types.FunctionType:
+    """Return a twin of `func` that does not report itself to torch-function modes; what it calls still does."""
+    names = [n for n in func.__globals__ if n.startswith("has_torch_function")]
+    quiet = {**func.__globals__, **dict.fromkeys(names, _reports_nothing)}
+    twin = types.FunctionType(func.__code__, quiet, func.__name__, func.__defaults__, func.__closure__)
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin
+
+
+def _reports_nothing(*tensors: Any) -> bool:
+    return False
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """F.cross_entropy from log_softmax and nll_loss, for policies with rules for these and none for the whole."""
+    if size_average is not None or reduce is not None or label_smoothing or target.is_floating_point():
+        return _unreported(F.cross_entropy)(  # type: ignore[no-any-return, arg-type]
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    log_probabilities = F.log_softmax(input, 1 if input.dim() > 1 else 0)
+    return F.nll_loss(log_probabilities, target, weight, ignore_index=ignore_index, reduction=reduction)

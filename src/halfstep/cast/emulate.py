@@ -1,0 +1,387 @@
+"""Low-precision operators on devices without the units for them.
+
+What a tensor core does, on any device: low inputs, fp32 compute, one rounding of the result. Inputs are saved for
+backward in the low format and widened again there, so memory is that of the low format; the backward pass does the
+same (low gradient in, fp32 compute, one rounding out), with the formulas torch's own autograd uses, so that an eager
+result is bit-equal to running the fp32 operator on widened inputs and rounding once.
+
+Backward functions are plain torch operators: they can be differentiated again. Under `torch.compile` the operators are
+written as widen, compute, round; the compiler's partitioner decides what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+__all__ = ["EMULATED", "REFLECTED"]
+
+_aten = torch.ops.aten
+
+
+def _round(wide: Tensor, low: Tensor) -> Tensor:
+    """Round fp32 `wide` once to the format of `low`."""
+    return wide.to(low.dtype)
+
+
+@contextmanager
+def _plain(device: str) -> Iterator[None]:
+    """Switch autocast (and with it every operator rule) off: a backward pass may run inside somebody's region."""
+    enabled = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, enabled)
+
+
+def _mat1_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
+    """Return d(mat1 @ mat2)/d(mat1) with the operand order autograd picks for a transposed `mat1`."""
+    if grad.dim() == 2 and mat1.stride() == (1, mat1.size(0)):
+        return (mat2 @ grad.t()).t()
+    return grad @ mat2.mT
+
+
+def _mat2_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
+    """Return d(mat1 @ mat2)/d(mat2) with the operand order autograd picks for a transposed `mat2`."""
+    if grad.dim() == 2 and mat2.stride() == (1, mat2.size(0)):
+        return (grad.t() @ mat1).t()
+    return mat1.mT @ grad
+
+
+class _Product(Function):
+    """mm (2-D) and bmm (3-D, equal batch): low x low -> low."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return _round(a.float() @ b.float(), a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        with _plain(a.device.type):
+            grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
+            need_a, need_b = ctx.needs_input_grad
+            return (
+                _round(_mat1_grad(grad, wide_a, wide_b), a) if need_a else None,
+                _round(_mat2_grad(grad, wide_a, wide_b), b) if need_b else None,
+            )
+
+
+class _AddProduct(Function):
+    """beta * input + alpha * (a @ b), 2-D or 3-D: addmm and baddbmm, one rounding."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+        operator = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return _round(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        bias, a, b, ctx.beta, ctx.alpha = inputs
+        ctx.bias_shape = bias.shape
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        with _plain(a.device.type):
+            grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
+            need_bias, need_a, need_b = ctx.needs_input_grad[:3]
+            alpha = ctx.alpha
+            scaled = grad if alpha == 1 else grad * alpha
+            by_bias = grad if ctx.beta == 1 else grad * ctx.beta
+            return (
+                _round(by_bias.sum_to_size(ctx.bias_shape), a) if need_bias else None,
+                _round(_mat1_grad(scaled, wide_a, wide_b), a) if need_a else None,
+                _round(_mat2_grad(scaled, wide_a, wide_b), b) if need_b else None,
+                None,
+                None,
+            )
+
+
+class _Linear(Function):
+    """x @ weight.T + bias for x of any number of leading dimensions; weight (out, in); bias (out,) or None."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _round(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with _plain(x.device.type):
+            need_x, need_weight, need_bias = ctx.needs_input_grad
+            grad = grads[0].float()
+            rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 1 else grad[None]
+            grad_x = grad_weight = grad_bias = None
+            if need_x:
+                grad_x = _round((rows @ weight.float()).reshape(x.shape), x)
+            if need_weight:
+                grad_weight = _round(rows.t() @ x.reshape(-1, x.shape[-1]).float(), weight)
+            if need_bias:
+                grad_bias = _round(rows.sum(0), x)
+            return grad_x, grad_weight, grad_bias
+
+
+class _Convolution(Function):
+    """aten::convolution in any number of dimensions, plain or transposed."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
+        wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
+        return _round(wide, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, weight, bias, ctx.geometry = inputs
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        with _plain(x.device.type):
+            wide = _aten.convolution_backward(
+                grads[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, needs
+            )
+            return (*(_round(g, x) if need else None for g, need in zip(wide, needs, strict=True)), None)
+
+
+class _Recomputed(Function):
+    """Any differentiable function of low tensors: the backward pass computes the fp32 operator once more.
+
+    `compute` serves forward and backward; `twice` replaces it where the backward itself is to be differentiated.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(compute: Callable[..., Tensor], twice: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return _round(compute(*(t.float() for t in inputs)), inputs[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.compute, ctx.twice, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        compute = ctx.twice if torch.is_grad_enabled() else ctx.compute
+        with _plain(tensors[0].device.type):
+            _, pull = torch.func.vjp(compute, *(t.float() for t in tensors))
+            wide = pull(grads[0].float())
+            needs = ctx.needs_input_grad[2:]
+            return (
+                None,
+                None,
+                *(_round(g, t) if need else None for g, t, need in zip(wide, tensors, needs, strict=True)),
+            )
+
+
+def _recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _round(compute(*(t.float() for t in inputs)), inputs[0])
+    return cast(Tensor, _Recomputed.apply(compute, twice or compute, *inputs))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _round(a.float() @ b.float(), a)
+    return cast(Tensor, _Product.apply(a, b))
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """torch.matmul: the shapes of neural networks take the saved-low path, the rest is recomputed."""
+    if a.dim() == 2 == b.dim():
+        return _product(a, b)
+    if a.dim() >= 3 and b.dim() == 2:
+        return _product(a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
+    if a.dim() >= 3 and a.shape[:-2] == b.shape[:-2]:
+        shape = (*a.shape[:-1], b.shape[-1])
+        return _product(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])).reshape(shape)
+    return _recomputed(torch.matmul, a, b)
+
+
+def _rmatmul(a: Tensor, b: Tensor) -> Tensor:
+    return _matmul(b, a)
+
+
+def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if torch.compiler.is_compiling():
+        operator = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return _round(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
+    return cast(Tensor, _AddProduct.apply(bias, a, b, beta, alpha))
+
+
+def _mv(a: Tensor, b: Tensor) -> Tensor:
+    return _recomputed(torch.mv, a, b)
+
+
+def _addmv(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _recomputed(lambda *t: torch.addmv(*t, beta=beta, alpha=alpha), bias, a, b)
+
+
+def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _recomputed(lambda *t: torch.addbmm(*t, beta=beta, alpha=alpha), bias, a, b)
+
+
+def _einsum(equation: Any, *operands: Any) -> Tensor:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str):  # the sublist form: operand, sublist, operand, sublist, ..., [output]
+        flat = (equation, *operands)
+        tensors = tuple(t for t in flat if isinstance(t, Tensor))
+        lists = [s for s in flat if not isinstance(s, Tensor)]
+
+        def compute(*wide: Tensor) -> Tensor:
+            pairs = [item for pair in zip(wide, lists, strict=False) for item in pair]
+            return torch.einsum(*pairs, *lists[len(wide) :])
+
+        return _recomputed(compute, *tensors)
+    return _recomputed(lambda *wide: torch.einsum(equation, *wide), *operands)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _round(F.linear(input.float(), weight.float(), None if bias is None else bias.float()), input)
+    return cast(Tensor, _Linear.apply(input, weight, bias))
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """Spread a stride, padding or dilation over `dims` spatial dimensions."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * dims if len(values) == 1 else values
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    batched = x.dim() == weight.dim()
+    x = x if batched else x[None]
+    if torch.compiler.is_compiling():
+        wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
+        out = _round(wide, x)
+    else:
+        out = cast(Tensor, _Convolution.apply(x, weight, bias, geometry))
+    return out if batched else out[0]
+
+
+def _conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    dims = weight.dim() - 2
+    dilation = _each(dilation, dims)
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        padding = [t // 2 for t in total]
+        if any(t % 2 for t in total):  # an odd total is padded at the far end first, as torch does
+            input = F.pad(input, [side for t in reversed(total) for side in (0, t % 2)])
+    return _convolve(
+        input, weight, bias, _each(stride, dims), _each(padding, dims), dilation, False, [0] * dims, groups
+    )
+
+
+def _conv_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    dims = weight.dim() - 2
+    spread = [_each(v, dims) for v in (stride, padding, dilation)]
+    return _convolve(input, weight, bias, *spread, True, _each(output_padding, dims), groups)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention; with dropout the probabilities are kept (a recomputation would draw others)."""
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    masks = () if attn_mask is None else (attn_mask,)
+    if dropout_p > 0:
+        wide = [t.float() if t.is_floating_point() else t for t in (query, key, value, *masks)]
+        return _round(F.scaled_dot_product_attention(*wide, dropout_p=dropout_p, **options), query)
+    fixed = masks if attn_mask is not None and not attn_mask.is_floating_point() else ()
+    floats = () if fixed else masks
+
+    def fused(*wide: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*wide, *fixed, **options)
+
+    def differentiable_twice(*wide: Tensor) -> Tensor:  # fused attention kernels have no second derivative
+        mask = wide[3] if floats else None
+        if fixed:  # the math kernel takes additive masks only
+            mask = torch.zeros(fixed[0].shape, device=query.device).masked_fill(~fixed[0], float("-inf"))
+        masked = (*wide[:3], mask)
+        out = torch._scaled_dot_product_attention_math(*masked, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return cast(Tensor, out[0])
+
+    return _recomputed(fused, query, key, value, *floats, twice=differentiable_twice)
+
+
+EMULATED: Mapping[str, Callable[..., Tensor]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _product,
+    "bmm": _product,
+    "mv": _mv,
+    "addmm": _add_product,
+    "baddbmm": _add_product,
+    "addmv": _addmv,
+    "addbmm": _addbmm,
+    "einsum": _einsum,
+    "conv1d": _conv,
+    "conv2d": _conv,
+    "conv3d": _conv,
+    "conv_transpose1d": _conv_transpose,
+    "conv_transpose2d": _conv_transpose,
+    "conv_transpose3d": _conv_transpose,
+    "scaled_dot_product_attention": _attention,
+}
+"""Operator name -> the function that emulates it; its arguments are torch's, its floating tensors already low."""
+
+REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    torch.Tensor.__rmatmul__: _rmatmul,  # type: ignore[dict-item]  # a slot wrapper
+}
+"""Callables whose operands come the other way round."""

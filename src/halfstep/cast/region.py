@@ -1,0 +1,291 @@
+"""Regions: where operators follow a policy.
+
+`Recipe` is a policy compiled for the devices it enters (thought out once, cached); `autocast` opens it. A region is a
+real torch.autocast region, so third-party code, custom_fwd and checkpointing see the state they expect, and, only where
+the policy differs from torch's own lists, a `RuleMode` on top.
+
+Entering sets torch's per-device state directly instead of building torch.autocast objects: the same calls, fewer of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from halfstep.cast.dispatch import RuleMode, emulates, handlers
+from halfstep.cast.state import STATE
+from halfstep.errors import PolicyError, RegionError
+from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import require_engine, resolve_dtype
+from halfstep.policy.units import default_device_types
+
+__all__ = ["Recipe", "autocast", "recipe_for"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recipe:
+    """A policy compiled for the devices a region enters. Compared by identity: equal policies share one recipe.
+
+    Attributes:
+        policy: the policy it was compiled from.
+        devices: (device type, low dtype, autocast enabled) for each device entered.
+        mode: the operator rules on top of torch.autocast, or None where torch's own lists are the policy.
+        cache: whether torch.autocast may cache weight casts.
+    """
+
+    policy: Policy
+    devices: tuple[tuple[str, torch.dtype, bool], ...]
+    mode: RuleMode | None
+    cache: bool = True
+
+
+@lru_cache(maxsize=None)
+def recipe_for(
+    policy: Policy, device_types: tuple[str, ...], *, enabled: bool = True, cache: bool | None = None
+) -> Recipe:
+    """Compile `policy` for `device_types`.
+
+    Raises:
+        NotImplementedError: the policy needs an engine that is not built yet; the message says which.
+        PolicyError: the policy cannot run on one of the devices.
+    """
+    require_engine(policy)
+    devices, lowered, emulating = [], [], set()
+    for device in device_types:
+        name, _ = resolve_dtype(policy, device)
+        on = enabled and name != "fp32"
+        # a region that is off keeps torch's low dtype: others read that state
+        devices.append((device, DTYPES[name] if on else torch.get_autocast_dtype(device), on))
+        if on:
+            lowered.append(device)
+            if emulates(policy.emulate, device, name):
+                emulating.add(device)
+    rules = handlers(policy, tuple(lowered), frozenset(emulating)) if lowered else {}
+    mode = RuleMode(tuple(lowered), rules) if rules else None
+    use_cache = torch.is_autocast_cache_enabled() if cache is None else cache
+    return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=use_cache)
+
+
+class _Frame:
+    """One open region: what it found and must put back, and where it was entered."""
+
+    __slots__ = ("bound", "cache", "code", "line", "mode", "owner", "states")
+
+    owner: object
+    states: list[tuple[str, bool, torch.dtype]]
+    cache: bool
+    mode: RuleMode | None
+    bound: Recipe | None
+    code: CodeType
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.code.co_filename}:{self.line} (in {self.code.co_name})"
+
+
+def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
+    """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
+    state = STATE
+    frame = _Frame()
+    frame.owner = owner
+    caller = sys._getframe(depth)
+    frame.code, frame.line = caller.f_code, caller.f_lineno or 0
+    frame.cache = torch.is_autocast_cache_enabled()
+    frame.mode, frame.bound = state.mode, state.bound
+    frame.states = states = []
+    nested = bool(state.frames)
+    for device, dtype, on in recipe.devices:
+        before = torch.get_autocast_dtype(device)
+        states.append((device, torch.is_autocast_enabled(device), before))
+        torch.set_autocast_enabled(device, on)
+        if before is not dtype:
+            torch.set_autocast_dtype(device, dtype)
+            if nested:
+                torch.clear_autocast_cache()  # torch's cache does not look at the format
+    torch.autocast_increment_nesting()
+    if frame.cache is not recipe.cache:
+        torch.set_autocast_cache_enabled(recipe.cache)
+    state.mode = recipe.mode
+    if recipe.mode is not None:
+        recipe.mode.__enter__()
+    state.frames.append(frame)
+
+
+def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> None:
+    """Leave the region that `owner` opened and put back what it found.
+
+    Raises:
+        RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
+            region); everything is put in order first. Not raised while another exception passes (`failing`).
+    """
+    state = STATE
+    frames = state.frames
+    if not frames or frames[-1].owner is not owner:
+        _close_out_of_order(recipe, owner, failing=failing)
+        return
+    frame = frames.pop()
+    if recipe.mode is not None:
+        recipe.mode.__exit__(None, None, None)
+    state.mode, state.bound = frame.mode, frame.bound
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    for device, on, dtype in reversed(frame.states):
+        torch.set_autocast_enabled(device, on)
+        if torch.get_autocast_dtype(device) is not dtype:
+            torch.set_autocast_dtype(device, dtype)
+            torch.clear_autocast_cache()
+    if torch.is_autocast_cache_enabled() is not frame.cache:
+        torch.set_autocast_cache_enabled(frame.cache)
+    if not frames:
+        state.casts.clear()
+
+
+def _close_out_of_order(recipe: Recipe, owner: object, *, failing: bool) -> None:
+    frames = STATE.frames
+    index = next((i for i in reversed(range(len(frames))) if frames[i].owner is owner), None)
+    if index is None:
+        if failing:
+            return
+        raise RegionError(
+            "a halfstep region was left in a thread (or a moment) in which it is not open; "
+            "enter and leave a region in the same function of the same thread"
+        )
+    frame, inner = frames.pop(index), frames[index]  # after the pop, `inner` is the region entered next
+    if recipe.mode is not None:
+        _take_from_stack(recipe.mode)
+    torch.autocast_decrement_nesting()
+    inner.states, inner.cache, inner.mode, inner.bound = frame.states, frame.cache, frame.mode, frame.bound
+    if not failing:
+        raise RegionError(
+            f"the region entered at {frame.place} was left while the one entered at {inner.place} was still open; "
+            "a region cannot stay open across yield or await: open it inside, around the work itself"
+        )
+
+
+def _take_from_stack(mode: RuleMode) -> None:
+    """Take `mode`, which lies below others, from torch's stack of function modes."""
+    stack: list[Any] = list(torch.overrides._get_current_function_mode_stack())
+    for other in reversed(stack):
+        other.__exit__(None, None, None)
+    last = max(i for i, other in enumerate(stack) if other is mode)
+    for i, other in enumerate(stack):
+        if i != last:
+            other.__enter__()
+
+
+class autocast:  # noqa: N801  the name and signature of torch.autocast
+    """Run operators as a policy says: a context manager and a decorator with torch.autocast's signature, and more.
+
+    ``autocast("cuda", dtype=torch.float16)`` means what torch.autocast means (preset ``torch``), and emulates fp16
+    where the device has no fp16 units. ``autocast(policy="mixed")`` follows any Policy on the accelerator, if there is
+    one, and the CPU. Regions nest, also in different formats; one object can be entered again while it is open;
+    a recursive function can be decorated.
+
+    Args:
+        device_type: "cpu", "cuda", ...; may be left out with `policy`.
+        dtype: torch.float16 or torch.bfloat16; default: torch's for the device, or what the policy says.
+        enabled: False opens a region in which nothing is cast.
+        cache_enabled: whether torch may keep low copies of weights until the outermost region ends.
+        policy: a preset's name, the path of a TOML file or a `Policy`.
+
+    Raises:
+        PolicyError: an unknown device or dtype, or a policy that needs a model (`hs.prepare`) to be carried out.
+        RegionError: at exit, if regions were not left in the opposite order they were entered in.
+    """
+
+    __slots__ = ("recipe",)
+
+    def __init__(
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | str | None = None,
+    ) -> None:
+        self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
+
+    def __enter__(self) -> autocast:
+        open_recipe(self.recipe, self)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        close_recipe(self.recipe, self, failing=exc_type is not None)
+
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
+        """Decorate `func`: each call runs in the region."""
+        if not callable(func):
+            raise TypeError(f"hs.autocast(...) decorates functions and got {func!r}; write `with hs.autocast(...):`")
+        if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+            raise RegionError(
+                f"{func.__qualname__} is suspended by yield or await, and a region cannot stay open meanwhile; "
+                "open the region inside it, around the work itself"
+            )
+
+        @functools.wraps(func)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return func(*args, **kwargs)
+
+        return wrapper
+
+    def __repr__(self) -> str:
+        devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on else f"{d}: off" for d, t, on in self.recipe.devices)
+        return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
+
+
+@lru_cache(maxsize=None)
+def _recipe(
+    device_type: str | None,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: Policy | str | None,
+) -> Recipe:
+    if device_type is None and policy is None:
+        raise PolicyError("hs.autocast needs a device_type ('cpu', 'cuda', ...) or a policy (policy='mixed')")
+    if device_type is not None and not isinstance(device_type, str):
+        raise PolicyError(f"device_type must be a string such as 'cuda' and is {device_type!r}")
+    devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
+    for device in devices:
+        if not torch.amp.is_autocast_available(device):
+            raise PolicyError(f"torch.autocast does not exist for device_type {device!r}; use 'cpu' or an accelerator")
+    if dtype is not None and dtype not in NAMES:
+        raise PolicyError(
+            f"dtype={dtype} is not a format a region can lower to; use torch.bfloat16 or torch.float16 "
+            "(torch.float32 switches the region off)"
+        )
+    if policy is None:
+        if device_type == "cuda" and enabled and not torch.cuda.is_available():
+            warnings.warn("hs.autocast('cuda') on a machine without CUDA does nothing", stacklevel=4)
+            enabled = False
+        chosen = Policy.of("torch", dtype=NAMES[dtype or torch.get_autocast_dtype(devices[0])])
+    else:
+        chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=NAMES[dtype])
+        require_engine(chosen)
+        if enabled and (chosen.params == "low" or chosen.modules):
+            what = "lowers parameters" if chosen.params == "low" else "has module rules"
+            raise PolicyError(
+                f"policy {chosen.name or chosen!r} {what}, and a region knows no model; "
+                "use hs.prepare(model, optimizer, policy=...) or hs.TrainStep"
+            )
+    return recipe_for(chosen, devices, enabled=enabled, cache=cache_enabled)

@@ -1,0 +1,33 @@
+"""What region this thread is in. A property of a thread and a moment, hence thread-local; nothing else is global."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from halfstep.cast.cache import WeightCasts
+
+if TYPE_CHECKING:
+    from halfstep.cast.dispatch import RuleMode
+
+__all__ = ["STATE"]
+
+
+class _State(threading.local):
+    """State of one thread.
+
+    Attributes:
+        mode: the mode of the innermost region; the modes of outer regions, still on torch's stack, stand aside.
+        bound: the innermost recipe opened by a bound module or a training step, or None.
+        frames: the open regions, innermost last.
+        casts: the weight casts of the open regions.
+    """
+
+    def __init__(self) -> None:
+        self.mode: RuleMode | None = None
+        self.bound: Any = None
+        self.frames: list[Any] = []
+        self.casts = WeightCasts()
+
+
+STATE = _State()

@@ -1,0 +1,65 @@
+"""Errors: what was expected, the value got, where, and the remedy.
+
+Every error of halfstep derives from `HalfstepError` and also from the built-in class a caller of the corresponding
+torch function would catch, so ``except ValueError`` and ``except RuntimeError`` keep working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BannedOperatorError",
+    "BindError",
+    "FormatError",
+    "HalfstepError",
+    "PolicyError",
+    "RegionError",
+    "ScaleError",
+    "StepError",
+    "WeightsError",
+    "did_you_mean",
+]
+
+
+class HalfstepError(Exception):
+    """Base class of all halfstep errors."""
+
+
+class FormatError(HalfstepError, ValueError):
+    """A number format that does not exist, or a value a format cannot describe."""
+
+
+class PolicyError(HalfstepError, ValueError):
+    """A policy, rule, preset, operator or module pattern that makes no sense."""
+
+
+class BindError(HalfstepError, RuntimeError):
+    """A model or optimizer that a policy cannot be bound to (or unbound from)."""
+
+
+class RegionError(HalfstepError, RuntimeError):
+    """A region entered, left or nested in a way that cannot be carried out."""
+
+
+class BannedOperatorError(RegionError):
+    """An operator the policy forbids was called with low-precision inputs."""
+
+
+class ScaleError(HalfstepError, RuntimeError):
+    """A gradient scaler used out of order, or a scale rule with impossible parameters."""
+
+
+class WeightsError(HalfstepError, RuntimeError):
+    """Precise weights and low weights that cannot be kept together."""
+
+
+class StepError(HalfstepError, RuntimeError):
+    """A training step that cannot be carried out as asked."""
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the option nearest to `word`, or ``""`` if none is near."""
+    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

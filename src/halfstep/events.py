@@ -1,0 +1,82 @@
+"""What happened: the records that travel up from the engine.
+
+`StepResult` is a handle on device tensors (reading it waits for nothing); `StepResult.host` is the plain frozen copy.
+`WEIGHTS_ATTRIBUTE` is the one agreement between siblings of layer 2: an optimizer that carries it steps precise
+weights behind low parameters, so a scaler may leave fp32 gradients on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["WEIGHTS_ATTRIBUTE", "HostStepResult", "StepResult"]
+
+WEIGHTS_ATTRIBUTE = "_halfstep_weights"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostStepResult:
+    """One training step as plain Python values.
+
+    Attributes:
+        step: number of micro-batches seen by this TrainStep, from 1.
+        loss: the detached, unscaled, undivided loss.
+        scale: the loss scale the backward pass used (1.0 without scaling).
+        updated: whether the optimizer changed the parameters.
+        skipped: whether an update was due and was not applied because the gradient norm was not finite.
+        grad_norm: 2-norm over all gradients, unscaled, before clipping; nan while accumulating.
+        culprits: names of the parameters whose gradient was not finite.
+    """
+
+    step: int
+    loss: float
+    scale: float
+    updated: bool
+    skipped: bool
+    grad_norm: float
+    culprits: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """One training step as a handle on device tensors; nothing here waits for the device.
+
+    Attributes:
+        step: number of micro-batches seen by this TrainStep, from 1.
+        loss: 0-dim tensor, detached, unscaled, undivided.
+        aux: whatever loss_fn returned beside the loss, or None.
+        scale: 0-dim fp32 tensor, the loss scale of this backward pass.
+        grad_norm: 0-dim fp32 tensor, unscaled, before clipping; nan while accumulating.
+        skipped: 0-dim bool tensor: an update was due and was not applied.
+        updated: 0-dim bool tensor: the optimizer changed the parameters.
+    """
+
+    step: int
+    loss: torch.Tensor
+    aux: Any
+    scale: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: torch.Tensor
+    updated: torch.Tensor
+    find_culprits: Callable[[], tuple[str, ...]] = tuple
+
+    @property
+    def culprits(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradient was not finite; reads the device if the step was skipped."""
+        return self.find_culprits() if bool(self.skipped) else ()
+
+    def host(self) -> HostStepResult:
+        """Copy the result to the host (waits for the device) and return it frozen."""
+        return HostStepResult(
+            step=self.step,
+            loss=float(self.loss),
+            scale=float(self.scale),
+            updated=bool(self.updated),
+            skipped=bool(self.skipped),
+            grad_norm=float(self.grad_norm),
+            culprits=self.culprits,
+        )

@@ -1,0 +1,202 @@
+"""Formats: which numbers a format has, how far apart they are, and how any number is rounded to them.
+
+A format with `e` exponent and `m` mantissa bits has the numbers ``±k * 2**(E - m)`` with integer ``k < 2**(m + 1)`` and
+``1 - bias <= E <= emax``, where ``bias = 2**(e - 1) - 1``. With infinities the highest exponent is theirs and
+``emax = bias``; fp8_e4m3 (OCP "E4M3", torch.float8_e4m3fn) has none, uses that exponent for numbers too and gives up
+only the largest pattern, to nan.
+
+Overflow: a number that rounds beyond `max` becomes inf, in fp8_e4m3 nan, as in torch's casts (2.13; not saturating).
+Rounding is first done as if exponents went on; so 464, halfway between 448 and 480, still rounds to 448 in fp8_e4m3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import FormatError, did_you_mean
+
+__all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "TF32", "Format", "format_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """A binary floating-point format.
+
+    Attributes:
+        name: short name, e.g. "bf16".
+        exponent_bits: bits of the exponent.
+        mantissa_bits: bits of the mantissa that are stored (the leading one is not).
+        torch_dtype: the dtype that stores it, or None: tf32 is what units make of fp32 inputs.
+        has_inf: whether it has infinities; if not, overflow gives nan.
+        has_nan: whether it has nan.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    torch_dtype: torch.dtype | None
+    has_inf: bool = True
+    has_nan: bool = True
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from a stored exponent."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def bits(self) -> int:
+        """Bits of information in a number: sign, exponent, mantissa (19 for tf32)."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bytes(self) -> int:
+        """Bytes a number takes in memory (4 for tf32, which is stored as fp32)."""
+        return 4 if self.torch_dtype is None else self.torch_dtype.itemsize
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of `max`."""
+        return self.bias if self.has_inf else self.bias + 1
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        top = 2 ** (self.mantissa_bits + 1) - (1 if self.has_inf else 2)
+        return math.ldexp(top, self.max_exponent - self.mantissa_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number with full precision."""
+        return math.ldexp(1.0, 1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number."""
+        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next number above it; a rounding errs by at most half of it, relatively."""
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+    @overload
+    def ulp(self, x: float) -> float: ...
+    @overload
+    def ulp(self, x: Tensor) -> Tensor: ...
+    def ulp(self, x: float | Tensor) -> float | Tensor:
+        """Return the distance between neighbouring numbers of the format where `x` lies.
+
+        It is that of the binade of `x` (above, at a power of two); near 0 that of subnormals, beyond `max` that of
+        `max`. As for `math.ulp`, inf gives inf and nan nan.
+
+        Args:
+            x: a number, or a floating tensor of any shape.
+
+        Returns:
+            A float for a number; for a tensor one of the same shape, float64 for float64 and else float32.
+
+        Raises:
+            FormatError: `x` is a tensor that is not floating.
+        """
+        if isinstance(x, Tensor):
+            wide = _wide(x, "ulp")
+            spacing = torch.where(wide.isfinite(), self._spacing(wide), wide.abs())
+            return spacing if x.dtype is torch.float64 else spacing.to(torch.float32)
+        if not math.isfinite(x):
+            return abs(x)
+        exponent = math.frexp(x)[1] - 1 if x else 1 - self.bias
+        exponent = min(max(exponent, 1 - self.bias), self.max_exponent)
+        return math.ldexp(1.0, exponent - self.mantissa_bits)
+
+    def round(
+        self,
+        x: Tensor,
+        *,
+        mode: Literal["nearest", "stochastic"] = "nearest",
+        generator: torch.Generator | None = None,
+        saturate: bool = False,
+    ) -> Tensor:
+        """Round every element of `x` once, exactly, to a number of the format.
+
+        "nearest" rounds ties to even and equals torch's cast (from float64, torch's goes through float32 and rounds
+        twice; this does not). "stochastic" takes one of the two neighbours, the nearer the likelier: the mean is `x`
+        (beyond `max` the upper neighbour overflows, so there it is not); numbers of the format stay. nan stays nan,
+        the sign of zero stays.
+
+        Args:
+            x: floating tensor of any shape, on a device with float64; not changed.
+            mode: "nearest" or "stochastic".
+            generator: source of random numbers for "stochastic", on the device of `x`; default torch's.
+            saturate: numbers beyond `max`, infinities too, become `max` instead of overflowing.
+
+        Returns:
+            A new tensor of the shape and dtype of `x`, without gradient. It is exact if that dtype has the format's
+            numbers, as float32 and float64 have.
+
+        Raises:
+            FormatError: `x` is not a floating tensor, or `mode` is unknown.
+        """
+        wide = _wide(x, "round")
+        spacing = self._spacing(wide)
+        steps = wide / spacing  # exact: a power of two
+        if mode == "nearest":
+            steps = steps.round()  # ties to even
+        elif mode == "stochastic":
+            below = steps.floor()
+            chance = torch.rand(steps.shape, generator=generator, dtype=torch.float64, device=x.device)
+            steps = below + (chance < steps - below)
+        else:
+            modes = ("nearest", "stochastic")
+            raise FormatError(f"rounding mode {mode!r}; expected 'nearest' or 'stochastic'{did_you_mean(mode, modes)}")
+        rounded = torch.where(wide.isinf(), wide, steps * spacing)
+        if saturate:
+            rounded = rounded.clamp(-self.max, self.max)
+        else:
+            beyond = math.inf if self.has_inf else math.nan
+            rounded = torch.where(rounded.abs() > self.max, beyond, rounded)
+        return rounded.copysign(wide).to(x.dtype)
+
+    def _spacing(self, wide: Tensor) -> Tensor:
+        """Return the distance between neighbours at each element of a float64 tensor (anything where not finite)."""
+        exponent = torch.frexp(wide).exponent - 1
+        exponent = exponent.masked_fill(wide == 0, 1 - self.bias).clamp(1 - self.bias, self.max_exponent)
+        return torch.ldexp(torch.ones_like(wide), exponent - self.mantissa_bits)
+
+
+def _wide(x: Tensor, what: str) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise FormatError(f"Format.{what} takes a floating tensor and got {got}; convert it first, e.g. x.float()")
+    return x.detach().to(torch.float64)
+
+
+FP32 = Format(name="fp32", exponent_bits=8, mantissa_bits=23, torch_dtype=torch.float32)
+TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, torch_dtype=None)
+BF16 = Format(name="bf16", exponent_bits=8, mantissa_bits=7, torch_dtype=torch.bfloat16)
+FP16 = Format(name="fp16", exponent_bits=5, mantissa_bits=10, torch_dtype=torch.float16)
+E4M3 = Format(name="fp8_e4m3", exponent_bits=4, mantissa_bits=3, torch_dtype=torch.float8_e4m3fn, has_inf=False)
+E5M2 = Format(name="fp8_e5m2", exponent_bits=5, mantissa_bits=2, torch_dtype=torch.float8_e5m2)
+
+FORMATS: Mapping[str, Format] = MappingProxyType({f.name: f for f in (FP32, TF32, BF16, FP16, E4M3, E5M2)})
+
+
+def format_of(what: str | torch.dtype | Format) -> Format:
+    """Return the format with a name ("bf16") or that a torch dtype stores (torch.bfloat16).
+
+    Raises:
+        FormatError: there is none; the message names the nearest.
+    """
+    if isinstance(what, Format):
+        return what
+    for known in FORMATS.values():
+        if what in (known.name, known.torch_dtype):
+            return known
+    hint = did_you_mean(what, FORMATS) if isinstance(what, str) else ""
+    raise FormatError(f"unknown number format {what!r}; expected one of {', '.join(FORMATS)} or their torch dtype{hint}")

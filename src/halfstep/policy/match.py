@@ -1,0 +1,84 @@
+"""Match: which modules a pattern speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.policy import Rules
+
+__all__ = ["CLASS_PREFIX", "NORMS", "class_names", "glob_covers", "matches", "rules_of_modules"]
+
+CLASS_PREFIX = "class:"
+NORMS = "class:*Norm*"
+"""What a normalisation layer is, wherever a policy speaks of norms."""
+
+
+def class_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's class and its bases, most derived first."""
+    return [kind.__name__ for kind in type(module).__mro__ if kind is not object]
+
+
+def matches(pattern: str, path: str, module: nn.Module) -> bool:
+    """Return whether `pattern` matches this very module: its dotted name or, for ``class:GLOB``, one of its classes."""
+    if pattern.startswith(CLASS_PREFIX):
+        glob = pattern.removeprefix(CLASS_PREFIX)
+        return any(fnmatchcase(name, glob) for name in class_names(module))
+    return fnmatchcase(path, pattern)
+
+
+def glob_covers(pattern: str, path: str) -> bool:
+    """Return whether `pattern` speaks of the module at `path`, as far as names tell: it matches it or one around it.
+
+    A `path` that is itself ``class:X`` is spoken of by patterns that match the class name ``X``.
+    """
+    if path.startswith(CLASS_PREFIX) or pattern.startswith(CLASS_PREFIX):
+        return pattern.startswith(CLASS_PREFIX) == path.startswith(CLASS_PREFIX) and fnmatchcase(path, pattern)
+    parts = path.split(".") if path else []
+    return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(len(parts) + 1))
+
+
+def rules_of_modules(rules: Rules, model: nn.Module) -> Mapping[nn.Module, tuple[str, str]]:
+    """Return (pattern, rule) of every module some pattern speaks of: it or a module around it matches; the last wins.
+
+    A module that occurs at several places is spoken of if any of them is.
+
+    Raises:
+        PolicyError: a pattern matches nothing; the message names the nearest path or class.
+    """
+    places = list(model.named_modules(remove_duplicate=False))
+    decided: dict[nn.Module, tuple[str, str]] = {}
+    for pattern, rule in rules:
+        inside: set[str] = set()
+        matched = False
+        for path, module in places:  # parents come before their children
+            here = matches(pattern, path, module)
+            if here or (path and path.rpartition(".")[0] in inside):
+                inside.add(path)
+                decided[module] = (pattern, rule)
+                matched = matched or here
+        if not matched:
+            raise PolicyError(_matches_nothing(pattern, model, places))
+    return decided
+
+
+def _matches_nothing(pattern: str, model: nn.Module, places: Sequence[tuple[str, nn.Module]]) -> str:
+    paths = [path for path, _ in places if path]
+    classes = sorted({name for _, module in places for name in class_names(module)} - {"Module"})
+    message = f"module pattern {pattern!r} matches no module of {type(model).__name__}"
+    if pattern.startswith(CLASS_PREFIX):
+        wanted = pattern.removeprefix(CLASS_PREFIX)
+        near = did_you_mean(wanted, classes) or did_you_mean(wanted.strip("*"), classes)
+        return f"{message}; its classes are {_few(classes)}{near}"
+    if pattern in classes:
+        return f"{message}; to mean the class, write {CLASS_PREFIX + pattern!r}"
+    near = did_you_mean(pattern, paths) or did_you_mean(pattern.strip("*."), paths)
+    return f"{message}; its modules are {_few(paths)}{near}"
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:6])
+    return f"{shown}, ... ({len(names)})" if len(names) > 6 else shown or "none"

@@ -1,0 +1,261 @@
+"""Operators: one name for all the ways PyTorch spells an operator.
+
+``softmax`` means F.softmax, torch.softmax, torch.special.softmax and Tensor.softmax alike; ``matmul`` also ``@``. Names
+are the short public ones: that of torch.nn.functional, torch or torch.Tensor without a prefix, and ``linalg.x``,
+``fft.x``, ``special.x`` for the three subpackages. Synonyms (``arccos``, ``concat``, ``special.expit``) fold into one.
+
+An operator here computes new tensors from tensors: views, factories, conversions, in-place forms and everything that
+only asks or administers are not operators, so that a pattern such as ``*`` is safe in a policy. Which functions of
+torch and Tensor compute is read from the operator schemas of the running torch; of torch.nn.functional all are.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from halfstep.errors import PolicyError, did_you_mean
+
+__all__ = ["callables", "canonical", "expand", "known", "name_of"]
+
+PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
+SUBPACKAGES = ("linalg", "fft", "special")
+
+SYNONYMS: Mapping[str, str] = {
+    "absolute": "abs",
+    "adaptive_avg_pool": "adaptive_avg_pool2d",
+    "affine_grid_generator": "affine_grid",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "clamp_max": "clamp",
+    "clamp_min": "clamp",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "constant_pad_nd": "pad",
+    "cross_entropy_loss": "cross_entropy",
+    "det": "linalg.det",
+    "divide": "div",
+    "fix": "trunc",
+    "ger": "outer",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "grid_sampler": "grid_sample",
+    "grid_sampler_2d": "grid_sample",
+    "grid_sampler_3d": "grid_sample",
+    "inverse": "linalg.inv",
+    "less": "lt",
+    "less_equal": "le",
+    "linalg.matmul": "matmul",
+    "log_sigmoid": "logsigmoid",
+    "matrix_exp": "linalg.matrix_exp",
+    "matrix_power": "linalg.matrix_power",
+    "multiply": "mul",
+    "native_batch_norm": "batch_norm",
+    "native_dropout": "dropout",
+    "native_group_norm": "group_norm",
+    "native_layer_norm": "layer_norm",
+    "negative": "neg",
+    "nll_loss2d": "nll_loss",
+    "nll_loss_nd": "nll_loss",
+    "not_equal": "ne",
+    "orgqr": "linalg.householder_product",
+    "pinverse": "linalg.pinv",
+    "row_stack": "vstack",
+    "rsub": "sub",
+    "slogdet": "linalg.slogdet",
+    "special.expit": "sigmoid",
+    "special.gammainc": "igamma",
+    "special.gammaincc": "igammac",
+    "special.gammaln": "lgamma",
+    "special.multigammaln": "mvlgamma",
+    "special.psi": "digamma",
+    "subtract": "sub",
+    "trapz": "trapezoid",
+    "true_divide": "div",
+    "upsample": "interpolate",
+    "upsample_bilinear": "interpolate",
+    "upsample_nearest": "interpolate",
+}
+"""Other names -> the name. Only true synonyms and private halves of a public operator: one rule must fit both."""
+
+PRIVATE_HALVES = (
+    (re.compile(r"_?upsample_\w+"), "interpolate"),
+    (re.compile(r"(reflection|replication)_pad[123]d"), "pad"),
+    (re.compile(r"(\w+_pool[123]d)_with_indices"), r"\1"),
+)
+"""What functions of torch.nn.functional call underneath, in torch._C._nn: the same operator seen from inside."""
+
+DUNDERS: Mapping[str, str] = {
+    **{f"__{kind}{name}__": name for name in ("add", "sub", "mul", "matmul", "pow") for kind in ("", "r")},
+    "__abs__": "abs",
+    "__div__": "div",
+    "__rdiv__": "div",
+    "__truediv__": "div",
+    "__rtruediv__": "div",
+    "__floordiv__": "floor_divide",
+    "__rfloordiv__": "floor_divide",
+    "__mod__": "remainder",
+    "__rmod__": "remainder",
+    "__neg__": "neg",
+    **{f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+}
+"""Methods behind Python's operators -> the operator."""
+
+NOT_OPERATORS = re.compile(
+    r"""(?!index_copy$).*_copy | .*_like | new_.* | to_.* | sparse_.* | unsafe_.* | atleast_.* | resize.* | empty_.*
+    | (cudnn|miopen|mkldnn|fbgemm|quantized|quantize|q)_.* | batch_norm_.* | choose_qparams_.* | broadcast_tensors
+    | meshgrid | linspace | logspace | clone | chalf | type_as | dequantize | int_repr | hash_tensor
+    | assert_int_or_pair | boolean_dispatch | (has|handle)_torch_function.*""",
+    re.VERBOSE,
+)
+"""Schemas of these look like an operator's, but they copy, create, convert, or are one vendor's kernel."""
+
+ALSO_OPERATORS = frozenset({"equal", "lu", "view_as_complex"})
+"""Operators without a schema that shows it; their arguments have to meet in one format all the same."""
+
+Function = Callable[..., Any]
+
+
+def _shorten(name: str) -> str:
+    """Strip a written prefix, fold ``linalg_x`` into ``linalg.x`` and replace a synonym."""
+    short = DUNDERS.get(name, name)
+    for prefix in PREFIXES:
+        if short.startswith(prefix) and len(short) > len(prefix):
+            short = short.removeprefix(prefix)
+            break
+    short = DUNDERS.get(short, short)
+    for package in SUBPACKAGES:
+        if short.startswith(f"{package}_"):
+            short = f"{package}.{short.removeprefix(f'{package}_')}"
+    if short in SYNONYMS:
+        return SYNONYMS[short]
+    for pattern, public in PRIVATE_HALVES:
+        if match := pattern.fullmatch(short):
+            return match.expand(public)
+    return short
+
+
+def _computing() -> frozenset[str]:
+    """Return the names of torch's own operators that return new tensors made from tensors."""
+    found = set()
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name.removeprefix("aten::")
+        if name == schema.name or name.endswith("_") or schema.overload_name.endswith("out"):
+            continue
+        results = [r for r in schema.returns if "Tensor" in str(r.type)]
+        if not results or any(r.alias_info is not None for r in results):
+            continue
+        if any("Tensor" in str(a.type) for a in schema.arguments):
+            found.add(name)
+    return frozenset(found)
+
+
+def _spellings() -> Iterator[tuple[str, Function]]:
+    """Yield (name, function) for every operator as it is spelled somewhere in torch; private halves last."""
+    plain = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+    computing = _computing() | ALSO_OPERATORS
+    packages = ((f"{p}.", getattr(torch, p)) for p in SUBPACKAGES)
+    for prefix, space in (("", functional), ("", torch), ("", torch.functional), *packages, ("", torch.Tensor)):
+        for name in dir(space):
+            if name.startswith("_") or name.endswith("_") or NOT_OPERATORS.fullmatch(name):
+                continue
+            function = getattr(space, name)
+            listed = space is functional or (prefix + name).replace(".", "_") in computing
+            if listed and isinstance(function, plain):
+                yield prefix + name, function
+    for method, name in DUNDERS.items():
+        function = getattr(torch.Tensor, method, None)
+        if function is not None:
+            yield name, function
+    for name in dir(torch._C._nn):
+        if not name.startswith("_") and not name.endswith("_") and not NOT_OPERATORS.fullmatch(name):
+            yield name, getattr(torch._C._nn, name)
+
+
+@lru_cache(maxsize=1)
+def _index() -> tuple[Mapping[str, tuple[Function, ...]], Mapping[Function, str]]:
+    """Return (name -> functions, function -> name)."""
+    functions: dict[str, dict[Function, None]] = {}
+    names: dict[Function, str] = {}
+    for spelling, function in _spellings():
+        name = _shorten(spelling)
+        package, _, rest = name.rpartition(".")
+        if package == "special" and rest in functions:  # special.log1p is log1p
+            name = rest
+        private = getattr(function, "__module__", "") == "torch._C._nn" and not hasattr(functional, spelling)
+        if private and name not in functions:
+            continue  # an internal kernel that nothing public is named after
+        functions.setdefault(name, {})[function] = None
+        names.setdefault(function, name)
+    return {name: tuple(found) for name, found in functions.items()}, names
+
+
+@lru_cache(maxsize=1)
+def known() -> frozenset[str]:
+    """Return the names of all operators of the running torch."""
+    return frozenset(_index()[0])
+
+
+def callables(name: str) -> tuple[Function, ...]:
+    """Return every function object that a TorchFunctionMode may receive for the operator `name`.
+
+    Raises:
+        PolicyError: no such operator; the message names the nearest.
+    """
+    return _index()[0][canonical(name)]
+
+
+def name_of(function: Function) -> str | None:
+    """Return the operator that `function` is a spelling of, or None."""
+    try:
+        return _index()[1].get(function)
+    except TypeError:  # unhashable
+        return None
+
+
+@cache
+def canonical(name: str) -> str:
+    """Return the one name of an operator: "F.softmax", "torch.softmax", "Tensor.softmax" -> "softmax".
+
+    Raises:
+        PolicyError: no such operator; the message names the nearest.
+    """
+    short = _shorten(name)
+    if short not in known() and short.startswith("special."):
+        short = short.removeprefix("special.")
+    if short in known():
+        return short
+    hint = did_you_mean(short, known() | SYNONYMS.keys())
+    if short.endswith("_") and short.rstrip("_") in known():
+        hint = f"; in-place forms are never cast, the operator is {short.rstrip('_')!r}"
+    raise PolicyError(f"unknown operator {name!r}; name it as you call it, e.g. 'softmax' or 'linalg.inv'{hint}")
+
+
+@cache
+def expand(pattern: str) -> tuple[str, ...]:
+    """Return the operators that a name or an fnmatch pattern ("conv*", "linalg.*") stands for, sorted.
+
+    Raises:
+        PolicyError: it stands for none.
+    """
+    if not any(c in pattern for c in "*?["):
+        return (canonical(pattern),)
+    short = _shorten(pattern)
+    found = tuple(sorted(name for name in known() if fnmatchcase(name, short)))
+    if not found:
+        stem = re.split(r"[*?\[]", short)[0]
+        raise PolicyError(f"operator pattern {pattern!r} matches no operator{did_you_mean(stem, known())}")
+    return found

@@ -1,0 +1,259 @@
+"""Policy: in which number format every operator, module, parameter, gradient and loss lives, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.operators import canonical, expand
+from halfstep.policy.optable import RULES
+from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
+
+__all__ = ["MODULE_RULES", "Policy", "Rules"]
+
+Rules = tuple[tuple[str, str], ...]
+
+MODULE_RULES = ("low", "fp32", "keep")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Policy:
+    """What is wanted: plain data, hashable, and ``eval(repr(policy)) == policy``.
+
+    Values "auto" stay in it; they are resolved for a device when it is bound (`halfstep.resolve` shows how). In the
+    text, *low* is the low format, `dtype`.
+
+    Attributes:
+        name: what reports call it.
+        dtype: the low format. auto: bf16 where the device has units for it, else fp16 on accelerators; a CPU without
+            bf16 units stays fp32, with a note.
+        params: format of the model's parameters. low: an optimizer steps precise values kept beside them (`master`).
+        norms: under ``params="low"``, format of the parameters of normalisation layers (classes ``*Norm*``).
+        master: where precise weights are kept when parameters are low. auto: "master", an fp32 copy. none: nowhere.
+        grads: format gradients accumulate in: the parameter's, or fp32. A bf16 sum of 64 micro-batches is 0.8% wrong,
+            an fp32 sum 0.07%.
+        table: rules of operators: torch.autocast's, Apex O1's, halfstep's `mixed`, everything low, or none.
+        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins.
+        modules: (pattern, rule) for modules and all below: a pattern is matched against dotted names (``*`` crosses
+            dots, "" is the root) or, as ``class:GLOB``, against class names; the last match wins.
+        residual: format of the residual stream. low: embeddings give low, and an addition keeps the format of its
+            first operand.
+        inputs: whether floating inputs of the model are cast to low.
+        outputs: whether floating outputs of the model are cast to fp32.
+        loss: whether loss functions run in fp32 even where `table` has no rule for them.
+        reduce: format gradients are summed in across processes: their own, fp32 or low.
+        state: format of the optimizer's state.
+        scale: loss scale. auto: the rule "halfstep" if the low format is fp16, else none. A number is a static scale,
+            a name one of `SCALE_RULES`.
+        emulate: whether fp16 operators are emulated in fp32 arithmetic. auto: on devices without fp16 units.
+
+    Raises:
+        PolicyError: a value is not one of those above, an operator does not exist, or a pattern matches no operator;
+            the message names the nearest.
+    """
+
+    name: str = ""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    params: Literal["fp32", "low"] = "fp32"
+    norms: Literal["fp32", "low"] = "fp32"
+    master: Literal["auto", "none", "master", "split", "kahan", "stochastic"] = "auto"
+    grads: Literal["param", "fp32"] = "param"
+    table: Literal["none", "torch", "apex-o1", "mixed", "all-low"] = "mixed"
+    ops: Rules = ()
+    modules: Rules = ()
+    residual: Literal["fp32", "low"] = "fp32"
+    inputs: Literal["keep", "low"] = "keep"
+    outputs: Literal["keep", "fp32"] = "keep"
+    loss: Literal["fp32", "keep"] = "fp32"
+    reduce: Literal["grad", "fp32", "low"] = "grad"
+    state: Literal["fp32", "low"] = "fp32"
+    scale: str | float | ScaleRule = "auto"
+    emulate: Literal["auto", "never", "always"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Normalise sequences to tuples and operator names to their short ones; refuse what makes no sense."""
+        for field, options in _choices().items():
+            value = getattr(self, field)
+            if value not in options:
+                raise PolicyError(_not_an_option(field, value, options))
+        if not isinstance(self.name, str):
+            raise PolicyError(f"policy: name={self.name!r}; expected a string")
+        object.__setattr__(self, "ops", _pairs("ops", self.ops, RULES))
+        object.__setattr__(self, "modules", _pairs("modules", self.modules, MODULE_RULES))
+        object.__setattr__(self, "scale", _scale(self.scale))
+
+    @classmethod
+    def of(cls, spec: Policy | str | Path, /, **overrides: Any) -> Policy:
+        """Return the policy meant by `spec`, with some fields replaced.
+
+        Args:
+            spec: the name of a preset, the path of a TOML file (a Path, or a string ending in ".toml"), or a Policy.
+            **overrides: fields and their values.
+
+        Raises:
+            PolicyError: unknown preset, unreadable file, unknown field or value; the message names the nearest.
+        """
+        if isinstance(spec, cls):
+            base = spec
+        elif isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(".toml")):
+            try:
+                text = Path(spec).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise PolicyError(f"cannot read the policy file {str(spec)!r}: {error}") from error
+            base = cls.from_toml(text)
+        elif isinstance(spec, str):
+            base = _preset(spec)
+        else:
+            raise PolicyError(f"a policy is a preset's name, a path or a Policy, not {type(spec).__name__} {spec!r}")
+        return base.replace(**overrides) if overrides else base
+
+    def replace(self, **fields: Any) -> Policy:
+        """Return this policy with some fields replaced.
+
+        Raises:
+            PolicyError: unknown field or value; the message names the nearest.
+        """
+        known = [f.name for f in dataclasses.fields(self)]
+        for field in fields:
+            if field not in known:
+                hint = did_you_mean(field, known)
+                raise PolicyError(f"a policy has no field {field!r}; it has {', '.join(known)}{hint}")
+        return dataclasses.replace(self, **fields)
+
+    def with_ops(
+        self,
+        *,
+        low: Iterable[str] = (),
+        fp32: Iterable[str] = (),
+        keep: Iterable[str] = (),
+        widest: Iterable[str] = (),
+        banned: Iterable[str] = (),
+    ) -> Policy:
+        """Return this policy with rules for operators appended, so that they win over those already there.
+
+        Args:
+            low: operators, or fnmatch patterns, to compute in the low format.
+            fp32: ... in fp32.
+            keep: ... in the format of their first activation.
+            widest: ... in fp32 if any argument is fp32.
+            banned: ... to refuse with low arguments.
+
+        Raises:
+            PolicyError: unknown operator, or a pattern that matches none.
+        """
+        lists = {"low": low, "fp32": fp32, "keep": keep, "widest": widest, "banned": banned}
+        for rule, names in lists.items():
+            if isinstance(names, str):
+                raise PolicyError(f"with_ops({rule}={names!r}) takes a list of operators: {rule}=[{names!r}]")
+        added = tuple((name, rule) for rule, names in lists.items() for name in names)
+        return self.replace(ops=(*self.ops, *added))
+
+    def with_modules(self, rules: Mapping[str, str]) -> Policy:
+        """Return this policy with rules for modules appended, so that they win over those already there.
+
+        Args:
+            rules: pattern -> "low", "fp32" or "keep", e.g. ``{"decoder.*.norm": "fp32", "class:LayerNorm": "keep"}``.
+
+        Raises:
+            PolicyError: unknown rule.
+        """
+        return self.replace(modules=(*self.modules, *rules.items()))
+
+    def diff(self, other: Policy | str | Path) -> str:
+        """Return what differs from `other`, one line a field or operator: ``what: mine -> other's``; "" if nothing."""
+        from halfstep.policy.explain import diff
+
+        return diff(self, Policy.of(other))
+
+    def explain(self, what: str) -> str:
+        """Return, readably, which rule decides for an operator, a module path or a ``class:`` pattern, and why.
+
+        Raises:
+            PolicyError: neither an operator nor a path.
+        """
+        from halfstep.policy.explain import explain
+
+        return explain(self, what)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Policy:
+        """Return the policy written in `text`; a key ``preset`` names one to start from.
+
+        Raises:
+            PolicyError: not TOML, an unknown key (the message names the nearest) or an impossible value.
+        """
+        from halfstep.policy.text import policy_from_toml
+
+        return policy_from_toml(text)
+
+    def to_toml(self) -> str:
+        """Return this policy as TOML, every field with its value; `from_toml` reads it back without loss."""
+        from halfstep.policy.text import policy_to_toml
+
+        return policy_to_toml(self)
+
+    def __repr__(self) -> str:
+        """Return the constructor call with the fields that are not the default."""
+        shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return f"Policy({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+
+@lru_cache(maxsize=1)
+def _choices() -> Mapping[str, tuple[str, ...]]:
+    """Return the fields that take one of a few words, and the words."""
+    hints = get_type_hints(Policy)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _not_an_option(field: str, value: object, options: Iterable[str]) -> str:
+    hint = did_you_mean(value, options) if isinstance(value, str) else ""
+    return f"policy: {field}={value!r}; expected one of {', '.join(map(repr, options))}{hint}"
+
+
+def _preset(name: str) -> Policy:
+    from halfstep.policy.presets import PRESETS
+
+    if name in PRESETS:
+        return PRESETS[name]
+    near = did_you_mean(name, PRESETS)
+    raise PolicyError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}, or a path ending in .toml{near}")
+
+
+def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
+    """Return (pattern, rule) pairs as tuples, patterns in their short form."""
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if not isinstance(value, (list, tuple)):
+        raise PolicyError(f"policy: {field}={value!r}; expected pairs of (pattern, rule)")
+    pairs = []
+    for pair in value:
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            raise PolicyError(f"policy: {field} contains {pair!r}; expected a pair of (pattern, rule)")
+        pattern, rule = pair
+        if rule not in rules:
+            raise PolicyError(_not_an_option(f"rule of {pattern!r} in {field}", rule, rules))
+        pairs.append((_operator(pattern) if field == "ops" else pattern, rule))
+    return tuple(pairs)
+
+
+def _operator(pattern: str) -> str:
+    matched = expand(pattern)
+    return pattern if any(c in pattern for c in "*?[") else canonical(matched[0])
+
+
+def _scale(value: object) -> str | float | ScaleRule:
+    if isinstance(value, ScaleRule):
+        return value
+    if isinstance(value, str):
+        if value not in (options := ("auto", "none", *SCALE_RULES)):
+            raise PolicyError(f"{_not_an_option('scale', value, options)} (or a positive number or a ScaleRule)")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise PolicyError(f'policy: scale={value!r}; expected "auto", "none", a positive number, a name or a ScaleRule')
+    return float(value)

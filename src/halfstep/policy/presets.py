@@ -1,0 +1,41 @@
+"""Presets: policies with a name. Each is a value and nothing more: a TOML file can say everything they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from halfstep.policy.policy import Policy
+
+__all__ = ["PRESETS"]
+
+PRESETS: Mapping[str, Policy] = MappingProxyType(
+    {
+        # Everything fp32: what the others are compared with.
+        "O0": Policy(name="O0", dtype="fp32", table="none", loss="keep", scale="none"),
+        # torch.autocast's own lists of the running version, untouched: no rule on top.
+        "torch": Policy(name="torch", table="torch", loss="keep", outputs="fp32"),
+        # Apex O1: fp32 weights, products low, sensitive operators fp32.
+        "O1": Policy(name="O1", table="apex-o1", outputs="fp32"),
+        # Recommended. halfstep's table, the same on every device and torch version.
+        "mixed": Policy(name="mixed", table="mixed", outputs="fp32"),
+        # Apex O2: low weights with fp32 masters, norms' parameters fp32, the model's stream low, fp32 at its end.
+        "O2": Policy(name="O2", params="low", table="mixed", residual="low", inputs="low", outputs="fp32"),
+        # As O2, with norms' parameters and outputs low too.
+        "pure": Policy(name="pure", params="low", norms="low", table="mixed", residual="low", inputs="low"),
+        # Everything low and no masters: the speed of light, not for training.
+        "O3": Policy(
+            name="O3",
+            params="low",
+            norms="low",
+            master="none",
+            table="all-low",
+            residual="low",
+            inputs="low",
+            loss="keep",
+            scale=1.0,
+        ),
+        # As pure, with linear layers in fp8 where it pays; the rules for fp8 come with its engine.
+        "fp8": Policy(name="fp8", params="low", norms="low", table="mixed", residual="low", inputs="low"),
+    }
+)

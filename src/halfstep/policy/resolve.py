@@ -1,0 +1,233 @@
+"""Resolve: policy x device -> concrete formats and operator rules; policy x model -> Plan. Every decision has a reason.
+
+Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order. Order of module rules:
+each pattern speaks of the modules it matches and of all below them; the last pattern that speaks of a module wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from halfstep.policy.match import NORMS, matches, rules_of_modules
+from halfstep.policy.operators import expand
+from halfstep.policy.optable import losses, table
+from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
+from halfstep.policy.policy import Policy
+from halfstep.policy.presets import PRESETS
+from halfstep.policy.scale_rule import SCALE_RULES
+from halfstep.policy.units import default_device_types, units
+
+__all__ = ["Decision", "Plan", "operator_rules", "require_engine", "resolve", "resolve_dtype", "resolved"]
+
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""What rules apply to; parameters of any other dtype (fp64, complex, integer) are never touched."""
+
+RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
+    "embedding": ("low", "residual='low': the stream starts low; rows are gathered, then cast"),
+    "embedding_bag": ("low", "residual='low': the stream starts low; rows are gathered and summed, then cast"),
+    "add": ("keep", "residual='low': adding to the stream keeps the stream's format"),
+}
+"""What ``residual="low"`` means for operators."""
+
+
+def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
+    """Return the low format of `policy` on a device, and a note: why, or what happens instead of missing units.
+
+    Returns:
+        ("bf16" | "fp16" | "fp32", note); "fp32" means nothing is lowered. The note is "" if there is nothing to say.
+
+    Raises:
+        PolicyError: torch.autocast does not exist for this device type.
+    """
+    there = units(device_type)
+    if policy.dtype == "auto":
+        if there.bf16:
+            return "bf16", f"dtype auto: {there.reason}"
+        if there.fp16 and device_type != "cpu":
+            return "fp16", f"dtype auto: {there.reason}"
+        remedy = "dtype='bf16' or 'fp16' (emulated) by name works here too"
+        return "fp32", f"dtype auto: {there.reason}, so everything stays fp32; {remedy}"
+    if policy.dtype == "bf16" and not there.bf16:
+        return "bf16", f"{there.reason}: bf16 runs in torch's kernels without units, slower than fp32"
+    if policy.dtype == "fp16" and policy.emulate == "always":
+        return "fp16", "emulate='always': products take fp16, compute in fp32 and round once"
+    if policy.dtype == "fp16" and not there.fp16:
+        if policy.emulate == "never":
+            return "fp16", f"{there.reason}: emulate='never' runs torch's fp16 kernels, many times slower than fp32"
+        return "fp16", f"{there.reason}: fp16 is emulated (fp16 in, fp32 compute, one rounding)"
+    return policy.dtype, ""
+
+
+def resolved(policy: Policy, device_type: str) -> Policy:
+    """Return `policy` as it is carried out on a device: no "auto" and no name of a scale rule is left.
+
+    Where the low format is fp32 nothing is lowered: parameters, residual stream and inputs become fp32 too.
+
+    Raises:
+        PolicyError: torch.autocast does not exist for this device type.
+    """
+    dtype, _ = resolve_dtype(policy, device_type)
+    if dtype == "fp32":
+        policy = policy.replace(params="fp32", residual="fp32", inputs="keep")
+    master = policy.master
+    if policy.params == "fp32":
+        master = "none"
+    elif master == "auto":
+        master = "master"
+    scale = policy.scale
+    if scale == "auto":
+        scale = SCALE_RULES["halfstep"] if dtype == "fp16" else "none"
+    elif isinstance(scale, str) and scale != "none":
+        scale = SCALE_RULES[scale]
+    emulate = policy.emulate
+    if emulate == "auto":
+        emulate = "always" if dtype == "fp16" and not units(device_type).fp16 else "never"
+    return policy.replace(dtype=dtype, master=master, scale=scale, emulate=emulate)
+
+
+def require_engine(policy: Policy) -> None:
+    """Refuse a policy that this version of halfstep cannot carry out.
+
+    Raises:
+        NotImplementedError: the message says what is missing and what comes nearest.
+    """
+    missing = ""
+    if policy == PRESETS["fp8"]:
+        missing = "products in fp8 (formats, scaling of tensors, casts)"
+    elif policy.params == "low" and policy.norms == "low" and policy.master != "none":
+        missing = "losses that read low logits and accumulate in fp32, which low norms and low outputs need"
+    elif policy.params == "low" and policy.master in {"split", "kahan", "stochastic"}:
+        raise NotImplementedError(
+            f"policy {policy.name!r}: master={policy.master!r} is not built yet; use master='master' (an fp32 copy)"
+        )
+    elif policy.state == "low":
+        raise NotImplementedError(f"policy {policy.name!r}: state='low' is not built yet; use state='fp32'")
+    elif policy.reduce == "low" or (policy.reduce == "fp32" and policy.params == "low" and policy.grads == "param"):
+        raise NotImplementedError(
+            f"policy {policy.name!r}: reduce={policy.reduce!r} is not built yet; use reduce='grad'"
+        )
+    if missing:
+        raise NotImplementedError(
+            f"policy {policy.name!r} cannot run yet: missing are {missing}; the nearest that runs is 'O2'"
+        )
+
+
+def operator_rules(policy: Policy, device_type: str) -> dict[str, Decision]:
+    """Return the decision for every operator that has a rule; the others run in their inputs' format.
+
+    The device matters only for ``table="torch"``, whose rows are torch.autocast's lists as data.
+    """
+    return dict(_operator_rules(policy, "cpu" if device_type == "cpu" else "cuda"))
+
+
+@lru_cache(maxsize=256)
+def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
+    rules = {
+        op: Decision(row.rule, "table", f"{row.reason} ({row.source})")
+        for op, row in table(policy.table, device_type).items()
+    }
+    if policy.residual == "low":
+        for op, (rule, reason) in RESIDUAL_RULES.items():
+            rules[op] = Decision(rule, "residual", reason)
+    if policy.loss == "fp32":
+        for op in losses():
+            if op not in rules or rules[op].rule in {"low", "keep", "widest"}:
+                rules[op] = Decision("fp32", "loss", "loss='fp32': loss functions run in fp32 whatever the table says")
+    for pattern, rule in policy.ops:
+        for op in expand(pattern):
+            rules[op] = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
+    return rules
+
+
+def resolve(policy: Policy, model: nn.Module, device_type: str | None = None) -> Plan:
+    """Return what `policy` means for `model`: every module's rule, every parameter's format, every operator's rule.
+
+    Args:
+        policy: what is wanted.
+        model: read only.
+        device_type: "cpu", "cuda", ...; by default that of the model's parameters.
+
+    Raises:
+        PolicyError: a module pattern matches nothing, or torch.autocast does not exist for the device type.
+    """
+    device = _device_type(model) if device_type is None else device_type
+    _, note = resolve_dtype(policy, device)
+    concrete = resolved(policy, device)
+    rules = rules_of_modules(policy.modules, model)
+    parameters, untouched = _parameters(concrete, model, rules)
+    notes = [note, *untouched]
+    if policy.params == "low" and concrete.params == "low":
+        notes.append("floating buffers are never converted")
+    return Plan(
+        policy=concrete,
+        device=device,
+        model=type(model).__name__,
+        modules=tuple(_module(path, module, rules, concrete) for path, module in model.named_modules()),
+        parameters=parameters,
+        operators=tuple(sorted(operator_rules(concrete, device).items())),
+        notes=tuple(n for n in notes if n),
+    )
+
+
+def _device_type(model: nn.Module) -> str:
+    found = sorted({p.device.type for p in model.parameters()} - {"meta", "cpu"})
+    return found[0] if found else ("cpu" if any(True for _ in model.parameters()) else default_device_types()[0])
+
+
+def _module(
+    path: str, module: nn.Module, rules: Mapping[nn.Module, tuple[str, str]], concrete: Policy
+) -> ModuleDecision:
+    kind = type(module).__name__
+    if module not in rules:
+        return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern speaks of it")
+    pattern, rule = rules[module]
+    reason = f"modules: {pattern!r} = {rule!r}"
+    made = {"low": concrete.dtype, "fp32": "fp32", "keep": "input"}[rule]
+    return ModuleDecision(path=path, kind=kind, rule=rule, format=made, reason=reason)
+
+
+def _parameters(
+    concrete: Policy, model: nn.Module, rules: Mapping[nn.Module, tuple[str, str]]
+) -> tuple[tuple[ParameterDecision, ...], list[str]]:
+    """Decide the format of every parameter; return notes on those that are never touched besides."""
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, module))
+    decisions, untouched = [], []
+    for parameter, places in owners.items():
+        name, *aliases = [place for place, _ in places]
+        if parameter.dtype not in FORMATS:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            untouched.append(f"parameter {name} is {kind} and is never converted")
+            continue
+        verdicts = [_parameter(concrete, parameter, module, rules.get(module)) for _, module in places]
+        low, made, reason = min(verdicts, key=lambda verdict: verdict[0])  # a shared parameter: any fp32 owner wins
+        if low is False and any(verdict[0] for verdict in verdicts):
+            reason = f"shared by {len(places)} modules; {reason}"
+        numel = 0 if is_lazy(parameter) else parameter.numel()
+        decisions.append(
+            ParameterDecision(name=name, format=made, low=low, numel=numel, reason=reason, aliases=tuple(aliases))
+        )
+    return tuple(decisions), untouched
+
+
+def _parameter(
+    concrete: Policy, parameter: nn.Parameter, owner: nn.Module, rule: tuple[str, str] | None
+) -> tuple[bool, str, str]:
+    """Return (lowered, format, reason) of a parameter as one of its owners wants it."""
+    now = FORMATS[parameter.dtype]
+    if rule is not None and rule[1] == "fp32":
+        return False, "fp32", f"modules: {rule[0]!r} = 'fp32'"
+    if rule is not None and rule[1] == "keep":
+        return False, now, f"modules: {rule[0]!r} = 'keep'"
+    if concrete.params == "fp32":
+        return False, now, "params='fp32': the policy converts no parameter"
+    if rule is None and concrete.norms == "fp32" and matches(NORMS, "", owner):
+        return False, "fp32", "norms='fp32': it belongs to a normalisation layer"
+    return True, concrete.dtype, "params='low'"

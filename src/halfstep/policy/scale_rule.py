@@ -1,0 +1,167 @@
+"""Scale rule: how a loss scale answers good and bad steps, as plain numbers.
+
+A *good* step is one whose gradients are all finite, a *bad* step any other. A `ScaleRule` holds numbers only; the state
+machine that carries it out on device tensors is `halfstep.scale.rule`. `SCALE_RULES` holds halfstep's rule and those of
+its peers under their names, with their defaults.
+
+Sources of the peers' numbers (formulas read in their public repositories, 2025-2026):
+torch.amp https://github.com/pytorch/pytorch, Apex https://github.com/NVIDIA/apex,
+DeepSpeed https://github.com/deepspeedai/DeepSpeed, Megatron-core https://github.com/NVIDIA/Megatron-LM,
+fairseq https://github.com/facebookresearch/fairseq, MindSpore https://gitee.com/mindspore/mindspore,
+MegEngine https://github.com/MegEngine/MegEngine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from halfstep.errors import ScaleError
+
+__all__ = ["FP32_MAX", "SCALE_RULES", "ScaleRule"]
+
+FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
+"""The largest finite fp32 number: as a ceiling it means 'none'."""
+
+MAX_COUNT = 2**31 - 2
+"""Counters are int32 on the device, and one more than the largest count must still fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleRule:
+    """Numbers that say how a loss scale moves; hashable, and ``eval(repr(rule)) == rule``.
+
+    The scale itself is an fp32 number; each move is computed exactly and rounded to fp32 once.
+
+    Attributes:
+        init: scale before the first step, in ``[floor, ceiling]``.
+        growth: factor (>= 1) applied after `interval` good steps in a row; 1 never grows.
+        backoff: factor in (0, 1] applied at a bad step; 1 never backs off.
+        interval: good steps in a row before the scale grows (>= 1).
+        floor: the scale never goes below it (>= 0; 0 = no floor: 2**16 is 0 after 166 halvings, and weights then NaN).
+        ceiling: the scale never goes above it (`FP32_MAX` = none).
+        hysteresis: bad steps it takes before the scale backs off (>= 1; 1 = at once). Once used up, every further bad
+            step backs off until it is refilled.
+        refill: what gives the hysteresis back: ``"growth"`` (the scale grew) or ``"good"`` (any good step).
+        divide: a bad step divides by `growth` instead of multiplying by `backoff`, which must then be ``1 / growth``
+            (differs in the last bit when `growth` is not a power of two).
+        delay: good steps after a bad step, and at the start, that do not count towards `interval` (DeepSpeed has 1).
+        tolerance: share (0..1) of bad steps since the scale last moved below which a bad step does not back off.
+        at_floor: when backing off would go below the floor: ``"warn"`` stay at the floor and warn once; ``"raise"``
+            stay at it and raise; ``"refuse"`` never reach the floor: keep the scale where it is and raise.
+        patience: bad steps in a row after which the scaler raises; 0 = never.
+        guard: a growth past the largest fp32 number is not carried out. Without it the scale becomes inf for good.
+
+    Raises:
+        ScaleError: a value is of the wrong type or out of range; the message names it, its value and the range.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    floor: float = 2.0**-14  # the smallest normal fp16 number: a scale below it cannot save an fp16 gradient
+    ceiling: float = 2.0**24  # beyond it 1/scale is 0 in fp16, and an fp32 loss gains nothing
+    hysteresis: int = 1
+    refill: Literal["growth", "good"] = "growth"
+    divide: bool = False
+    delay: int = 0
+    tolerance: float = 0.0
+    at_floor: Literal["warn", "raise", "refuse"] = "warn"
+    patience: int = 0
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        """Validate every value and how they go together."""
+        _number("floor", self.floor, low=0.0, high=FP32_MAX, meaning="0 (no floor) or a positive scale")
+        _number("ceiling", self.ceiling, low=self.floor, high=FP32_MAX, meaning="at least floor; FP32_MAX for none")
+        _number("init", self.init, low=self.floor, high=self.ceiling, meaning="between floor and ceiling")
+        if self.init < 2.0**-149:  # the smallest fp32 number
+            raise ScaleError(f"scale rule: init={self.init!r} is 0 in fp32; give a positive scale, 65536.0 is usual")
+        _number("growth", self.growth, low=1.0, high=FP32_MAX, meaning="at least 1; 2 doubles the scale")
+        _number("backoff", self.backoff, low=2.0**-126, high=1.0, meaning="above 0 and at most 1; 0.5 halves the scale")
+        _number("tolerance", self.tolerance, low=0.0, high=1.0, meaning="a share of steps between 0 and 1")
+        _count("interval", self.interval, low=1)
+        _count("hysteresis", self.hysteresis, low=1)
+        _count("delay", self.delay, low=0)
+        _count("patience", self.patience, low=0)
+        for name, value, options in (
+            ("refill", self.refill, ("growth", "good")),
+            ("at_floor", self.at_floor, ("warn", "raise", "refuse")),
+            ("divide", self.divide, (False, True)),
+            ("guard", self.guard, (False, True)),
+        ):
+            if type(value) is not type(options[0]) or value not in options:
+                raise ScaleError(f"scale rule: {name}={value!r}; expected one of {', '.join(map(repr, options))}")
+        if self.divide and self.backoff != 1.0 / self.growth:
+            raise ScaleError(
+                f"scale rule: divide=True divides by growth={self.growth!r}, but backoff={self.backoff!r} is not "
+                f"1/growth; set backoff={1.0 / self.growth!r} or divide=False"
+            )
+        if self.at_floor == "refuse" and not self.init > self.floor:
+            raise ScaleError(
+                f"scale rule: at_floor='refuse' keeps the scale above floor={self.floor!r}, but init={self.init!r}; "
+                "raise init or lower floor"
+            )
+
+    @classmethod
+    def static(cls, value: float) -> ScaleRule:
+        """Return the rule of a scale that stays at `value`; bad steps are skipped all the same."""
+        return cls(init=value, growth=1.0, backoff=1.0, interval=1, floor=value, ceiling=value)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale can never move."""
+        return self.floor == self.ceiling or (self.growth == 1.0 and self.backoff == 1.0)
+
+
+def _number(name: str, value: object, *, low: float, high: float, meaning: str) -> None:
+    """Raise ScaleError unless `value` is a finite number in ``[low, high]``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        kind = type(value).__name__
+        raise ScaleError(f"scale rule: {name}={value!r} is a {kind}; expected a number: {meaning}")
+    if not (math.isfinite(value) and low <= value <= high):
+        raise ScaleError(f"scale rule: {name}={value!r} is outside [{low!r}, {high!r}]; expected {meaning}")
+
+
+def _count(name: str, value: object, *, low: int) -> None:
+    """Raise ScaleError unless `value` is a whole number of steps in ``[low, MAX_COUNT]``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        kind = type(value).__name__
+        raise ScaleError(f"scale rule: {name}={value!r} is a {kind}; expected a whole number of steps, at least {low}")
+    if not low <= value <= MAX_COUNT:
+        raise ScaleError(
+            f"scale rule: {name}={value!r} is outside [{low}, {MAX_COUNT}]; expected a whole number of steps"
+        )
+
+
+SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
+    {
+        # torch's numbers, kept between a floor and a ceiling.
+        "halfstep": ScaleRule(),
+        "torch": ScaleRule(floor=0.0, ceiling=FP32_MAX),
+        # apex.amp.scaler.LossScaler: halves, with no floor unless min_loss_scale is given.
+        "apex": ScaleRule(floor=0.0),
+        # apex.fp16_utils.DynamicLossScaler: "(step - last bad one) % window == 0" is `interval` good ones in a row.
+        "apex-fp16-utils": ScaleRule(init=2.0**32, interval=1000, floor=1.0, ceiling=FP32_MAX, divide=True),
+        # deepspeed DynamicLossScaler: its stable interval is the good steps in a row less one, hence the delay.
+        "deepspeed": ScaleRule(
+            interval=1000, floor=1.0, ceiling=FP32_MAX, hysteresis=2, divide=True, delay=1, at_floor="raise"
+        ),
+        # megatron.core DynamicGradScaler: a good step does not refill the hysteresis, growth does; growth unguarded.
+        "megatron": ScaleRule(init=2.0**32, interval=1000, floor=1.0, ceiling=FP32_MAX, hysteresis=2, guard=False),
+        # fairseq DynamicLossScaler: min_loss_scale 1e-4 must not be reached; raises FloatingPointError there.
+        "fairseq": ScaleRule(init=2.0**15, floor=1e-4, ceiling=FP32_MAX, divide=True, at_floor="refuse"),
+        # mindspore.amp.DynamicLossScaler has no defaults: the numbers are DynamicLossScaleManager's.
+        "mindspore-scaler": ScaleRule(init=2.0**24, floor=1.0, ceiling=FP32_MAX, divide=True),
+        # mindspore.nn.DynamicLossScaleUpdateCell: multiplies by the reciprocal; growth to inf is for good.
+        "mindspore-cell": ScaleRule(init=2.0**24, floor=1.0, ceiling=FP32_MAX, guard=False),
+        # mindspore.amp.DynamicLossScaleManager: raises at the 1001st bad step in a row.
+        "mindspore-manager": ScaleRule(init=2.0**24, floor=1.0, ceiling=FP32_MAX, patience=1000),
+        # megengine.amp.GradScaler: torch's rule on a Python float, from a smaller start.
+        "megengine": ScaleRule(init=2.0**4, floor=0.0, ceiling=FP32_MAX),
+    }
+)

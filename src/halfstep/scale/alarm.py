@@ -1,0 +1,86 @@
+"""What the scaler says when the scale cannot go lower and gradients are still not finite."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.policy.scale_rule import ScaleRule
+
+__all__ = ["Watch", "alarm_text", "raises"]
+
+
+def raises(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:
+    """Return whether the rule's alarm is an error: for the state `host`, or for any state if there is none."""
+    impatient = rule.patience > 0 and (host is None or host["streak"] > rule.patience)
+    return impatient or rule.at_floor != "warn"
+
+
+def alarm_text(rule: ScaleRule, host: Mapping[str, Any], culprits: Sequence[str]) -> str:
+    """Return the message: what happened, at which scale, which gradients, what to do.
+
+    Args:
+        rule: the numbers in force.
+        host: the state as plain numbers.
+        culprits: descriptions of parameters whose gradient is not finite.
+    """
+    scale = host["scale"]
+    if rule.patience and host["streak"] > rule.patience:
+        what = f"{host['streak']} steps in a row had gradients that are not finite (loss scale {scale!r})"
+    elif rule.is_static:
+        what = f"gradients are not finite under the static loss scale {scale!r}"
+    else:
+        what = f"the loss scale is at its floor {rule.floor!r} (now {scale!r}) and gradients are still not finite"
+    where = f" Not finite: {', '.join(culprits)}." if culprits else ""
+    cure = (
+        "Use a smaller static scale or a dynamic one"
+        if rule.is_static
+        else "A smaller scale would not help: look for inf or NaN in the batch, the loss and the parameters, lower the "
+        "learning rate, or run the operators that overflow in fp32 or bf16"
+    )
+    return f"{what}; such steps are skipped.{where} {cure}."
+
+
+class Watch:
+    """A look at a flag on the device that answers late instead of waiting.
+
+    On the CPU an answer is immediate. On CUDA each look starts a copy to pinned memory and answers with what an earlier
+    copy brought; while a graph is being captured, on fake tensors and on other devices there is no answer.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing on its way."""
+        self._landed: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def look(self, flag: Tensor) -> bool | None:
+        """Return the flag as of this or an earlier look, or None if nothing is known yet.
+
+        Args:
+            flag: 0-dim bool tensor.
+        """
+        if type(flag) is not Tensor:
+            return None
+        if flag.device.type == "cpu":
+            return _peek(flag)
+        if flag.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.cuda.device(flag.device):
+            if self._landed is None or self._event is None:
+                self._landed = torch.zeros((), dtype=torch.bool, pin_memory=True)
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
+            elif not self._event.query():  # type: ignore[no-untyped-call]  # nor here
+                return None
+            answer = _peek(self._landed)
+            self._landed.copy_(flag, non_blocking=True)
+            self._event.record()
+        return answer
+
+
+def _peek(flag: Tensor) -> bool:
+    """Read a bool in host memory; not through torch, whose reads count as waits for the device."""
+    return bool(ctypes.c_bool.from_address(flag.data_ptr()).value)

@@ -1,0 +1,103 @@
+"""From a scaler's arguments to a scale rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from halfstep.errors import ScaleError, did_you_mean
+from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
+
+__all__ = ["check_factor", "choose_rule", "device_type"]
+
+TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+
+def choose_rule(
+    numbers: Mapping[str, Any],
+    rule: ScaleRule | str | None = None,
+    *,
+    floor: float | None = None,
+    ceiling: float | None = None,
+    hysteresis: int = 1,
+) -> ScaleRule:
+    """Return the rule that GradScaler's arguments of the same names describe.
+
+    Args:
+        numbers: torch's four numbers, keyed as in `TORCH_DEFAULTS`.
+        rule: a rule or the name of one, in place of all four.
+        floor: in place of the rule's; default as wide as the first scale needs.
+        ceiling: likewise.
+        hysteresis: in place of the rule's, unless 1.
+
+    Raises:
+        ScaleError: a value that makes no sense, or numbers beside a rule.
+    """
+    chosen = _torch_rule(numbers, floor, ceiling) if rule is None else _given_rule(rule, numbers)
+    changes: dict[str, Any] = {}
+    if floor is not None:
+        changes["floor"] = floor
+    if ceiling is not None:
+        changes["ceiling"] = ceiling
+    if hysteresis != 1:
+        changes["hysteresis"] = hysteresis
+    return dataclasses.replace(chosen, **changes)
+
+
+def device_type(device: str | torch.device) -> str:
+    """Return the type of a device, which must be one torch knows; whether it is here does not matter."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ScaleError(
+            f"GradScaler: device={device!r} is not a device; expected a type such as 'cuda' or 'cpu'"
+        ) from error
+
+
+def _torch_rule(numbers: Mapping[str, Any], floor: float | None, ceiling: float | None) -> ScaleRule:
+    """Return the rule for torch's four numbers, with default bounds wide enough for the first scale."""
+    for name in ("growth_factor", "backoff_factor"):
+        check_factor(name, numbers[name])
+    init = numbers["init_scale"]
+    bounds: dict[str, Any] = {}
+    if isinstance(init, (int, float)) and math.isfinite(init) and init > 0:
+        default = SCALE_RULES["halfstep"]
+        bounds["floor"] = min(default.floor, init) if floor is None else floor
+        bounds["ceiling"] = max(default.ceiling, init) if ceiling is None else ceiling
+    return ScaleRule(
+        init=init,
+        growth=numbers["growth_factor"],
+        backoff=numbers["backoff_factor"],
+        interval=numbers["growth_interval"],
+        **bounds,
+    )
+
+
+def _given_rule(rule: ScaleRule | str, numbers: Mapping[str, Any]) -> ScaleRule:
+    """Return a rule given as such or by name, alone."""
+    beside = [name for name, value in numbers.items() if value != TORCH_DEFAULTS[name]]
+    if beside:
+        raise ScaleError(
+            f"GradScaler: {', '.join(beside)} given beside rule=; put the numbers into the rule, "
+            "dataclasses.replace(rule, ...) makes one with other numbers"
+        )
+    if isinstance(rule, ScaleRule):
+        return rule
+    if not isinstance(rule, str) or rule not in SCALE_RULES:
+        near = did_you_mean(rule, SCALE_RULES) if isinstance(rule, str) else ""
+        raise ScaleError(f"GradScaler: rule={rule!r}; expected a ScaleRule or one of {', '.join(SCALE_RULES)}{near}")
+    return SCALE_RULES[rule]
+
+
+def check_factor(name: str, value: object) -> None:
+    """Raise ScaleError unless a factor moves the scale the right way, as torch asks for."""
+    low, high, example = (1.0, math.inf, "2.0") if name == "growth_factor" else (0.0, 1.0, "0.5")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
+        raise ScaleError(
+            f"GradScaler: {name}={value!r}; expected a number above {low} and below {high}, {example} is usual "
+            "(a scale that stays: rule=ScaleRule.static(value))"
+        )

@@ -1,0 +1,229 @@
+"""Passes over gradients: are they all finite, divide them by the scale, and which ones are not.
+
+One multi-tensor kernel per device, dtype and placement does check and product together
+(``torch._amp_foreach_non_finite_check_and_unscale_``: fp32 arithmetic, one rounding to the gradient's dtype). Complex
+gradients go through it as pairs of reals, sparse ones as their values, sharded ones (DTensor) grouped by mesh and
+placements, so that torch's own handler makes the ranks agree. No pass here waits for the device, except
+`describe_non_finite`, which is for when something has gone wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check", "describe_non_finite", "gradients", "unscale_"]
+
+LOW = (torch.float16, torch.bfloat16)
+NAMES_SHOWN = 5
+"""How many parameters a message names before it says 'and N more'."""
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (parameter, gradient) for every parameter of `optimizer` that has a gradient, group by group."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                yield parameter, gradient
+
+
+@torch.no_grad()
+def unscale_(
+    pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor, *, into_fp32: bool = False, check_scale: bool = False
+) -> Tensor | None:
+    """Divide every gradient by the scale and say whether one was not finite, without waiting for the device.
+
+    Args:
+        pairs: (parameter, gradient), gradients of any floating or complex dtype, dense or sparse, on any devices. They
+            are changed in place; sparse low, conjugated and (under `into_fp32`) low ones are replaced.
+        scale: 0-dim fp32, the factor the loss was multiplied by.
+        into_fp32: give fp16 and bf16 parameters an fp32 gradient (their ``grad_dtype`` becomes None, any). Otherwise a
+            gradient keeps its dtype: fp32 arithmetic, one rounding.
+        check_scale: the scale may be so small that 1/scale is inf in fp32; that counts as not finite.
+
+    Returns:
+        0-dim fp32 on the scale's device, not zero if something was not finite; None without gradients.
+    """
+    inverse = _inverse(scale)
+    found = _Verdict(inverse.isfinite().logical_not().to(torch.float32) if check_scale else torch.zeros_like(inverse))
+    batches, again = _Batches(), _Batches()  # again: to be looked at once more after the division
+    wide: list[tuple[Tensor, Tensor]] = []  # low parameters and their gradients, to become fp32
+    summed: list[tuple[Tensor, Tensor, torch.dtype]] = []  # parameters, gradients in fp32, the dtype to go back to
+    for parameter, gradient in pairs:
+        if gradient.dtype in LOW and gradient.layout is not torch.strided:
+            # Duplicate indices are summed in fp32: a sum of scaled fp16 values overflows where the unscaled one fits.
+            total = gradient.to(torch.float32)
+            total = total.coalesce() if total.is_sparse else total
+            summed.append((parameter, total, gradient.dtype))
+            batches.add(total)
+        elif gradient.dtype in LOW and into_fp32:
+            wide.append((parameter, gradient))
+        else:
+            if gradient.is_conj():
+                parameter.grad = gradient = gradient.resolve_conj()
+            batches.add(gradient)
+            if gradient.dtype in (torch.float16, torch.complex32):
+                again.add(gradient)  # dividing by a scale below 1 can take it out of range
+    for fresh in _widen(wide):
+        batches.add(fresh)
+
+    batches.run(found, inverse)
+    for parameter, total, dtype in summed:
+        if into_fp32:
+            _replace(parameter, total)
+        else:
+            parameter.grad = total.to(dtype)
+            again.add(parameter.grad)
+    if again:
+        again.run(found, torch.ones_like(inverse))
+    return found.combined() if batches else None
+
+
+@torch.no_grad()
+def check(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor) -> Tensor | None:
+    """Say whether a gradient is not finite; gradients keep their values and dtypes, and nothing waits for the device.
+
+    Args:
+        pairs: (parameter, gradient) as for `unscale_`.
+        like: 0-dim fp32 on the device the verdict is wanted on.
+
+    Returns:
+        0-dim fp32 on the device of `like`, not zero if a gradient was not finite; None without gradients.
+    """
+    found = _Verdict(torch.zeros_like(like))
+    batches = _Batches()
+    for _, gradient in pairs:
+        if gradient.is_sparse and gradient.dtype in LOW:
+            gradient = gradient.to(torch.float32).coalesce()
+        batches.add(gradient.resolve_conj())
+    batches.run(found, torch.ones_like(like))
+    return found.combined() if batches else None
+
+
+@torch.no_grad()
+def describe_non_finite(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[Tensor, str] | None = None
+) -> tuple[str, ...]:
+    """Name the parameters whose gradient is not finite, with how many values; waits for the device.
+
+    Args:
+        optimizers: the optimizers whose gradients to look at, as they are now.
+        names: names by parameter; otherwise ``named_parameters`` given to the optimizer, otherwise the position.
+
+    Returns:
+        At most `NAMES_SHOWN` entries such as ``"head.weight (3 of 20 values)"``, then perhaps ``"and 7 more"``.
+    """
+    labels: list[str] = []
+    counts: list[Tensor] = []
+    sizes: list[int] = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                values = _local(_values(parameter.grad))
+                known = names.get(parameter) if names is not None else None
+                given = group.get("param_names")
+                position = f"param_groups[{number}]['params'][{index}] of shape {tuple(parameter.shape)}"
+                labels.append(known or (given[index] if given else position))
+                counts.append(values.isfinite().logical_not().sum().cpu())
+                sizes.append(values.numel())
+    bad = [(label, int(count), size) for label, count, size in zip(labels, counts, sizes, strict=True) if count]
+    shown = [f"{label} ({count} of {size} values)" for label, count, size in bad[:NAMES_SHOWN]]
+    if len(bad) > NAMES_SHOWN:
+        shown.append(f"and {len(bad) - NAMES_SHOWN} more")
+    return tuple(shown)
+
+
+class _Verdict:
+    """One flag over many devices: a kernel on each device sets its own copy."""
+
+    def __init__(self, home: Tensor) -> None:
+        self._home = home
+        self._copies: dict[torch.device, Tensor] = {home.device: home}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = torch.zeros((), dtype=torch.float32, device=device)
+        return self._copies[device]
+
+    def combined(self) -> Tensor:
+        """Return one flag on the first device; copies between devices do not wait."""
+        result = self._home
+        for copy in self._copies.values():
+            if copy is not self._home:
+                result = torch.maximum(result, copy.to(result.device, non_blocking=True))
+        return result
+
+
+class _Batches:
+    """Gradients grouped so that each group can go through one multi-tensor kernel."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, list[Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def add(self, gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided or gradient.is_complex():
+            gradient = torch.view_as_real(values) if (values := _values(gradient)).is_complex() else values
+        key: Hashable = (gradient.device, gradient.dtype)
+        if type(gradient) is not Tensor and (mesh := getattr(gradient, "device_mesh", None)) is not None:
+            # DTensor: torch's handler for this kernel takes mesh and placements of the first gradient for all of them.
+            key = (key, mesh, gradient.placements)  # type: ignore[attr-defined]
+        self._groups.setdefault(key, []).append(gradient)
+
+    def run(self, found: _Verdict, factor: Tensor) -> None:
+        """Multiply every gradient by `factor` (0-dim fp32) in place and note in `found` what was not finite before."""
+        factors: dict[torch.device, Tensor] = {factor.device: factor}
+        for group in self._groups.values():
+            device = group[0].device
+            if device not in factors:
+                factors[device] = factor.to(device, non_blocking=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found.on(device), factors[device])
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return 1/scale as fp32, rounded once (some fp32 division kernels are not exact); mps has no float64."""
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Return the stored values of a gradient of any layout; they share its memory."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient._values() if gradient.is_sparse else gradient.values()
+
+
+def _local(values: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, and any other tensor as it is."""
+    to_local: Callable[[], Any] | None = getattr(values, "to_local", None)
+    return values if to_local is None else to_local()
+
+
+def _widen(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Put an fp32 copy in the place of each low gradient and return the copies."""
+    plain = all(type(gradient) is Tensor for _, gradient in pairs)
+    if plain:  # one kernel for all
+        copies = [torch.empty_like(gradient, dtype=torch.float32) for _, gradient in pairs]
+        if copies:
+            torch._foreach_copy_(copies, [gradient for _, gradient in pairs])
+    else:
+        copies = [gradient.to(torch.float32) for _, gradient in pairs]
+    for (parameter, _), copy in zip(pairs, copies, strict=True):
+        _replace(parameter, copy)
+    return copies
+
+
+def _replace(parameter: Tensor, gradient: Tensor) -> None:
+    """Give a low parameter an fp32 gradient, which torch allows only where ``grad_dtype`` is None."""
+    parameter.grad = None
+    if parameter.grad_dtype is not None and parameter.grad_dtype != gradient.dtype:
+        parameter.grad_dtype = None
+    parameter.grad = gradient

@@ -1,0 +1,233 @@
+"""The scale rule carried out: (state, found_inf) -> state on 0-dim device tensors.
+
+`advance` is the meaning: pure, without a read of the device and without a Python branch on a tensor's value, so it can
+be captured in a CUDA graph and traced by ``torch.compile(fullgraph=True)``. Python branches only on the rule's numbers.
+`advance_` does the same in place, in one kernel and a clamp where the rule is torch's own kind.
+
+The peers' formulas turn out to be one machine: "(step - last bad step) % window == 0" is the same as counting good
+steps in a row and starting over after a growth, so no step numbers are kept.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ScaleError
+from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
+
+__all__ = ["ScaleState", "advance", "advance_", "initial_state", "load_host", "state_to_host"]
+
+
+class ScaleState(NamedTuple):
+    """What a scale rule remembers; every field a 0-dim tensor on one device.
+
+    Attributes:
+        scale: fp32, the factor a loss is multiplied by.
+        good: int32, good steps that count towards the next growth (negative while `ScaleRule.delay` runs).
+        slack: int32, bad steps that will still be forgiven (hysteresis less one, when full).
+        steps: int32, steps since the scale last moved; kept only under a `tolerance`.
+        misses: int32, bad steps since the scale last went down; kept only under a `tolerance`.
+        streak: int32, bad steps in a row; kept only under a `patience`.
+        alarm: bool, the last step was bad and the scale could not go down for it, or patience ran out. A device cannot
+            raise, so the scaler reads this flag and warns or raises.
+    """
+
+    scale: Tensor
+    good: Tensor
+    slack: Tensor
+    steps: Tensor
+    misses: Tensor
+    streak: Tensor
+    alarm: Tensor
+
+
+_DTYPES = (torch.float32, *[torch.int32] * 5, torch.bool)  # in the order of the fields
+
+
+def initial_host(rule: ScaleRule) -> dict[str, Any]:
+    """Return the state before the first step as plain numbers."""
+    return {
+        "scale": fp32(rule.init),
+        "good": -rule.delay,
+        "slack": rule.hysteresis - 1,
+        "steps": 0,
+        "misses": 0,
+        "streak": 0,
+        "alarm": False,
+    }
+
+
+def fp32(value: float) -> float:
+    """Return the fp32 number nearest to a finite `value` within fp32's range."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def initial_state(rule: ScaleRule, device: torch.device | str) -> ScaleState:
+    """Return the state before the first step, on `device`."""
+    return load_host(initial_host(rule), device)
+
+
+def load_host(values: Mapping[str, Any], device: torch.device | str) -> ScaleState:
+    """Return plain numbers (as `state_to_host` gives them) as a state on `device`."""
+    # full, not tensor: the number travels as a kernel argument, so this can run while a CUDA graph is being captured.
+    return ScaleState(
+        *(
+            torch.full((), values[name], dtype=dtype, device=device)
+            for name, dtype in zip(ScaleState._fields, _DTYPES, strict=True)
+        )
+    )
+
+
+def state_to_host(state: ScaleState) -> dict[str, Any]:
+    """Copy a state to plain numbers; one wait for the device."""
+    wide = torch.float32 if state.scale.device.type == "mps" else torch.float64  # int32 fits float64 exactly
+    values = torch.stack([field.to(wide) for field in state]).tolist()
+    scale, *counts, alarm = values
+    names = ScaleState._fields
+    return {names[0]: scale, **dict(zip(names[1:-1], map(int, counts), strict=True)), names[-1]: bool(alarm)}
+
+
+def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState:
+    """Return the state after one step.
+
+    Args:
+        rule: the numbers; a constant while tracing.
+        state: 0-dim tensors on one device; not changed.
+        found_inf: one element, bool or number, on the same device; not zero means the step was bad.
+
+    Returns:
+        A new state; fields that the rule does not use are the same tensors as in `state`.
+    """
+    scale, good, slack, steps, misses, streak, alarm = state
+    bad = found_inf.reshape(()) != 0
+    counted = good + 1
+    grow = ~bad & (counted >= rule.interval)
+    due = bad  # the scale is to go down
+    if rule.hysteresis > 1:
+        due = due & (slack <= 0)
+        refill = grow if rule.refill == "growth" else ~bad
+        slack = torch.where(refill, rule.hysteresis - 1, torch.where(bad, (slack - 1).clamp(min=0), slack))
+    if rule.tolerance > 0.0:
+        steps, misses = steps + 1, misses + bad
+        due = due & (misses.to(_wide(scale)) / steps.to(_wide(scale)) >= rule.tolerance)
+        steps, misses = torch.where(due | grow, 0, steps), torch.where(due, 0, misses)
+
+    raised = _times(scale, rule.growth)
+    if rule.ceiling < FP32_MAX:
+        raised = raised.clamp(max=rule.ceiling)
+    elif rule.guard:
+        raised = torch.where(raised.isfinite(), raised, scale)
+    lowered = _over(scale, rule.growth) if rule.divide else _times(scale, rule.backoff)
+    if rule.at_floor == "refuse":
+        cornered = lowered <= rule.floor
+        lowered = torch.where(cornered, scale, lowered)
+    else:
+        cornered = scale <= rule.floor
+        lowered = lowered.clamp(min=rule.floor)
+    if not rule.guard:
+        cornered = cornered | scale.isinf()
+
+    alarm = due & cornered
+    if rule.patience:
+        streak = torch.where(bad, streak + 1, 0)
+        alarm = alarm | (streak > rule.patience)
+    return ScaleState(
+        scale=torch.where(due, lowered, torch.where(grow, raised, scale)),
+        good=torch.where(bad, -rule.delay, torch.where(grow, 0, counted)),
+        slack=slack,
+        steps=steps,
+        misses=misses,
+        streak=streak,
+        alarm=alarm,
+    )
+
+
+def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
+    """Do what `advance` does, in place; bit-equal to it.
+
+    Args:
+        rule: the numbers.
+        state: changed in place, so that addresses stay the same for CUDA graphs.
+        found_inf: one fp32 element on the state's device.
+    """
+    if not _is_plain(rule):
+        for old, new in zip(state, advance(rule, state, found_inf), strict=True):
+            if new is not old:
+                old.copy_(new)
+        return
+    torch.logical_and(found_inf, state.scale <= rule.floor, out=state.alarm)
+    torch._amp_update_scale_(state.scale, state.good, found_inf, rule.growth, rule.backoff, rule.interval)
+    if rule.floor > 0.0 or rule.ceiling < FP32_MAX:
+        state.scale.clamp_(rule.floor, rule.ceiling)
+
+
+def set_scale_(rule: ScaleRule, state: ScaleState, value: Tensor | float) -> None:
+    """Set the scale by hand, in place, without reading the device; counters stay as they are.
+
+    Args:
+        rule: bounds of the scale.
+        state: changed in place.
+        value: a number within the bounds, or one element of any dtype; a tensor is clamped into the bounds, and ignored
+            if it is not a positive finite number (nobody can look at it without waiting for the device).
+
+    Raises:
+        ScaleError: a number outside the bounds, or a tensor of more than one element or that requires grad.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.requires_grad or value.is_complex():
+            raise ScaleError(
+                f"update(new_scale=...): a tensor of shape {tuple(value.shape)} and dtype {value.dtype}, "
+                f"requires_grad={value.requires_grad}; expected one real element without grad"
+            )
+        wanted = value.detach().reshape(()).to(device=state.scale.device, dtype=torch.float32, non_blocking=True)
+        usable = wanted.isfinite() & (wanted > 0)
+        state.scale.copy_(torch.where(usable, wanted.clamp(rule.floor, rule.ceiling), state.scale))
+        return
+    check_scale(rule, value, "update(new_scale=...)")
+    state.scale.fill_(value)
+
+
+def check_scale(rule: ScaleRule, value: object, where: str) -> None:
+    """Raise ScaleError unless `value` is a number that `rule` can hold as a scale."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ScaleError(f"{where}: {value!r} is a {type(value).__name__}; expected a number or a one-element tensor")
+    if not (max(rule.floor, 2.0**-149) <= value <= rule.ceiling):
+        raise ScaleError(
+            f"{where}: {value!r} is outside the scale's bounds [{rule.floor!r}, {rule.ceiling!r}]; "
+            "choose a scale inside them, or pass floor= and ceiling= to GradScaler"
+        )
+
+
+def _is_plain(rule: ScaleRule) -> bool:
+    """Whether torch's own update kernel and a clamp compute this rule exactly."""
+    return (
+        rule.hysteresis == 1
+        and rule.delay == 0
+        and rule.tolerance == 0.0
+        and rule.patience == 0
+        and rule.guard
+        and not rule.divide
+        and rule.at_floor != "refuse"
+        # The kernel refuses a growth to inf before the clamp could bring it down to the ceiling.
+        and (rule.ceiling == FP32_MAX or rule.ceiling * rule.growth <= FP32_MAX)
+    )
+
+
+def _wide(scale: Tensor) -> torch.dtype:
+    """Return the dtype in which a product of an fp32 number and a Python float is rounded to fp32 only once."""
+    return torch.float32 if scale.device.type == "mps" else torch.float64  # mps has no float64
+
+
+def _times(scale: Tensor, factor: float) -> Tensor:
+    return (scale.to(_wide(scale)) * factor).to(torch.float32)
+
+
+def _over(scale: Tensor, divisor: float) -> Tensor:
+    # A tensor as divisor: CUDA turns a division by a number into a product with its reciprocal.
+    wide = scale.to(_wide(scale))
+    return (wide / torch.full_like(wide, divisor)).to(torch.float32)

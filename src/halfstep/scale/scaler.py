@@ -1,0 +1,366 @@
+"""GradScaler: torch.amp.GradScaler's methods over a `ScaleRule`, without its traps.
+
+Semantics of the methods: https://docs.pytorch.org/docs/stable/amp.html (torch 2.13). What differs is said at each.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfstep.errors import ScaleError
+from halfstep.events import WEIGHTS_ATTRIBUTE
+from halfstep.policy.scale_rule import ScaleRule
+from halfstep.scale import finite
+from halfstep.scale.alarm import Watch, alarm_text, raises
+from halfstep.scale.choose import choose_rule, device_type
+from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
+from halfstep.scale.held import HeldScale
+from halfstep.scale.nested import map_tensors
+from halfstep.scale.rule import ScaleState, advance_, state_to_host
+from halfstep.scale.turns import Stage, Turns
+
+__all__ = ["GradScaler"]
+
+_T = TypeVar("_T")
+
+_SMALLEST_INVERTIBLE = 2.0**-126
+"""The smallest normal fp32 number; 1/scale is inf from 2**-128 down."""
+
+_WATCH_EVERY = 16
+"""Updates between two looks at the alarm where looking costs a launch and the answer is only a warning."""
+
+
+class GradScaler(HeldScale):
+    """Scale losses so that fp16 gradients do not underflow, and skip steps whose gradients are not finite.
+
+    Takes the place of ``torch.amp.GradScaler`` (same signature, methods, checkpoint keys) and works on the device the
+    loss is on, whatever `device` says: without CUDA it does not switch itself off. `scale`, `unscale_`, `update` and
+    the step of a fused optimizer never wait for the device; `step` of any other optimizer reads one flag, counted in
+    `host_reads`.
+
+    Beyond torch: a floor and a ceiling; one warning with parameter names when the scale is at its floor and gradients
+    are still not finite; optimizers without gradients; fp16, bf16, complex and sparse gradients; `skipped`; the rules
+    of peers.
+
+    Attributes:
+        host_reads: how often `step` and `update` have waited for the device so far.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        rule: ScaleRule | str | None = None,
+        floor: float | None = None,
+        ceiling: float | None = None,
+        hysteresis: int = 1,
+    ) -> None:
+        """Make a scaler; its tensors are made on the device of the first scaled loss.
+
+        Args:
+            device: kept for torch's signature; names a device type.
+            init_scale: the first scale.
+            growth_factor: above 1; applied after `growth_interval` good steps in a row.
+            backoff_factor: in (0, 1); applied at a bad step.
+            growth_interval: number of steps, at least 1.
+            enabled: False makes an object with the same methods that does nothing but step.
+            rule: all numbers at once, or the name of one of `SCALE_RULES`, instead of the four above.
+            floor: the scale never goes below; default 2**-14, or `init_scale` if that is lower, or the rule's.
+            ceiling: the scale never goes above; default 2**24, or `init_scale` if that is higher, or the rule's.
+            hysteresis: bad steps it takes to back off, given back when the scale grows; default 1 or the rule's.
+
+        Raises:
+            ScaleError: a value that makes no sense, or numbers given both in `rule` and beside it.
+        """
+        if not isinstance(enabled, bool):
+            raise ScaleError(f"GradScaler: enabled={enabled!r} is a {type(enabled).__name__}; expected True or False")
+        numbers = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        chosen = choose_rule(numbers, rule, floor=floor, ceiling=ceiling, hysteresis=hysteresis)
+        super().__init__(chosen, enabled=enabled)
+        self._device = device_type(device)
+        self._warned = False
+        self.host_reads = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set up what is not saved."""
+        self._turns = Turns()
+        self._verdicts: weakref.WeakKeyDictionary[torch.optim.Optimizer, Tensor] = weakref.WeakKeyDictionary()
+        self._names: WeakTensorKeyDictionary | None = None
+        self._watch = Watch()
+        self._updates = 0
+
+    @classmethod
+    def from_policy(cls, scale: str | float | ScaleRule, dtype: str | torch.dtype | None = None) -> GradScaler:
+        """Make the scaler that a policy's `scale` field asks for.
+
+        Args:
+            scale: ``"none"`` (disabled), a number (static), a rule, the name of a rule, or ``"auto"``.
+            dtype: the policy's low format; only ``"auto"`` looks at it: rule ``"halfstep"`` for fp16, else disabled.
+
+        Raises:
+            ScaleError: an unknown name, or a number that cannot be a scale.
+        """
+        if scale == "auto":
+            scale = "halfstep" if dtype in ("fp16", torch.float16) else "none"
+        if scale == "none":
+            return cls(enabled=False)
+        if isinstance(scale, (ScaleRule, str)):
+            return cls(rule=scale)
+        return cls(rule=ScaleRule.static(scale))
+
+    # --- scaling ---------------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: _T) -> _T:
+        """Return `outputs` multiplied by the scale.
+
+        Args:
+            outputs: the loss, or nested lists, tuples, dicts (or other iterables, which come back as lists) of tensors.
+
+        Raises:
+            ScaleError: something inside is not a floating point tensor.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor) and outputs.is_floating_point():
+            return outputs * self.scale_on(outputs.device)  # type: ignore[return-value]
+        copies: dict[torch.device, Tensor] = {}
+
+        def multiply(tensor: Tensor) -> Tensor:
+            if tensor.device not in copies:
+                copies[tensor.device] = self.scale_on(tensor.device)
+            return tensor * copies[tensor.device]
+
+        scaled: _T = map_tensors(outputs, multiply)
+        return scaled
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale, in place, for clipping or looking at them before `step`.
+
+        Gradients keep their dtype (fp32 arithmetic, one rounding). fp16 and bf16 parameters whose optimizer steps
+        precise weights behind them get an fp32 gradient instead. Sparse low gradients are replaced by coalesced ones.
+
+        Raises:
+            ScaleError: called twice for one step, after `step`, or before any loss was scaled.
+        """
+        if not self._enabled:
+            return
+        state = self._started("unscale_")
+        turn = self._turns.of(optimizer, "unscale_")
+        kind = type(optimizer).__name__
+        if turn.stage is Stage.UNSCALED:
+            raise ScaleError(
+                f"unscale_() has already been called on this {kind} since the last update(); call it once per step, "
+                "and call update() also after a step that you skip by hand"
+            )
+        if turn.stage is Stage.STEPPED:
+            raise ScaleError(
+                f"unscale_() is called after step() on this {kind}; call it before step(), and update() at the end of "
+                "every iteration"
+            )
+        turn.found = finite.unscale_(
+            finite.gradients(optimizer),
+            state.scale,
+            into_fp32=getattr(optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
+            check_scale=self._rule.floor < _SMALLEST_INVERTIBLE,
+        )
+        turn.stage = Stage.UNSCALED
+
+    # --- stepping --------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale if that has not been done, and step `optimizer` unless a gradient is not finite.
+
+        An optimizer that takes the flag itself (``fused=True``) is called and skips on the device (but see
+        `must_not_skip`). One without any gradient is not called.
+
+        Args:
+            optimizer: whose ``step(*args, **kwargs)`` is called.
+            *args: passed on; a closure is refused.
+            **kwargs: passed on.
+
+        Returns:
+            What ``optimizer.step`` returned; None if it was not called.
+
+        Raises:
+            ScaleError: called twice without `update`, before any loss was scaled, or with a closure.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if kwargs.get("closure") is not None or any(callable(argument) for argument in args):
+            raise ScaleError(
+                f"step({type(optimizer).__name__}, closure): a closure runs backward inside the optimizer, where "
+                "gradients would stay scaled and unchecked. Run forward and backward before step(); or, for an "
+                "optimizer that needs a closure (LBFGS), train without a scale: GradScaler(enabled=False), bf16 or fp32"
+            )
+        state = self._started("step")
+        turn = self._turns.of(optimizer, "step")
+        if turn.stage is Stage.STEPPED:
+            raise ScaleError(
+                f"step() has already been called on this {type(optimizer).__name__} since the last update(); "
+                "call update() once at the end of every iteration"
+            )
+        fused = skips_itself(optimizer)
+        if turn.stage is Stage.READY and fused:
+            turn.found = finite.check(finite.gradients(optimizer), state.scale)
+        elif turn.stage is Stage.READY:
+            self.unscale_(optimizer)
+        result = None
+        if turn.found is None:
+            self._verdicts.pop(optimizer, None)
+        else:
+            self._verdicts[optimizer] = turn.found
+            if not fused or must_not_skip(optimizer):
+                turn.bad = self._read(turn.found)
+            if fused and not turn.bad:
+                scale = state.scale if turn.stage is Stage.READY else None
+                result = step_with_flag(optimizer, scale, turn.found, args, kwargs)
+            elif not turn.bad:
+                result = optimizer.step(*args, **kwargs)
+        turn.stage = Stage.STEPPED
+        return result
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Say whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
+
+        Valid from `step` until the next `step`, also after `update`. Reading it (``bool(...)``) waits for the device.
+        """
+        found = self._verdicts.get(optimizer)
+        if found is not None:
+            return found != 0
+        if self._state is not None:
+            return torch.zeros((), dtype=torch.bool, device=self._state.scale.device)
+        first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+        return torch.zeros((), dtype=torch.bool, device="cpu" if first is None else first.device)
+
+    def record(self, found_inf: Tensor, *, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Count a step made outside this scaler; the next `update` answers it together with the scaler's own steps.
+
+        Args:
+            found_inf: one element, bool or number, not zero if a gradient was not finite; copied, never read.
+            optimizer: where to look for names if the scale turns out to be at its floor.
+
+        Raises:
+            ScaleError: not a tensor of one element.
+        """
+        if not isinstance(found_inf, Tensor) or found_inf.numel() != 1:
+            shape = tuple(found_inf.shape) if isinstance(found_inf, Tensor) else type(found_inf).__name__
+            raise ScaleError(f"record(found_inf): got {shape}; expected a tensor of one element, bool or number")
+        if not self._enabled:
+            return
+        home = self._state_on(found_inf.device).scale.device
+        flag = (found_inf.detach().reshape(()) != 0).to(device=home, dtype=torch.float32, non_blocking=True)
+        self._turns.record(flag)
+        if optimizer is not None:
+            self._turns.of(optimizer, "record").stage = Stage.STEPPED
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Let the rule answer the steps since the last update, or set the scale by hand.
+
+        Call it once per iteration, after every `step`, and also when you skip a step yourself.
+
+        Args:
+            new_scale: a number within floor and ceiling, or a tensor of one element on any device (clamped, and ignored
+                if not positive and finite: looking at it would wait). Counters stay as they are.
+
+        Raises:
+            ScaleError: nothing was unscaled, stepped or recorded; a scale out of bounds; or the rule is one that raises
+                at its floor (the steps have been counted and the next iteration may go on).
+        """
+        if not self._enabled:
+            return
+        turns = self._turns
+        if new_scale is not None:
+            self._set_scale(new_scale)
+            self._turns = Turns()
+            return
+        if not turns:
+            raise ScaleError("update(): nothing was stepped since the last update(); call step(optimizer) before it")
+        self._turns = Turns()
+        if (found := turns.verdict()) is not None:
+            state = self._started("update")
+            advance_(self._rule, state, found)
+            self._heed_alarm(state, turns)
+
+    # --- the alarm -------------------------------------------------------------------------------------------------
+
+    def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Remember names (``model.named_parameters()``) for messages; parameters are not kept alive."""
+        if self._names is None:
+            self._names = WeakTensorKeyDictionary()
+        for name, parameter in named:
+            self._names[parameter] = name
+
+    def _heed_alarm(self, state: ScaleState, turns: Turns) -> None:
+        """Warn once, or raise, if the scale could not answer a bad step; waits only where a step already did."""
+        strict = raises(self._rule)
+        known = turns.known()
+        if known is False or (self._warned and not strict):
+            return
+        if known and strict:
+            alarm: bool | None = self._read(state.alarm)
+        else:
+            self._updates += 1
+            often = strict or state.alarm.device.type == "cpu"
+            alarm = self._watch.look(state.alarm) if often or self._updates % _WATCH_EVERY == 0 else None
+        if not alarm:
+            return
+        self.host_reads += 1
+        host = state_to_host(state)
+        text = alarm_text(self._rule, host, finite.describe_non_finite(turns.optimizers, self._names))
+        if raises(self._rule, host):
+            raise ScaleError(text)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, stacklevel=3)
+
+    # --- copying ---------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy keep: the rule and the numbers, no tensors."""
+        if self._turns:
+            raise ScaleError(
+                "a GradScaler can be pickled or copied only between iterations; call update() first (an optimizer has "
+                "been unscaled or stepped since the last one)"
+            )
+        return {
+            "device": self._device,
+            "enabled": self._enabled,
+            "rule": self._rule,
+            "host": self._host_state(),
+            "warned": self._warned,
+            "host_reads": self.host_reads,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Rebuild from `__getstate__`."""
+        self._device, self._enabled = state["device"], state["enabled"]
+        self._rule, self._host, self._state = state["rule"], state["host"], None
+        self._warned, self.host_reads = state["warned"], state["host_reads"]
+        self._begin()
+
+    def __repr__(self) -> str:
+        """Show the rule and whether it is on; never waits for the device."""
+        return f"GradScaler(device={self._device!r}, enabled={self._enabled}, rule={self._rule!r})"
+
+    def _read(self, flag: Tensor) -> bool:
+        """Wait for the device and return a flag; the only way `step` and `update` do."""
+        self.host_reads += 1
+        return bool(flag)

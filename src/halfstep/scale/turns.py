@@ -1,0 +1,84 @@
+"""What has happened since the last update: one turn per optimizer, and verdicts from elsewhere."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ScaleError
+
+__all__ = ["Stage", "Turn", "Turns"]
+
+
+class Stage(enum.Enum):
+    """How far an optimizer has come since the last update."""
+
+    READY = "ready"
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one optimizer has done since the last update.
+
+    Attributes:
+        optimizer: kept alive until the next update.
+        stage: how far it has come.
+        found: 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients.
+        bad: what the host read of `found`; None = nobody has read it.
+    """
+
+    optimizer: torch.optim.Optimizer
+    stage: Stage = Stage.READY
+    found: Tensor | None = None
+    bad: bool | None = None
+
+
+class Turns:
+    """All turns since the last update."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._turns: dict[int, Turn] = {}
+        self._recorded: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        """Say whether anything was unscaled, stepped or recorded."""
+        return bool(self._turns) or self._recorded is not None
+
+    def of(self, optimizer: torch.optim.Optimizer, method: str) -> Turn:
+        """Return the turn of `optimizer`, a new one if it has none; `method` is for the message."""
+        if not isinstance(getattr(optimizer, "param_groups", None), list):
+            kind = type(optimizer).__name__
+            raise ScaleError(
+                f"{method}(optimizer): got {kind}, which has no param_groups; pass a torch.optim.Optimizer"
+            )
+        return self._turns.setdefault(id(optimizer), Turn(optimizer))
+
+    def record(self, found: Tensor) -> None:
+        """Add a verdict that belongs to no optimizer: 0-dim fp32 on the scale's device."""
+        self._recorded = found if self._recorded is None else torch.maximum(self._recorded, found)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that had a turn."""
+        return [turn.optimizer for turn in self._turns.values()]
+
+    def verdict(self) -> Tensor | None:
+        """Return the worst of all verdicts, 0-dim fp32, without reading it; None if nobody had gradients."""
+        found = self._recorded
+        for turn in self._turns.values():
+            if turn.found is not None:
+                found = turn.found if found is None else torch.maximum(found, turn.found)
+        return found
+
+    def known(self) -> bool | None:
+        """Return whether the host has read that the verdict is bad, or None if it has not read enough to know."""
+        read = [turn.bad for turn in self._turns.values() if turn.found is not None]
+        if any(read):
+            return True
+        return None if self._recorded is not None or None in read else False

@@ -1,0 +1,277 @@
+"""Binding: a policy that belongs to a model, so that any call of it, from anywhere, is in the region.
+
+A bound module's class is swapped for a cached subclass of its class. The subclass' `forward` opens the region unless the
+binding's region is already the one this thread is in; `state_dict`, `load_state_dict`, `copy.deepcopy` and `pickle`
+see fp32 values. No function of the user is replaced, and taking the binding off gives the class back.
+
+Note [what is bound]: every module that is not a leaf of torch.nn (recomputation in activation checkpointing enters below
+the root), every module under a module rule, and every module that owns low parameters (for its state_dict).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from halfstep.cast.region import Recipe, close_recipe, open_recipe, recipe_for
+from halfstep.cast.state import STATE
+from halfstep.errors import WeightsError
+from halfstep.policy.policy import Policy
+from halfstep.weights.master import MasterWeights
+
+__all__ = ["Binding", "binding_of", "bound_class", "is_bound", "original_class"]
+
+KEY = "_halfstep"
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+class Binding:
+    """What a bound module carries: its policy, the rule it runs under and where its precise weights are.
+
+    Attributes:
+        policy: the policy the model was prepared with.
+        device_types: the devices its region enters.
+        path: dotted name of the module under the prepared root; "" is the root.
+        rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
+        entrance: whether this module is the outermost one its rule applies to (it casts inputs and outputs).
+        opens: whether its forward opens a region (leaves of torch.nn without a rule do not).
+        store: the precise weights behind low parameters, or None. Not copied and not pickled.
+        recipe: the region of this module.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device_types: tuple[str, ...],
+        *,
+        path: str,
+        rule: str = "",
+        entrance: bool = False,
+        opens: bool = True,
+        store: MasterWeights | None = None,
+    ) -> None:
+        self.policy = policy
+        self.device_types = device_types
+        self.path = path
+        self.rule = rule
+        self.entrance = entrance
+        self.opens = opens
+        self.store = store
+        self.recipe = module_recipe(policy, device_types, rule)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_binding, (
+            self.policy,
+            self.device_types,
+            self.path,
+            self.rule,
+            self.entrance,
+            self.opens,
+        )
+
+    def __repr__(self) -> str:
+        return f"Binding({self.path or '<root>'}, policy={self.policy.name!r}, rule={self.rule!r})"
+
+
+def _rebuild_binding(
+    policy: Policy, device_types: tuple[str, ...], path: str, rule: str, entrance: bool, opens: bool
+) -> Binding:
+    return Binding(policy, device_types, path=path, rule=rule, entrance=entrance, opens=opens)
+
+
+@lru_cache(maxsize=None)
+def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
+    """Return the region of a module under `rule`: low = every operator low but losses, fp32 = off, keep = by input."""
+    if rule == "low":
+        return recipe_for(policy.replace(table="all-low", loss="fp32", modules=()), device_types)
+    if rule == "keep":
+        every = (("*", "keep"),)
+        return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32", modules=()), device_types)
+    return recipe_for(policy.replace(modules=()), device_types, enabled=rule != "fp32")
+
+
+def binding_of(module: nn.Module) -> Binding | None:
+    """Return the binding of `module` itself, or None."""
+    binding = module.__dict__.get(KEY)
+    return binding if isinstance(binding, Binding) else None
+
+
+def is_bound(module: nn.Module) -> bool:
+    """Return whether `module` or anything in it is bound."""
+    return any(binding_of(m) is not None for m in module.modules())
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class the user gave `module`."""
+    kind: type[nn.Module] = getattr(type(module), "_halfstep_original", type(module))
+    return kind
+
+
+def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors of a pytree; containers keep their types."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in FLOATS else leaf
+
+    return _pytree.tree_map(cast, tree)
+
+
+def _first_float(tree: Any) -> torch.dtype | None:
+    for leaf in _pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.dtype in FLOATS:
+            return leaf.dtype
+    return None
+
+
+def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, Any, torch.dtype | None]:
+    """Cast the inputs of an entrance and say which dtype its outputs take (None: as they come)."""
+    output = None
+    if binding.rule == "fp32" and binding.entrance:
+        output = _first_float((args, kwargs))
+        args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
+    elif binding.path == "":
+        policy = binding.policy
+        if policy.inputs == "low":
+            for _, dtype, on in binding.recipe.devices:
+                if on:
+                    args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
+                    break
+        if policy.outputs == "fp32" and outermost:
+            output = torch.float32
+    return args, kwargs, output
+
+
+def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run `forward` in the region of `binding`."""
+    state = STATE
+    store = binding.store
+    if store is not None:
+        store.heal()
+    inside = state.bound is binding.recipe
+    args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None)
+    if inside:
+        result = forward(module, *args, **kwargs)
+    else:
+        owner = object()
+        open_recipe(binding.recipe, owner, depth=3)
+        state.bound = binding.recipe
+        failing = True
+        try:
+            result = forward(module, *args, **kwargs)
+            failing = False
+        finally:
+            close_recipe(binding.recipe, owner, failing=failing)
+    return result if output is None else _cast_floats(result, output)
+
+
+def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """`_enter` in the words Dynamo traces: torch.autocast objects instead of calls that set its state."""
+    state = STATE
+    recipe = binding.recipe
+    outer_bound, outer_mode = state.bound, state.mode
+    args, kwargs, output = _casts(binding, args, kwargs, outermost=outer_bound is None)
+    if outer_bound is recipe:
+        result = forward(module, *args, **kwargs)
+    else:
+        state.bound, state.mode = recipe, recipe.mode
+        result = _in_regions(recipe, len(recipe.devices), forward, module, args, kwargs)
+        state.bound, state.mode = outer_bound, outer_mode
+    return result if output is None else _cast_floats(result, output)
+
+
+def _in_regions(recipe: Recipe, depth: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if depth:
+        device, dtype, on = recipe.devices[depth - 1]
+        with torch.autocast(device, dtype=dtype, enabled=on):
+            return _in_regions(recipe, depth - 1, forward, module, args, kwargs)
+    if recipe.mode is None:
+        return forward(module, *args, **kwargs)
+    with recipe.mode:
+        return forward(module, *args, **kwargs)
+
+
+@lru_cache(maxsize=None)
+def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
+    """Return the subclass of `original` that bound instances get; one for each class and kind."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        binding = self.__dict__.get(KEY)
+        if binding is None:  # made by the class itself, as nn.Sequential does for a slice
+            return original.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _enter_compiled(binding, original.forward, self, args, kwargs)
+        if STATE.bound is binding.recipe and binding.path and not binding.entrance:
+            return original.forward(self, *args, **kwargs)
+        return _enter(binding, original.forward, self, args, kwargs)
+
+    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        original._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name, parameter, store in _low_parameters(self):
+            destination[prefix + name] = store.master(parameter) if keep_vars else store.read(parameter)
+
+    def load(
+        self: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        low = _low_parameters(self)
+        if low and local_metadata.get("assign_to_params_buffers", False):
+            raise WeightsError(
+                f"load_state_dict(assign=True) would replace the low parameters of {prefix.rstrip('.') or 'the model'} "
+                "and leave their fp32 weights behind; load without assign"
+            )
+        original._load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name, parameter, store in low:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                store.assign(parameter, value)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
+        state = copy.copy(reduced[2]) if len(reduced) > 2 else None
+        low = {name: store.master(parameter) for name, parameter, store in _low_parameters(self)}
+        if low and isinstance(state, dict):  # the masters themselves: tied parameters stay tied
+            state["_parameters"] = {n: low.get(n, p) for n, p in state["_parameters"].items()}
+        return (_rebuild, (original, opens), state, *reduced[3:])
+
+    body: dict[str, Any] = {
+        "_save_to_state_dict": save,
+        "_load_from_state_dict": load,
+        "__reduce_ex__": reduce_ex,
+        "_halfstep_original": original,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    if opens:
+        body["forward"] = forward
+    return type(original.__name__, (original,), body)
+
+
+def _rebuild(original: type[nn.Module], opens: bool) -> nn.Module:
+    """Make the bare instance that pickle and deepcopy fill."""
+    kind = bound_class(original, opens=opens)
+    return kind.__new__(kind)
+
+
+def _low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, MasterWeights]]:
+    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them."""
+    binding = module.__dict__.get(KEY)
+    if binding is None or binding.store is None:
+        return []
+    store = binding.store
+    store.heal()
+    return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]

@@ -1,0 +1,65 @@
+"""The state of a training step: what is saved, and what must be true before it is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import StepError
+from halfstep.policy.policy import Policy
+from halfstep.step.prepare import prepared_policy, unwrap
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+__all__ = ["load_step", "save_step"]
+
+KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
+
+
+def save_step(step: TrainStep) -> dict[str, Any]:
+    """Return the state of `step` as plain containers and tensors (torch.save, weights_only-safe)."""
+    if step._window:
+        raise StepError(
+            f"state_dict() after {step._window} of {step.accumulate} micro-batches would lose their gradients; "
+            "save between updates, or call step.flush() first"
+        )
+    policy = prepared_policy(step.model)
+    assert policy is not None
+    return {
+        "model": unwrap(step.model).state_dict(),
+        "optimizer": step.optimizer.state_dict(),
+        "scaler": step.scaler.state_dict(),
+        "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
+        "policy": policy.to_toml(),
+        "step": step._step,
+    }
+
+
+def load_step(step: TrainStep, state: dict[str, Any]) -> None:
+    """Load `state` into `step` after checking all of it that can be checked without changing anything."""
+    if not isinstance(state, dict) or set(state) != KEYS:
+        got = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise StepError(f"a TrainStep state has the keys {sorted(KEYS)} and this has {got}")
+    policy = prepared_policy(step.model)
+    assert policy is not None
+    saved = Policy.from_toml(state["policy"])
+    if saved != policy:
+        raise StepError(
+            "the state was saved under another policy; build the TrainStep with the policy it was saved with, or load "
+            f"its parts ('model', 'optimizer') by hand. They differ:\n{saved.diff(policy)}"
+        )
+    if (state["scheduler"] is None) is not (step.scheduler is None):
+        raise StepError("the state was saved with a scheduler and this TrainStep has none, or the other way round")
+    model = unwrap(step.model)
+    have, want = model.state_dict(), state["model"]
+    wrong = sorted(set(have) ^ set(want)) or [
+        n for n, t in have.items() if hasattr(t, "shape") and t.shape != want[n].shape
+    ]
+    if wrong:
+        raise StepError(f"the saved model does not fit this one: {wrong[0]!r} is missing on one side or differs in shape")
+    model.load_state_dict(want)
+    step.optimizer.load_state_dict(state["optimizer"])
+    step.scaler.load_state_dict(state["scaler"])
+    if step.scheduler is not None:
+        step.scheduler.load_state_dict(state["scheduler"])
+    step._step, step._window = int(state["step"]), 0

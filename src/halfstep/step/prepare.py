@@ -1,0 +1,262 @@
+"""prepare: bind a policy to a model and its optimizers; unprepare: take it off; edit_weights: change weights by hand.
+
+Everything is validated before anything is changed: a call that fails leaves models and optimizers as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.errors import BindError
+from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
+from halfstep.policy.units import default_device_types
+from halfstep.scale.scaler import GradScaler
+from halfstep.step.bind import KEY, Binding, binding_of, bound_class, original_class
+from halfstep.weights.master import MasterWeights
+
+__all__ = ["edit_weights", "prepare", "prepared_policy", "store_of", "unprepare", "unwrap"]
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+PolicyLike = Policy | str | Path
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's model inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    while True:
+        if isinstance(model, WRAPPERS):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+@overload
+def prepare(models: nn.Module, *, policy: PolicyLike = ...) -> nn.Module: ...
+@overload
+def prepare(
+    models: nn.Module, optimizers: Optimizer, *, policy: PolicyLike = ...
+) -> tuple[nn.Module, Optimizer, GradScaler]: ...
+@overload
+def prepare(models: Sequence[nn.Module], *, policy: PolicyLike = ...) -> list[nn.Module]: ...
+@overload
+def prepare(
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer],
+    *,
+    policy: PolicyLike = ...,
+) -> tuple[Any, Any, GradScaler]: ...
+
+
+def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed") -> Any:
+    """Bind `policy` to models, in place, and let optimizers step fp32 weights where the policy lowers parameters.
+
+    A prepared model is in its policy's region whenever it is called, from any thread, under activation checkpointing,
+    `torch.compile`, after `copy.deepcopy` and `pickle`; its `state_dict()` is fp32. Outputs are fp32 under every preset
+    whose `outputs` says so. Call it before DistributedDataParallel, DataParallel and fully_shard.
+
+    Args:
+        models: a model, or a list of models.
+        optimizers: None, an optimizer or a list of optimizers over these models' parameters.
+        policy: a preset's name, the path of a TOML file or a `Policy`.
+
+    Returns:
+        The same objects in the shape they came in: `models` without optimizers, else (models, optimizers, scaler).
+        The scaler is off where the policy's `scale` is "none", so one training loop serves every policy.
+
+    Raises:
+        BindError: the model is already prepared with another policy, is wrapped, sharded or not trainable as asked, or an
+            optimizer holds parameters that are not the models'.
+        PolicyError: the policy is wrong, or a module pattern matches nothing.
+        NotImplementedError: the policy needs an engine that is not built yet.
+    """
+    model_list = _listed(models, nn.Module, "models")
+    optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
+    wanted = Policy.of(policy)
+    require_engine(wanted)
+    devices = _devices(model_list)
+    concrete = resolved(wanted, devices[0])
+    plans = [_validate(model, wanted, concrete, devices) for model in model_list]
+    _validate_optimizers(model_list, optimizer_list)
+
+    stores = [_bind(m, wanted, concrete, devices, plan) for m, plan in zip(model_list, plans, strict=True)]
+    for optimizer in optimizer_list:
+        _attach(optimizer, [s for s in stores if s is not None])
+    if optimizers is None:
+        return models
+    return models, optimizers, GradScaler.from_policy(concrete.scale, concrete.dtype)
+
+
+def _listed(value: Any, kind: type, what: str) -> list[Any]:
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in items:
+        if not isinstance(item, kind):
+            name = type(item).__name__
+            raise BindError(f"hs.prepare: {what} must be a torch {kind.__name__} or a list of them, not {name}")
+    return items
+
+
+def _devices(models: list[nn.Module]) -> tuple[str, ...]:
+    """Return the device types of the region: the models' accelerator first, then the CPU."""
+    found = {p.device.type for m in models for p in m.parameters()} - {"meta"}
+    if not found:
+        return default_device_types()
+    return (*sorted(found - {"cpu"}), "cpu")
+
+
+def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...]) -> Plan:
+    inner = unwrap(model)
+    known = binding_of(inner)
+    if known is not None and known.policy != policy:
+        raise BindError(
+            f"the model is already prepared with policy {known.policy.name!r} and was given {policy.name!r}; "
+            f"hs.unprepare(model) first. They differ:\n{known.policy.diff(policy)}"
+        )
+    if inner is not model and known is None and concrete.params == "low":
+        raise BindError(
+            f"{type(model).__name__} was wrapped around the model before hs.prepare, and lowering its parameters now "
+            "would cut the wrapper's gradient hooks; call hs.prepare(model, ...) first, then wrap"
+        )
+    for path, module in inner.named_modules():
+        if any(c.__name__ == "FSDPModule" for c in type(module).__mro__) and known is None:
+            raise BindError(
+                f"module {path or '<root>'!r} is already sharded by fully_shard; call hs.prepare before fully_shard"
+            )
+    plan = resolve(policy, inner, devices[0])
+    for name, parameter in inner.named_parameters():
+        if parameter.is_floating_point() and not bool(torch.isfinite(_local(parameter)).all()):
+            raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
+    return plan
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
+
+
+def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    known = {id(p) for m in models for p in m.parameters()}
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise BindError(
+                        f"parameter {i} of group {g} of {type(optimizer).__name__}, shape {tuple(parameter.shape)}, is "
+                        "not a parameter of the model; build the optimizer from model.parameters() and prepare every "
+                        "model it steps in one call: hs.prepare([a, b], optimizer)"
+                    )
+
+
+def _bind(
+    model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...], plan: Plan
+) -> MasterWeights | None:
+    inner = unwrap(model)
+    known = binding_of(inner)
+    if known is not None and (known.store is not None or concrete.params != "low"):
+        return known.store
+    low = {p.name for p in plan.parameters if p.low}
+    store = None
+    named = [(n, p) for n, p in inner.named_parameters() if n in low]
+    if named and concrete.master == "none":
+        for _, parameter in named:
+            parameter.data = parameter.data.to(LOW[concrete.dtype])
+    elif named:
+        store = MasterWeights(named, LOW[concrete.dtype])
+    rules = {m.path: m.rule for m in plan.modules}
+    for path, module in list(inner.named_modules()):
+        rule = rules.get(path, "")
+        parent = rules.get(path.rpartition(".")[0], "") if path else ""
+        leaf = type(module).__module__.startswith("torch.nn.") and not list(module.children())
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        opens = not container and (not leaf or bool(rule) or not path)
+        owns = store is not None and any(p is not None and p in store for p in module._parameters.values())
+        if not (opens or owns):
+            continue
+        binding = Binding(
+            policy, devices, path=path, rule=rule, entrance=bool(rule) and rule != parent, opens=opens, store=store
+        )
+        module.__dict__[KEY] = binding
+        module.__class__ = bound_class(original_class(module), opens=opens)
+    return store
+
+
+def _attach(optimizer: Optimizer, stores: list[MasterWeights]) -> None:
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for store in stores:
+        if any(id(p) in mine for p in store.parameters()) and not store.attached(optimizer):
+            store.attach(optimizer)
+
+
+def store_of(model: nn.Module) -> MasterWeights | None:
+    """Return the precise weights behind a prepared model, or None."""
+    binding = binding_of(unwrap(model))
+    return None if binding is None else binding.store
+
+
+def prepared_policy(model: nn.Module) -> Policy | None:
+    """Return the policy `model` was prepared with, or None."""
+    binding = binding_of(unwrap(model))
+    return None if binding is None else binding.policy
+
+
+def unprepare(model: nn.Module) -> nn.Module:
+    """Take the binding off `model` and give it its fp32 weights back, in place; its optimizers step it as before.
+
+    Raises:
+        BindError: the model is not prepared.
+    """
+    inner = unwrap(model)
+    binding, store = binding_of(inner), store_of(inner)
+    if binding is None:
+        raise BindError("hs.unprepare: this model is not prepared (pass the model that was given to hs.prepare)")
+    for module in inner.modules():
+        if binding_of(module) is not None:
+            module.__class__ = original_class(module)
+            del module.__dict__[KEY]
+    if store is not None:
+        store.release()
+    else:
+        for parameter in inner.parameters():
+            if parameter.dtype in LOW.values() and binding.policy.params == "low":
+                parameter.data = parameter.data.float()
+    return model
+
+
+@contextmanager
+def edit_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """Expose fp32 weights for changes by hand (re-initialisation, clipping, averaging) and write them back at the end.
+
+    Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the
+    low weights when the block ends, also when it ends with an exception. Without low parameters it is the model itself.
+
+    Raises:
+        BindError: the model is not prepared.
+    """
+    inner = unwrap(model)
+    if binding_of(inner) is None:
+        raise BindError("hs.edit_weights: this model is not prepared; edit its parameters directly")
+    store = store_of(inner)
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    if store is not None:
+        for module in inner.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter in store:
+                    swapped.append((module, name, parameter))
+        for module, name, parameter in swapped:
+            module._parameters[name] = store.master(parameter)
+    try:
+        yield model
+    finally:
+        for module, name, parameter in swapped:
+            module._parameters[name] = parameter
+        if store is not None:
+            store.write_back()

@@ -1,0 +1,293 @@
+"""TrainStep: one training step under a policy, from micro-batch to update.
+
+Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
+The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
+statistics, which the forward pass has already changed, are put back by the same verdict. The host reads the verdict of
+update n before update n+1 begins (then the scheduler advances, or does not), by which time the device has long
+produced it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from halfstep.cast.region import close_recipe, open_recipe
+from halfstep.cast.state import STATE
+from halfstep.errors import StepError
+from halfstep.events import StepResult
+from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import resolved
+from halfstep.scale.scaler import GradScaler
+from halfstep.step import tail
+from halfstep.step.bind import binding_of
+from halfstep.step.checkpoint import load_step, save_step
+from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
+
+__all__ = ["TrainStep"]
+
+LossFn = Callable[..., Any]
+
+
+class TrainStep:
+    """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
+
+    ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is not
+    prepared, uses torch's fused form of the same optimizer where only speed changes, and never waits for the device
+    unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
+
+    Args:
+        model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
+        optimizer: a torch optimizer over the model's parameters.
+        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; loss a 0-dim tensor.
+        policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed".
+        clip_norm: largest 2-norm of the (unscaled, accumulated) gradient; None: no clipping.
+        clip_value: largest absolute value of a gradient element; None: no clipping.
+        accumulate: micro-batches per update; gradients are their mean.
+        scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
+        scheduler: a learning-rate scheduler to advance after each update that was applied.
+
+    Raises:
+        StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
+        BindError, PolicyError, NotImplementedError: as `prepare`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        *,
+        policy: Policy | str | Path | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        scaler: GradScaler | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> None:
+        _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
+        wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
+        _, _, own_scaler = prepare(model, optimizer, policy=wanted)
+        binding = binding_of(unwrap(model))
+        assert binding is not None
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.policy = resolved(wanted, binding.device_types[0])
+        self.scaler = own_scaler if scaler is None else scaler
+        self.scheduler = scheduler
+        self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
+        self.host_reads = 0
+        self._binding = binding
+        self._store = store_of(model)
+        self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
+        self._norms = [m for m in unwrap(model).modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        self._statistics: list[Tensor] = []
+        self._step = self._window = 0
+        self._pending: Tensor | None = None
+        if self._store is not None and self.policy.grads == "fp32":
+            for parameter in self._store.parameters():
+                parameter.grad_dtype = torch.float32
+        tail.prefer_fused(optimizer, self._stepped_parameters())
+
+    # ------------------------------------------------------------------ one micro-batch
+
+    def __call__(self, *batch: Any, **named: Any) -> StepResult:
+        """Train on one micro-batch and return a handle on what happened; waits for nothing.
+
+        Raises:
+            StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
+        """
+        self._settle()
+        if self._window == 0:
+            self._keep_statistics()
+        last = self._window + 1 == self.accumulate
+        with self._gradient_sync(last):
+            loss, aux = self._forward(batch, named)
+            scale = self.scaler.scale_on(loss.device)
+            seed = scale if self.accumulate == 1 else scale / self.accumulate
+            loss.backward(gradient=seed.to(loss.dtype).reshape(loss.shape))
+        self._step += 1
+        self._window += 1
+        if last:
+            norm, bad, culprits = self._update(self.accumulate)
+            return StepResult(self._step, loss.detach(), aux, scale.clone(), norm, bad, ~bad, culprits)
+        nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
+        unknown = torch.full((), float("nan"), device=loss.device)
+        return StepResult(self._step, loss.detach(), aux, scale.clone(), unknown, nothing, nothing)
+
+    def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
+        recipe = self._binding.recipe
+        owner = object()
+        open_recipe(recipe, owner, depth=3)
+        STATE.bound = recipe
+        failing = True
+        try:
+            returned = self.loss_fn(self.model, *batch, **named)
+            failing = False
+        finally:
+            close_recipe(recipe, owner, failing=failing)
+        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+            raise StepError(
+                f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; "
+                "reduce it with .mean() or .sum()"
+            )
+        if not loss.requires_grad:
+            raise StepError(
+                "the loss has no gradient: no parameter that requires one took part in it, or loss_fn ran under "
+                "torch.no_grad or detached its result"
+            )
+        return (loss.float() if loss.dtype in {torch.float16, torch.bfloat16} else loss), aux
+
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        no_sync = getattr(self.model, "no_sync", None)
+        return nullcontext() if last or no_sync is None else no_sync()
+
+    # ------------------------------------------------------------------ one update
+
+    def flush(self) -> StepResult | None:
+        """Update with the micro-batches of an unfinished window (their mean); None if there are none."""
+        if self._window == 0:
+            return None
+        self._settle()
+        device = next(iter(unwrap(self.model).parameters())).device
+        scale = self.scaler.scale_on(device).clone()
+        norm, bad, culprits = self._update(self._window)
+        loss = torch.full((), float("nan"), device=device)
+        return StepResult(self._step, loss, None, scale, norm, bad, ~bad, culprits)
+
+    def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+        parameters, gradients = self._gradients()
+        self._window = 0
+        scaling = self.scaler.is_enabled()
+        inverse = self.scaler.scale_on(gradients[0].device).reciprocal() if scaling else None
+        if count != self.accumulate:
+            share = torch.tensor(self.accumulate / count, device=gradients[0].device)
+            inverse = share if inverse is None else inverse * share
+        verdict = tail.judge(gradients, inverse)
+        factor = inverse
+        if self.clip_value is not None:
+            tail.clip_values_(gradients, factor, self.clip_value)
+            factor = None
+        if self.clip_norm is not None:
+            clip = tail.clip_factor(verdict.norm, self.clip_norm)
+            factor = clip if factor is None else factor * clip
+        try:
+            self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
+        finally:
+            if self._store is not None:
+                self._store.heal()
+                self._store.drop(self.optimizer)
+        if scaling:
+            self.scaler.record(verdict.bad)
+            self.scaler.update()
+        self._put_statistics_back(verdict.bad)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._pending = verdict.bad
+        names = [self._names.get(id(p), "?") for p in parameters]
+        norms = verdict.norms
+
+        def culprits() -> tuple[str, ...]:
+            finite = torch.isfinite(norms).tolist()
+            return tuple(name for name, ok in zip(names, finite, strict=True) if not ok)
+
+        return verdict.norm, verdict.bad, culprits
+
+    def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Return the model's parameters that have gradients, and the gradients the optimizer will read."""
+        parameters = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if not parameters:
+            raise StepError(
+                "no parameter of the optimizer received a gradient; check that loss_fn uses the model and that its "
+                "parameters require gradients"
+            )
+        if self._store is None:
+            return parameters, [p.grad for p in parameters if p.grad is not None]
+        return parameters, self._store.lift(self.optimizer)
+
+    def _stepped_parameters(self) -> list[nn.Parameter]:
+        """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""
+        own = [p for g in self.optimizer.param_groups for p in g["params"]]
+        store = self._store
+        return own if store is None else [store.master(p) if p in store else p for p in own]
+
+    def _settle(self) -> None:
+        """Read the verdict of the last update and advance the scheduler if it was applied."""
+        if self._pending is None:
+            return
+        bad, self._pending = self._pending, None
+        if self.scheduler is not None and not bool(bad):
+            self.scheduler.step()
+
+    # ------------------------------------------------------------------ BatchNorm statistics
+
+    def _buffers(self) -> list[Tensor]:
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        buffers = (getattr(m, n, None) for m in self._norms if m.training for n in names)
+        return [b for b in buffers if isinstance(b, Tensor)]
+
+    def _keep_statistics(self) -> None:
+        self._statistics = [b.clone() for b in self._buffers()] if self._norms else []
+
+    def _put_statistics_back(self, bad: Tensor) -> None:
+        if not self._statistics:
+            return
+        live = self._buffers()
+        if len(live) == len(self._statistics):
+            for buffer, kept in zip(live, self._statistics, strict=True):
+                buffer.copy_(torch.where(bad.to(buffer.device), kept, buffer))
+        self._statistics = []
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs to continue bit for bit; fp32 weights. Reads the last verdict.
+
+        Raises:
+            StepError: in the middle of an accumulation window (gradients are not part of the state).
+        """
+        self._settle()
+        return save_step(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; validated before anything changes.
+
+        Raises:
+            StepError: missing or unknown keys, or a state saved under another policy.
+        """
+        self._pending = None
+        load_step(self, state)
+
+
+def _validate(
+    loss_fn: object,
+    clip_norm: float | None,
+    clip_value: float | None,
+    accumulate: int,
+    scaler: object,
+    scheduler: object,
+    optimizer: object,
+) -> None:
+    if not callable(loss_fn):
+        raise StepError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
+    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            raise StepError(f"{name} must be a positive finite number or None and is {value!r}")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise StepError(f"accumulate must be a whole number of micro-batches from 1 and is {accumulate!r}")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
+    if not isinstance(optimizer, Optimizer):
+        raise StepError(f"optimizer must be a torch optimizer and is {type(optimizer).__name__}")
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")

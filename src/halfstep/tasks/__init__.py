@@ -1,0 +1,7 @@
+"""Tasks: real training problems small enough for any machine, and the measurements on them."""
+
+from halfstep.tasks.machine import machine
+from halfstep.tasks.registry import load_task, task_names
+from halfstep.tasks.task import Task, TaskError
+
+__all__ = ["Task", "TaskError", "load_task", "machine", "task_names"]

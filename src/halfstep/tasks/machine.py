@@ -1,0 +1,48 @@
+"""The machine a number was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["machine"]
+
+UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
+"""Instruction sets in /proc/cpuinfo (x86 flags, ARM features) that decide how fast low formats are."""
+
+
+def machine() -> dict[str, Any]:
+    """Return what decides the numbers: processor, cores, accelerator, versions and torch's switches; plain values."""
+    model, flags = _processor()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    cuda = accelerator is not None and accelerator.type == "cuda"
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "instruction_sets": [name for name in UNITS if name in flags],
+        "accelerator": torch.cuda.get_device_name() if cuda else (accelerator.type if accelerator else ""),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _processor() -> tuple[str, frozenset[str]]:
+    """Return the processor's name and its flags; on systems without /proc/cpuinfo the name alone."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return platform.processor() or platform.machine(), frozenset()
+    fields: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or fields.get("CPU part") or platform.machine()
+    return name, frozenset((fields.get("flags") or fields.get("Features") or "").split())

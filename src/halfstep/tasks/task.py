@@ -1,0 +1,74 @@
+"""Task: what the command line works on: a model, its data, its loss, its optimizer and the number that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from halfstep.errors import HalfstepError
+
+__all__ = ["Task", "TaskError"]
+
+
+class TaskError(HalfstepError, ValueError):
+    """A task that does not exist, cannot be loaded or makes no sense."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A training problem that can be run again and again from the same start, with the same data in the same order.
+
+    Attributes:
+        name: short name, used in tables and on the command line.
+        model: returns a new fp32 model; its weights may depend only on torch's global generator, which is seeded first.
+        batches: ``batches(seed, step)`` returns the positional arguments of `loss_fn` after the model; equal arguments
+            give equal batches, whatever was asked before. Tensors on the CPU.
+        loss_fn: ``loss_fn(model, *batch)`` returns a 0-dim loss.
+        optimizer: returns a new torch optimizer over the parameters of the model it is given.
+        scheduler: ``scheduler(optimizer, steps)`` returns a learning-rate scheduler for a run of that length, advanced
+            after every applied step; None: the rate stays.
+        metric: the number that matters, computed from a trained model in eval mode without gradients, on fixed data.
+        metric_name: what `metric` returns, with its unit, such as "accuracy, %".
+        higher_is_better: whether a larger metric is a better one.
+        margin: how far the metric may lie from fp32's and still count as the same; fixed before anything is measured.
+            In the metric's unit, or a fraction of fp32's metric if `relative_margin`.
+        relative_margin: whether `margin` is a fraction of the metric of fp32.
+        steps: training steps of a full run.
+        excerpt_steps: training steps of an excerpt (a few seconds).
+        clip_norm: largest gradient norm, or None for no clipping.
+        about: one line on model and data.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batches: Callable[[int, int], tuple[Any, ...]]
+    loss_fn: Callable[..., Any]
+    optimizer: Callable[[nn.Module], Optimizer]
+    metric: Callable[[nn.Module], float]
+    scheduler: Callable[[Optimizer, int], LRScheduler] | None = None
+    metric_name: str = "loss"
+    higher_is_better: bool = False
+    margin: float
+    relative_margin: bool = False
+    steps: int = 500
+    excerpt_steps: int = 100
+    clip_norm: float | None = 1.0
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("model", "batches", "loss_fn", "optimizer", "metric"):
+            if not callable(getattr(self, field)):
+                raise TaskError(f"task {self.name!r}: {field} must be callable and is {getattr(self, field)!r}")
+        for field in ("steps", "excerpt_steps"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise TaskError(f"task {self.name!r}: {field} must be a whole number from 1 and is {value!r}")
+        if not 0 < self.margin < float("inf"):
+            raise TaskError(f"task {self.name!r}: margin must be a positive number and is {self.margin!r}")
+        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+            raise TaskError(f"task {self.name!r}: clip_norm must be positive or None and is {self.clip_norm!r}")

@@ -1,0 +1,317 @@
+"""master: an fp32 copy of every low parameter; any torch optimizer steps the copies.
+
+Bytes per parameter: 2 (low) + 4 (master), and 4 more for the fp32 gradient buffer the optimizer reads, which is kept from
+step to step (allocating it again costs more page faults on CPU than the optimizer costs arithmetic).
+
+Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold the masters and its
+`state` is keyed by them; before and after they hold the model's own parameters. The model's parameters are never
+pointed at other storage: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import WeightsError
+from halfstep.events import WEIGHTS_ATTRIBUTE
+
+__all__ = ["MasterWeights"]
+
+LOWS = (torch.bfloat16, torch.float16)
+
+
+class MasterWeights:
+    """fp32 masters behind low parameters.
+
+    Adopting a parameter replaces its values by low ones, in place; its fp32 values live on in the master. A parameter
+    that is low already (a bf16 checkpoint) gets a master of the same values.
+
+    Args:
+        named: (name, parameter) pairs; a shared parameter may come more than once.
+        low: torch.bfloat16 or torch.float16.
+
+    Raises:
+        WeightsError: `low` is no low format, or a parameter is neither fp32 nor low; nothing was changed.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
+        if low not in LOWS:
+            raise WeightsError(f"low weights are bfloat16 or float16, not {low}")
+        pairs = list(named)
+        for name, parameter in pairs:
+            if parameter.dtype not in {torch.float32, low}:
+                raise WeightsError(
+                    f"parameter {name} is {parameter.dtype} and a master is made for float32 or {low} parameters; "
+                    "convert it, or give its module the rule 'keep'"
+                )
+        self.dtype = low
+        self._names: dict[int, str] = {}
+        self._masters: dict[int, nn.Parameter] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._attached: dict[int, _Attachment] = {}
+        for name, parameter in pairs:
+            self.adopt(name, parameter)
+
+    # ------------------------------------------------------------------ the weights
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        """Lower `parameter` in place and keep its fp32 values; a parameter adopted before stays as it is."""
+        if parameter in self:
+            return
+        master = nn.Parameter(parameter.detach().float().clone(), requires_grad=parameter.requires_grad)
+        if parameter.dtype is not self.dtype:
+            parameter.data = parameter.data.to(self.dtype)
+        key = id(parameter)
+        self._names[key], self._masters[key], self._parameters[key] = name, master, parameter
+
+    def __contains__(self, parameter: object) -> bool:
+        """Return whether `parameter` is a low parameter of this store."""
+        return id(parameter) in self._masters
+
+    def __len__(self) -> int:
+        """Return the number of low parameters."""
+        return len(self._masters)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the low parameters."""
+        return iter(self._parameters.values())
+
+    def masters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the fp32 masters, in the order of `parameters`."""
+        return iter(self._masters.values())
+
+    def master(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the fp32 master of `parameter`: the object itself, not a copy."""
+        found = self._masters.get(id(parameter))
+        if found is None:
+            raise WeightsError(
+                f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
+                "prepare the model after its parameters are made"
+            )
+        found.requires_grad_(parameter.requires_grad)
+        return found
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """Return the fp32 value of `parameter` as a new tensor."""
+        return self.master(parameter).detach().clone()
+
+    def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place.
+
+        Raises:
+            WeightsError: another shape; nothing was changed.
+        """
+        master = self.master(parameter)
+        if value.shape != master.shape:
+            name = self._names[id(parameter)]
+            raise WeightsError(f"{name} has shape {tuple(master.shape)} and was assigned {tuple(value.shape)}")
+        with torch.no_grad():
+            master.copy_(value)
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def write_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Round masters into low weights, in place: all, or those of `parameters`."""
+        keys = list(self._masters) if parameters is None else [id(p) for p in parameters]
+        if keys:
+            torch._foreach_copy_([self._parameters[k] for k in keys], [self._masters[k] for k in keys])
+
+    # ------------------------------------------------------------------ optimizers
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let `optimizer` step the masters of the low parameters it holds.
+
+        Raises:
+            WeightsError: it is attached already.
+        """
+        if self.attached(optimizer):
+            raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
+        self._attached[id(optimizer)] = _Attachment(self, optimizer)
+
+    def attached(self, optimizer: Optimizer) -> bool:
+        """Return whether `optimizer` steps these masters."""
+        return id(optimizer) in self._attached
+
+    def detach(self, optimizer: Optimizer) -> None:
+        """Take the substitution off `optimizer`; it steps the model's parameters as they are from now on."""
+        attachment = self._attached.pop(id(optimizer), None)
+        if attachment is None:
+            raise WeightsError(f"{type(optimizer).__name__} does not step these masters")
+        attachment.remove()
+
+    def lift(self, optimizer: Optimizer) -> list[Tensor]:
+        """Copy low gradients into the masters' fp32 gradients and return all gradients `optimizer` will read.
+
+        Args:
+            optimizer: an attached optimizer.
+
+        Returns:
+            fp32 gradients in the order of `param_groups`, without those that are None; parameters without a master
+            give their own gradient. Called again before the step, it returns the same tensors and copies nothing.
+        """
+        return self._attached[id(optimizer)].lift()
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forget the lifted gradients: the step they were for is over, or was skipped."""
+        self._attached[id(optimizer)].lifted = None
+
+    def heal(self) -> bool:
+        """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
+        if not any(a.substituted for a in self._attached.values()):
+            return False
+        for attachment in self._attached.values():
+            attachment.restore()
+        self.write_back()
+        return True
+
+    def free_buffers(self) -> None:
+        """Free the fp32 gradient buffers (4 bytes a parameter); the next step makes them again."""
+        for attachment in self._attached.values():
+            attachment.buffers.clear()
+            attachment.lifted = None
+        for master in self._masters.values():
+            master.grad = None
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Iterate over the fp32 gradient buffers that are kept from step to step."""
+        for attachment in self._attached.values():
+            yield from attachment.buffers.values()
+
+    def release(self) -> None:
+        """Give every parameter its fp32 values back, in place, and let go of optimizers."""
+        self.heal()
+        for attachment in list(self._attached.values()):
+            self.detach(attachment.optimizer)
+        for key, parameter in self._parameters.items():
+            parameter.grad = None
+            parameter.data = self._masters[key].data
+        self._names.clear()
+        self._masters.clear()
+        self._parameters.clear()
+
+
+class _Attachment:
+    """One optimizer and one store: the hooks, the substitution and the gradient buffers between them."""
+
+    def __init__(self, store: MasterWeights, optimizer: Optimizer) -> None:
+        self.store = store
+        self.optimizer = optimizer
+        self.buffers: dict[int, Tensor] = {}
+        self.lifted: list[Tensor] | None = None
+        self.own: list[list[nn.Parameter]] | None = None
+        self.handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state),
+            optimizer.register_state_dict_post_hook(self._after_state),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_state),
+        ]
+        count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
+        setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
+
+    @property
+    def substituted(self) -> bool:
+        return self.own is not None
+
+    def remove(self) -> None:
+        self.restore()
+        for handle in self.handles:
+            handle.remove()
+        count = getattr(self.optimizer, WEIGHTS_ATTRIBUTE) - 1
+        if count:
+            setattr(self.optimizer, WEIGHTS_ATTRIBUTE, count)
+        else:
+            delattr(self.optimizer, WEIGHTS_ATTRIBUTE)
+
+    # ------------------------------------------------------------------ substitution
+
+    def substitute(self) -> None:
+        """Put masters into the optimizer's groups and re-key its state."""
+        self.restore()
+        own = []
+        for group in self.optimizer.param_groups:
+            own.append(group["params"])
+            group["params"] = [self.store.master(p) if p in self.store else p for p in group["params"]]
+        self.own = own
+        state = self.optimizer.state
+        for parameter in [p for p in state if p in self.store]:
+            state[self.store.master(parameter)] = state.pop(parameter)
+
+    def restore(self) -> None:
+        """Put the model's own parameters back."""
+        if self.own is None:
+            return
+        for group, params in zip(self.optimizer.param_groups, self.own, strict=True):
+            group["params"] = params
+        self.own = None
+        state = self.optimizer.state
+        for key in [k for k in self.store._masters if self.store._masters[k] in state]:
+            state[self.store._parameters[key]] = state.pop(self.store._masters[key])
+
+    # ------------------------------------------------------------------ gradients
+
+    def lift(self) -> list[Tensor]:
+        if self.lifted is not None:
+            return self.lifted
+        self.restore()
+        sources, targets, lifted = [], [], []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if parameter in self.store:
+                    master = self.store.master(parameter)
+                    if gradient is None:
+                        master.grad = None
+                        continue
+                    if gradient.dtype is torch.float32:
+                        master.grad = gradient
+                    elif gradient.is_sparse:
+                        master.grad = gradient.float().coalesce()
+                    else:
+                        buffer = self.buffers.get(id(parameter))
+                        if buffer is None or buffer.shape != gradient.shape or buffer.device != gradient.device:
+                            buffer = self.buffers[id(parameter)] = torch.empty_like(master)
+                        sources.append(gradient)
+                        targets.append(buffer)
+                        master.grad = buffer
+                    gradient = master.grad
+                if gradient is not None:
+                    lifted.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self.lifted = lifted
+        return lifted
+
+    # ------------------------------------------------------------------ hooks
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            raise WeightsError(
+                f"{type(optimizer).__name__}.step(closure) would run the model's backward pass while the optimizer holds "
+                "fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
+            )
+        with torch.no_grad():
+            self.lift()
+        self.substitute()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.restore()
+        self.lifted = None
+        low = [p for g in optimizer.param_groups for p in g["params"] if p in self.store and p.grad is not None]
+        self.store.write_back(low)
+
+    def _before_state(self, optimizer: Optimizer) -> None:
+        self.substitute()
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self.substitute()
+
+    def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
+        self.restore()

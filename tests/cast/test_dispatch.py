@@ -1,0 +1,243 @@
+"""Operator rules: casts, composites, eligibility; the modes' list of composites against torch.overrides."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.cast import dispatch
+from halfstep.errors import BannedOperatorError
+
+BF16, HALF, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NONE = hs.Policy(name="bare", dtype="bf16", table="none", loss="keep")
+MIXED = hs.Policy.of("mixed", dtype="bf16")
+O1 = hs.Policy.of("O1", dtype="bf16")
+X = torch.randn(4, 8)
+
+
+def under(policy: hs.Policy, call: Callable[[], Any]) -> Any:
+    with hs.autocast("cpu", policy=policy):
+        return call()
+
+
+SOFTMAXES: list[Callable[[Tensor], Tensor]] = [
+    lambda x: F.softmax(x, -1),
+    lambda x: torch.softmax(x, -1),
+    lambda x: x.softmax(-1),
+    lambda x: nn.Softmax(-1)(x),
+]
+
+
+@pytest.mark.parametrize("spelling", SOFTMAXES)
+def test_every_spelling_of_softmax(spelling: Callable[[Tensor], Tensor]) -> None:
+    assert under(NONE.with_ops(low=["softmax"]), lambda: spelling(X)).dtype is BF16
+    assert under(NONE.with_ops(fp32=["softmax"]), lambda: spelling(X.bfloat16())).dtype is FP32
+    assert under(NONE.with_ops(keep=["softmax"]), lambda: spelling(X.bfloat16())).dtype is BF16
+
+
+MATMULS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda a, b: a @ b,
+    lambda a, b: torch.matmul(a, b),
+    lambda a, b: a.matmul(b),
+    lambda a, b: b.__rmatmul__(a),
+]
+
+
+@pytest.mark.parametrize("spelling", MATMULS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_spelling_of_matmul(spelling: Callable[[Tensor, Tensor], Tensor], dtype: str) -> None:
+    policy = hs.Policy.of("mixed", dtype=dtype)
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    out = under(policy, lambda: spelling(a, b))
+    assert out.dtype is (BF16 if dtype == "bf16" else HALF)
+    low = out.dtype
+    assert torch.equal(out, (a.to(low).float() @ b.to(low).float()).to(low)) or low is BF16
+
+
+def test_rules_of_a_single_operator() -> None:
+    a, b, h = torch.randn(3), torch.randn(3).bfloat16(), torch.randn(3).half()
+    widest = NONE.with_ops(widest=["add"])
+    assert under(widest, lambda: a + b).dtype is FP32
+    assert under(widest, lambda: b + h).dtype is FP32
+    assert under(widest, lambda: b + b).dtype is BF16
+    assert under(NONE.with_ops(keep=["add"]), lambda: b + a).dtype is BF16
+    assert under(NONE.with_ops(keep=["add"]), lambda: nn.Parameter(a) + b).dtype is BF16
+    assert under(NONE.with_ops(low=["add"]), lambda: a + a).dtype is BF16
+    assert under(NONE.with_ops(low=["add"]), lambda: 1 + a).dtype is BF16
+    assert under(NONE.with_ops(fp32=["add"]), lambda: b + b).dtype is FP32
+    with pytest.raises(BannedOperatorError, match="exp was called with bfloat16.*with_ops"):
+        under(NONE.with_ops(banned=["exp"]), lambda: torch.exp(b))
+    assert under(NONE.with_ops(banned=["exp"]), lambda: torch.exp(a)).dtype is FP32
+
+
+def test_the_last_rule_wins() -> None:
+    assert under(NONE.with_ops(low=["exp"]).with_ops(fp32=["exp"]), lambda: torch.exp(X.bfloat16())).dtype is FP32
+    assert under(NONE.with_ops(fp32=["exp"]).with_ops(low=["ex*"]), lambda: torch.exp(X)).dtype is BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64])
+def test_ineligible_tensors_are_never_cast(dtype: torch.dtype) -> None:
+    x = torch.ones(3, 3).to(dtype)
+    policy = NONE.with_ops(low=["matmul", "add"])
+    assert under(policy, lambda: x @ x).dtype is dtype
+    assert under(policy, lambda: x + x).dtype is dtype
+
+
+def test_tensors_in_lists_keywords_and_namedtuples() -> None:
+    policy = NONE.with_ops(low=["cat", "linear"])
+    assert under(policy, lambda: torch.cat([X, X])).dtype is BF16
+    assert under(policy, lambda: torch.cat(tensors=(X, X))).dtype is BF16
+    assert under(policy, lambda: F.linear(X, weight=torch.randn(3, 8), bias=torch.randn(3))).dtype is BF16
+
+
+def test_destinations_are_never_cast() -> None:
+    out = torch.empty(4, 8)
+    policy = NONE.with_ops(low=["exp", "add"])
+    assert under(policy, lambda: torch.exp(X, out=out)) is out
+    assert out.dtype is FP32 and torch.equal(out, X.exp())
+    y = X.clone()
+    under(policy, lambda: y.add_(1))
+    assert y.dtype is FP32
+
+
+def test_an_explicit_dtype_wins() -> None:
+    assert under(NONE.with_ops(low=["softmax", "sum"]), lambda: F.softmax(X, -1, dtype=FP32)).dtype is FP32
+    assert under(NONE.with_ops(low=["softmax", "sum"]), lambda: torch.softmax(X, -1, FP64)).dtype is FP64
+    assert under(NONE.with_ops(fp32=["sum"]), lambda: X.bfloat16().sum(dtype=BF16)).dtype is BF16
+
+
+def test_an_embedding_gathers_then_casts() -> None:
+    layer = nn.Embedding(1000, 8)
+    with torch.profiler.profile() as profile:
+        out = under(NONE.with_ops(low=["embedding"]), lambda: layer(torch.tensor([1, 2])))
+    assert out.dtype is BF16
+    assert torch.equal(out, layer.weight[1:3].bfloat16())
+    assert profile is not None
+
+
+def test_residual_low_lowers_the_stream() -> None:
+    policy = hs.Policy.of("mixed", dtype="bf16", residual="low")
+    layer, position = nn.Embedding(10, 8), nn.Parameter(torch.randn(2, 8))
+    assert under(policy, lambda: layer(torch.tensor([1, 2])) + position).dtype is BF16
+    assert under(MIXED, lambda: layer(torch.tensor([1, 2])) + position).dtype is FP32
+
+
+# ---------------------------------------------------------------------------------------------- composites
+
+
+def test_rules_reach_inside_multihead_attention() -> None:
+    mha = nn.MultiheadAttention(8, 2, batch_first=True)
+    seen: dict[str, torch.dtype] = {}
+    x = torch.randn(2, 5, 8)
+    for policy, want in ((NONE.with_ops(low=["linear"]), BF16), (NONE.with_ops(fp32=["linear"]), FP32)):
+        out, _ = under(policy, lambda: mha(x, x, x, need_weights=False))
+        seen[str(want)] = out.dtype
+        assert out.dtype is want
+    weights = under(NONE.with_ops(fp32=["softmax"], low=["linear", "baddbmm", "bmm"]), lambda: mha(x, x, x))[1]
+    assert weights.dtype is FP32
+    assert under(NONE.with_ops(low=["linear", "baddbmm", "bmm"]), lambda: mha(x, x, x))[1].dtype is BF16
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_rules_reach_inside_an_encoder_layer(training: bool, dtype: str) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).train(training)
+    x = torch.randn(2, 5, 8)
+    low = BF16 if dtype == "bf16" else HALF
+    policy = hs.Policy.of("mixed", dtype=dtype)
+    dtypes: list[torch.dtype] = []
+    handle = layer.linear1.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    out = under(policy, lambda: layer(x))
+    handle.remove()
+    assert dtypes == [low]
+    assert torch.allclose(out.float(), layer(x), atol=5e-2)
+
+
+def test_cross_entropy() -> None:
+    logits, target = torch.randn(4, 8).bfloat16(), torch.tensor([1, 2, 3, 4])
+    assert under(MIXED, lambda: F.cross_entropy(logits, target)).dtype is FP32
+    own = under(MIXED.with_ops(keep=["cross_entropy"]), lambda: F.cross_entropy(logits, target))
+    assert own.dtype is BF16
+    inside = under(NONE.with_ops(fp32=["log_softmax"]), lambda: F.cross_entropy(logits, target))
+    assert inside.dtype is FP32 and torch.equal(inside, F.cross_entropy(logits.float(), target))
+
+
+@pytest.mark.parametrize("name", ["normalize", "gumbel_softmax", "triplet_margin_loss", "cosine_embedding_loss"])
+def test_composites_of_torch_are_found(name: str) -> None:
+    """The list is computed from what the functions call, so each of these must be in it under a rule for its parts."""
+    parts = {name_ for name_ in dispatch._calls(getattr(F, name))}
+    ruled = frozenset(n for n in map(dispatch.name_of_called, parts) if n is not None and n != name)
+    if ruled:
+        assert getattr(F, name) in dispatch._composites(ruled)
+
+
+def test_the_list_of_composites_against_torch_overrides() -> None:
+    overridable = set(torch.overrides.get_overridable_functions()[F])
+    python = {
+        f for f in overridable if inspect.isfunction(f) and "handle_torch_function" in f.__code__.co_names
+    }
+    everything = frozenset(n for f in python for c in dispatch._calls(f) if (n := dispatch.name_of_called(c)))
+    found = set(dispatch._composites(everything))
+    assert F.multi_head_attention_forward in found and F.normalize in found
+    public = {f.__name__ for f in found if not f.__name__.startswith("_")}  # private: behind boolean dispatch
+    assert public <= {f.__name__ for f in python}
+
+
+def test_normalize_follows_the_rule_of_norm() -> None:
+    x = torch.randn(3, 8).bfloat16()
+    policy = NONE.with_ops(fp32=["norm"])
+    assert under(policy, lambda: F.normalize(x)).dtype is FP32
+    assert under(NONE, lambda: F.normalize(x)).dtype is BF16
+
+
+# ---------------------------------------------------------------------------------------------- presets
+
+
+def test_mixed_gives_low_to_the_next_product_and_keeps_the_stream() -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    assert under(MIXED, lambda: norm(X)).dtype is BF16
+    assert under(MIXED, lambda: X + linear(norm(X))).dtype is FP32
+    assert under(MIXED, lambda: F.gelu(linear(X))).dtype is BF16
+    assert under(MIXED, lambda: F.mse_loss(linear(X), X)).dtype is FP32
+    assert under(MIXED, lambda: X.bfloat16().sum()).dtype is FP32
+
+
+def test_o1_is_apex() -> None:
+    assert under(O1, lambda: F.softmax(X.bfloat16(), -1)).dtype is FP32
+    assert under(O1, lambda: F.layer_norm(X.bfloat16(), (8,))).dtype is FP32
+    assert under(O1, lambda: X.bfloat16() + X).dtype is FP32
+    assert under(O1, lambda: F.relu(X.bfloat16())).dtype is BF16
+    with pytest.raises(BannedOperatorError):
+        under(O1, lambda: F.binary_cross_entropy(torch.rand(3).bfloat16(), torch.rand(3).bfloat16()))
+
+
+def test_an_operator_without_a_rule_keeps_its_input_where_torch_would_not() -> None:
+    bare = NONE
+    assert under(bare, lambda: F.mse_loss(X.bfloat16(), X.bfloat16())).dtype is BF16
+    assert under(bare, lambda: X @ X.mT).dtype is FP32
+
+
+def test_fp16_is_emulated_bit_for_bit_without_units() -> None:
+    policy = hs.Policy.of("mixed", dtype="fp16", emulate="always")
+    layer = nn.Linear(8, 4)
+    x = X.clone().requires_grad_()
+    out = under(policy, lambda: layer(x))
+    assert out.dtype is HALF
+    want = F.linear(X.half().float(), layer.weight.half().float(), layer.bias.half().float()).half()
+    assert torch.equal(out, want)
+    out.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype is FP32
+    assert torch.equal(x.grad, (torch.ones(4, 4) @ layer.weight.half().float()).half().float())
+
+
+def test_never_emulated_means_torchs_own_kernels() -> None:
+    policy = hs.Policy.of("torch", dtype="fp16", emulate="never")
+    with hs.autocast("cpu", policy=policy) as region:
+        assert region.recipe.mode is None

@@ -1,0 +1,200 @@
+"""Emulated fp16 is 'fp16 inputs, fp32 compute, one rounding', bit for bit, forward, backward and twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.cast.emulate import EMULATED
+
+HALF = torch.float16
+
+
+def make(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape) * 7)
+    return (torch.randn(shape, generator=generator) * scale).to(HALF)
+
+
+MASK = torch.tril(torch.ones(6, 6, dtype=torch.bool))
+Case = tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], dict[str, Any]]
+CASES: list[Case] = [
+    ("linear", F.linear, ((5, 7), (3, 7), (3,)), {}),
+    ("linear", F.linear, ((2, 5, 7), (3, 7)), {}),
+    ("linear", F.linear, ((2, 5, 7), (3, 7), (3,)), {}),
+    ("linear", F.linear, ((64, 96), (128, 96), (128,)), {}),
+    ("linear", F.linear, ((7,), (3, 7), (3,)), {}),
+    ("matmul", torch.matmul, ((5, 7), (7, 3)), {}),
+    ("matmul", torch.matmul, ((4, 5, 7), (4, 7, 3)), {}),
+    ("matmul", torch.matmul, ((2, 4, 5, 7), (2, 4, 7, 3)), {}),
+    ("matmul", torch.matmul, ((4, 5, 7), (7, 3)), {}),
+    ("matmul", torch.matmul, ((5, 7), (4, 7, 3)), {}),
+    ("matmul", torch.matmul, ((2, 1, 5, 7), (4, 7, 3)), {}),
+    ("matmul", torch.matmul, ((7,), (7, 3)), {}),
+    ("matmul", torch.matmul, ((5, 7), (7,)), {}),
+    ("matmul", torch.matmul, ((7,), (7,)), {}),
+    ("mm", torch.mm, ((65, 33), (33, 17)), {}),
+    ("bmm", torch.bmm, ((4, 5, 7), (4, 7, 3)), {}),
+    ("mv", torch.mv, ((5, 7), (7,)), {}),
+    ("addmm", torch.addmm, ((3,), (5, 7), (7, 3)), {}),
+    ("addmm", torch.addmm, ((5, 3), (5, 7), (7, 3)), {"beta": 0.5, "alpha": 2.0}),
+    ("baddbmm", torch.baddbmm, ((4, 5, 3), (4, 5, 7), (4, 7, 3)), {"alpha": 0.25}),
+    ("addmv", torch.addmv, ((5,), (5, 7), (7,)), {}),
+    ("addbmm", torch.addbmm, ((5, 3), (4, 5, 7), (4, 7, 3)), {}),
+    ("conv1d", F.conv1d, ((2, 4, 9), (6, 4, 3), (6,)), {"padding": 1}),
+    ("conv1d", F.conv1d, ((4, 9), (6, 4, 3)), {}),
+    ("conv2d", F.conv2d, ((2, 4, 9, 8), (6, 2, 3, 3), (6,)), {"stride": 2, "padding": (1, 0), "groups": 2}),
+    ("conv2d", F.conv2d, ((2, 4, 9, 8), (6, 4, 5, 3)), {"padding": "same"}),
+    ("conv2d", F.conv2d, ((2, 4, 9, 8), (6, 4, 3, 3)), {"padding": "valid", "dilation": 2}),
+    ("conv3d", F.conv3d, ((1, 2, 5, 6, 4), (3, 2, 2, 2, 2), (3,)), {}),
+    ("conv_transpose2d", F.conv_transpose2d, ((2, 4, 5, 5), (4, 3, 3, 3), (3,)), {"stride": 2, "output_padding": 1}),
+    ("scaled_dot_product_attention", F.scaled_dot_product_attention, ((2, 3, 6, 8),) * 3, {}),
+    ("scaled_dot_product_attention", F.scaled_dot_product_attention, ((2, 3, 6, 8),) * 3, {"is_causal": True}),
+    ("scaled_dot_product_attention", F.scaled_dot_product_attention, ((2, 3, 6, 8),) * 3, {"attn_mask": MASK}),
+    ("scaled_dot_product_attention", F.scaled_dot_product_attention, ((2, 3, 6, 8),) * 3 + ((6, 6),), {}),
+    (
+        "scaled_dot_product_attention",
+        F.scaled_dot_product_attention,
+        ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)),
+        {"enable_gqa": True, "scale": 0.3},
+    ),
+]
+IDS = [f"{i}-{case[0]}" for i, case in enumerate(CASES)]
+
+
+def exact(operator: Callable[..., Tensor], inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """Compute the model: widen, compute in fp32, round once; the same for gradients, from a low output gradient."""
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+    out = operator(*wide, **options)
+    low = out.to(HALF)
+    grads = torch.autograd.grad(out, wide, make(*low.shape, seed=3).float())
+    return [low.detach(), *(g.to(HALF) for g in grads)]
+
+
+def emulated(operator: Callable[..., Tensor], inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = operator(*leaves, **options)
+    assert out.dtype is HALF
+    return [out.detach(), *torch.autograd.grad(out, leaves, make(*out.shape, seed=3))]
+
+
+@pytest.mark.parametrize(("name", "operator", "shapes", "options"), CASES, ids=IDS)
+def test_bit_equal_to_the_exact_model(
+    name: str, operator: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]
+) -> None:
+    inputs = [make(*shape, seed=i) for i, shape in enumerate(shapes)]
+    for got, want in zip(
+        emulated(EMULATED[name], inputs, options), exact(operator, inputs, options), strict=True
+    ):
+        assert got.dtype is HALF
+        assert torch.equal(got, want)
+
+
+def test_transposed_operands_are_bit_equal_too() -> None:
+    for a, b in ((make(7, 5).t(), make(7, 3)), (make(5, 7), make(3, 7).t()), (make(7, 5).t(), make(3, 7).t())):
+        for got, want in zip(emulated(EMULATED["mm"], [a, b], {}), exact(torch.mm, [a, b], {}), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "equation,shapes",
+    [
+        ("bij,bjk->bik", ((2, 3, 4), (2, 4, 5))),
+        ("bhqd,bhkd->bhqk", ((2, 2, 3, 4), (2, 2, 5, 4))),
+        ("ii->i", ((4, 4),)),
+        ("i,j,k->ijk", ((2,), (3,), (4,))),
+    ],
+)
+def test_einsum(equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    inputs = [make(*s, seed=i) for i, s in enumerate(shapes)]
+    got = emulated(lambda *t: EMULATED["einsum"](equation, *t), inputs, {})
+    want = exact(lambda *t: torch.einsum(equation, *t), inputs, {})
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_one_rounding_is_not_native_fp16_accumulation() -> None:
+    """The fault twin: rounding after every product would not pass for the exact model."""
+    a, b = make(8, 512), make(512, 8)
+    faulty = torch.zeros(8, 8, dtype=HALF)
+    for k in range(512):
+        faulty = faulty + a[:, k : k + 1] * b[k : k + 1]
+    assert not torch.equal(faulty, exact(torch.mm, [a, b], {})[0])
+    assert torch.equal(EMULATED["mm"](a, b), exact(torch.mm, [a, b], {})[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "options"),
+    [(n, s, o) for n, _, s, o in CASES],
+    ids=IDS,
+)
+def test_second_derivatives(name: str, shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
+    """d/dx of |grad|^2 agrees with fp64 to the precision of fp16, in a range where fp16 is neither inf nor subnormal."""
+    operator = next(case[1] for case in CASES if case[0] == name)
+    inputs = [make(*shape, seed=i, scale=0.5) for i, shape in enumerate(shapes)]
+
+    def penalty(function: Callable[..., Tensor], tensors: list[Tensor], scale: float) -> list[Tensor]:
+        out = function(*tensors, **options)
+        wide = torch.float32 if out.dtype is HALF else out.dtype
+        loss = out.to(wide).square().mean() * scale
+        grads = torch.autograd.grad(loss, tensors, create_graph=True)
+        total = sum((g.to(wide).square().sum() for g in grads), torch.zeros(()))
+        return list(torch.autograd.grad(total, tensors))
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        doubles = [t.double().requires_grad_() for t in inputs]
+        largest = max(float(g.abs().max()) for g in penalty(operator, doubles, 1.0))
+        scale = 2.0 ** round(-0.5 * torch.tensor(largest).log2().item())  # second derivatives grow with its square
+        want = penalty(operator, doubles, scale)
+    got = penalty(EMULATED[name], [t.clone().requires_grad_() for t in inputs], scale)
+    for g, w in zip(got, want, strict=True):
+        assert torch.allclose(g.double(), w, rtol=3e-2, atol=3e-2 * float(w.abs().max()))
+
+
+def test_saves_low_tensors_for_backward() -> None:
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x, w = make(4, 6, 8).requires_grad_(), make(8, 8, seed=1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        h = EMULATED["linear"](x, w)
+        EMULATED["matmul"](h, h.transpose(1, 2).contiguous())
+        EMULATED["scaled_dot_product_attention"](h[:, None], h[:, None], h[:, None])
+    assert saved and all(t.dtype is HALF for t in saved)
+
+
+def test_functional_transforms() -> None:
+    x, w = make(5, 4, 6), make(3, 6, seed=1)
+    batched = torch.func.vmap(lambda t: EMULATED["linear"](t, w))(x)
+    assert torch.equal(batched, EMULATED["linear"](x, w))
+    grad = torch.func.grad(lambda v: EMULATED["mm"](x[0], v).float().sum())(w.t().contiguous())
+    leaf = w.t().contiguous().requires_grad_()
+    EMULATED["mm"](x[0], leaf).float().sum().backward()
+    assert torch.equal(grad, leaf.grad)  # type: ignore[arg-type]
+
+
+def test_attention_with_dropout_is_seeded_and_differentiable() -> None:
+    q = make(1, 2, 6, 8).requires_grad_()
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        outs.append(EMULATED["scaled_dot_product_attention"](q, q, q, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.isfinite(torch.autograd.grad(outs[0].float().sum(), q)[0]).all()
+
+
+def test_inside_somebodys_region_backward_stays_fp32() -> None:
+    """A backward pass run inside a region must not have its fp32 products lowered again."""
+    x, w = make(64, 64), make(64, 64, seed=1)
+    want = exact(F.linear, [x, w], {})[2]
+    leaf = w.clone().requires_grad_()
+    out = EMULATED["linear"](x, leaf)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out.backward(make(*out.shape, seed=3))
+    assert leaf.grad is not None and torch.equal(leaf.grad, want)

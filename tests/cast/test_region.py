@@ -1,0 +1,321 @@
+"""Regions: torch.autocast's meaning, nesting, re-entry, recursion, exceptions, threads, wrong order, compile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.cast.state import STATE
+from halfstep.errors import PolicyError, RegionError
+
+BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def ambient() -> tuple[Any, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        len(torch.overrides._get_current_function_mode_stack()),
+        STATE.mode,
+        STATE.bound,
+        len(STATE.frames),
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    before = ambient()
+    yield
+    assert ambient() == before
+
+
+X, W = torch.randn(4, 8), torch.randn(8, 8)
+
+
+def mm_dtype() -> torch.dtype:
+    return F.linear(X, W).dtype
+
+
+def test_signature_and_meaning_of_torch_autocast() -> None:
+    with hs.autocast("cpu"):
+        assert mm_dtype() is BF16
+        assert torch.is_autocast_enabled("cpu")
+    with hs.autocast("cpu", torch.float16):
+        assert mm_dtype() is HALF
+    with hs.autocast("cpu", enabled=False):
+        assert mm_dtype() is FP32
+    with hs.autocast(device_type="cpu", dtype=BF16, cache_enabled=False):
+        assert not torch.is_autocast_cache_enabled()
+
+
+def test_preset_torch_is_torch_autocast_and_pushes_no_mode() -> None:
+    with hs.autocast("cpu", dtype=BF16) as region:
+        assert region.recipe.mode is None
+        ours = [F.linear(X, W), F.softmax(X, -1), F.mse_loss(X, X), torch.cat([X, X.bfloat16()])]
+    with torch.autocast("cpu", dtype=BF16):
+        theirs = [F.linear(X, W), F.softmax(X, -1), F.mse_loss(X, X), torch.cat([X, X.bfloat16()])]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b)
+
+
+def test_regions_of_different_formats_nest() -> None:
+    """torch's weight cache hands the outer format's copy to the inner region (RuntimeError there)."""
+    layer = nn.Linear(8, 8)
+    with hs.autocast("cpu", dtype=BF16):
+        assert layer(X).dtype is BF16
+        with hs.autocast("cpu", dtype=HALF):
+            assert layer(X).dtype is HALF
+        assert layer(X).dtype is BF16
+        with hs.autocast("cpu", enabled=False):
+            assert layer(X).dtype is FP32
+        assert layer(X).dtype is BF16
+
+
+def test_torch_nested_formats_fail_so_the_test_above_can_fail() -> None:
+    layer = nn.Linear(8, 8)
+    with torch.autocast("cpu", dtype=BF16):
+        layer(X)
+        with pytest.raises(RuntimeError), torch.autocast("cpu", dtype=HALF):
+            layer(X)
+    torch.clear_autocast_cache()
+
+
+def test_one_object_can_be_entered_again() -> None:
+    region = hs.autocast(policy="mixed")
+    with region:
+        with region:
+            assert mm_dtype() is not FP32
+        assert mm_dtype() is not FP32
+    assert mm_dtype() is FP32
+
+
+def test_recursion_under_the_decorator() -> None:
+    seen: list[torch.dtype] = []
+
+    @hs.autocast("cpu", dtype=BF16)
+    def recurse(n: int) -> None:
+        seen.append(mm_dtype())
+        if n:
+            recurse(n - 1)
+            seen.append(mm_dtype())
+
+    recurse(3)
+    assert set(seen) == {BF16}
+    assert mm_dtype() is FP32
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])
+def test_exceptions_restore(policy: str) -> None:
+    with pytest.raises(ZeroDivisionError), hs.autocast(policy=policy), hs.autocast("cpu", dtype=HALF):
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError), hs.autocast(policy=policy):
+        F.linear(X, torch.randn(3, 3))
+    with hs.autocast(policy=policy), pytest.raises(RuntimeError):
+        F.linear(X, torch.randn(3, 3))
+
+
+def test_inner_torch_autocast_off_switches_rules_off() -> None:
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
+        with torch.autocast("cpu", enabled=False):
+            assert F.layer_norm(X, (8,)).dtype is FP32
+            assert mm_dtype() is FP32
+        assert F.layer_norm(X, (8,)).dtype is BF16
+
+
+def test_inner_torch_autocast_of_another_format_is_followed() -> None:
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")), torch.autocast("cpu", dtype=HALF):
+        assert F.layer_norm(X, (8,)).dtype is HALF
+
+
+def test_the_inner_policy_decides_alone() -> None:
+    outer = hs.Policy.of("mixed", dtype="bf16").with_ops(fp32=["softmax"])
+    low = X.bfloat16()
+    with hs.autocast(policy=outer):
+        assert F.softmax(low, -1).dtype is FP32
+        with hs.autocast(policy=hs.Policy.of("torch", dtype="bf16")):
+            assert F.softmax(low, -1).dtype is BF16
+        with hs.autocast(policy="O0"):
+            assert F.softmax(low, -1).dtype is BF16
+        assert F.softmax(low, -1).dtype is FP32
+
+
+def test_other_threads_are_not_in_the_region() -> None:
+    found: list[torch.dtype] = []
+    with hs.autocast("cpu", dtype=BF16):
+        thread = threading.Thread(target=lambda: found.append(mm_dtype()))
+        thread.start()
+        thread.join()
+    assert found == [FP32]
+
+
+def test_one_object_in_several_threads() -> None:
+    region = hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16"))
+    barrier, found = threading.Barrier(4), list[torch.dtype]()
+
+    def work() -> None:
+        with region:
+            barrier.wait()
+            found.append(mm_dtype())
+            barrier.wait()
+        found.append(mm_dtype())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sorted(found, key=str) == [BF16] * 4 + [FP32] * 4
+
+
+def test_wrong_nesting_names_both_places_and_heals() -> None:
+    a = hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16"))
+    b = hs.autocast(policy=hs.Policy.of("O1", dtype="fp16"))
+    a.__enter__()
+    b.__enter__()
+    with pytest.raises(RegionError, match=r"test_region\.py:\d+.*test_region\.py:\d+.*yield or await") as caught:
+        a.__exit__(None, None, None)
+    assert str(caught.value).count("test_region.py") == 2
+    assert F.linear(X, W).dtype is HALF  # b is still open
+    b.__exit__(None, None, None)
+
+
+def test_suspended_generator() -> None:
+    def suspended() -> Iterator[int]:
+        with hs.autocast("cpu", dtype=BF16):
+            yield 1
+
+    generator = suspended()
+    with pytest.raises(RegionError, match="was left while the one entered"):  # noqa: SIM117
+        with hs.autocast("cpu", dtype=HALF):
+            next(generator)
+    with pytest.raises(RegionError) if STATE.frames == [] else _nothing():
+        generator.close()
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def test_generators_and_coroutines_cannot_be_decorated() -> None:
+    with pytest.raises(RegionError, match="suspended by yield or await"):
+
+        @hs.autocast("cpu")
+        def generate() -> Iterator[int]:
+            yield 1
+
+
+def test_custom_forward_and_backward_see_the_region() -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append((torch.is_autocast_enabled("cpu"), mm_dtype()))
+            return x * 2
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append((torch.is_autocast_enabled("cpu"), mm_dtype()))
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
+        y = Double.apply(x)
+    y.sum().backward()
+    assert seen == [(True, BF16), (True, BF16)]
+
+
+def test_custom_forward_with_cast_inputs_runs_with_rules_off() -> None:
+    seen: list[torch.dtype] = []
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append(F.layer_norm(x, (8,)).dtype)
+            return x
+
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
+        Norm.apply(X.bfloat16())
+    assert seen == [FP32]
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])
+def test_weights_changed_in_place_inside_a_region_are_seen(policy: str) -> None:
+    if policy == "torch":
+        pytest.skip("torch's own cache is in charge there")
+    norm = nn.LayerNorm(8)
+    with hs.autocast(policy=hs.Policy.of(policy, dtype="bf16")):
+        before = norm(X)
+        with torch.no_grad():
+            norm.weight.mul_(2)
+        assert torch.equal(norm(X), before * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "needs a device_type"),
+        ((3,), "must be a string"),
+        (("cpu", torch.float64), "torch.float64 is not a format a region can lower to"),
+        (("cpu", torch.float8_e4m3fn), "use torch.bfloat16 or torch.float16"),
+        (("meta",), "does not exist for device_type 'meta'"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(PolicyError, match=text):
+        hs.autocast(*arguments)
+
+
+def test_policies_that_need_a_model() -> None:
+    with pytest.raises(PolicyError, match="O2' lowers parameters.*hs.prepare"):
+        hs.autocast(policy="O2")
+    with pytest.raises(PolicyError, match="has module rules"):
+        hs.autocast(policy=hs.Policy.of("mixed").with_modules({"head": "fp32"}))
+    with pytest.raises(NotImplementedError):
+        hs.autocast(policy="fp8")
+
+
+def test_decorator_needs_a_function() -> None:
+    with pytest.raises(TypeError, match="decorates functions"):
+        hs.autocast("cpu")(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed", "O1", "O0"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_region_in_a_compiled_function_traces_whole(policy: str, dtype: str) -> None:
+    torch._dynamo.reset()
+    chosen = hs.Policy.of(policy) if policy == "O0" else hs.Policy.of(policy, dtype=dtype)
+    region = hs.autocast(policy=chosen)
+    layer, norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        with region:
+            h = layer(norm(x))
+            return h, F.softmax(h, -1)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for got, want in zip(compiled(X), run(X), strict=True):
+        assert got.dtype is want.dtype
+        assert torch.allclose(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])
+def test_a_compiled_function_in_a_region(policy: str) -> None:
+    torch._dynamo.reset()
+    layer, norm = nn.Linear(8, 8), nn.LayerNorm(8)
+    compiled = torch.compile(lambda x: layer(norm(x)), backend="aot_eager", fullgraph=True)
+    with hs.autocast(policy=hs.Policy.of(policy, dtype="bf16")):
+        assert compiled(X).dtype is BF16
+    assert compiled(X).dtype is FP32

@@ -1,0 +1,78 @@
+"""Containers keep their types, tensors are mapped, anything else is named."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.errors import ScaleError
+from halfstep.scale.nested import map_tensors
+
+Pair = namedtuple("Pair", "loss aux")
+ONE = torch.tensor(1.0)
+
+
+def no_tensor() -> torch.Tensor:
+    return torch.zeros(())
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ONE,
+        [ONE, ONE],
+        (ONE, [ONE]),
+        Pair(ONE, (ONE,)),
+        {"a": ONE, "b": {"c": [ONE]}},
+        OrderedDict(b=ONE, a=ONE),
+        defaultdict(no_tensor, a=ONE),
+        types.MappingProxyType({"a": ONE}),
+        [],
+        {},
+    ],
+    ids=repr,
+)
+def test_the_same_structure_comes_back(value: Any) -> None:
+    result = map_tensors(value, double)
+    assert type(result) is type(value)
+    flat, spec = torch.utils._pytree.tree_flatten(value)
+    results, other = torch.utils._pytree.tree_flatten(result)
+    assert spec == other or isinstance(value, types.MappingProxyType)
+    if not isinstance(value, types.MappingProxyType):
+        assert all(item.item() == 2.0 for item in results) and all(item.item() == 1.0 for item in flat)
+
+
+def test_mappings_keep_what_they_carry() -> None:
+    result = map_tensors(defaultdict(no_tensor, a=ONE), double)
+    assert result.default_factory is no_tensor
+    assert list(map_tensors(OrderedDict(b=ONE, a=ONE), double)) == ["b", "a"]
+    assert map_tensors(types.MappingProxyType({"a": ONE}), double)["a"].item() == 2.0
+
+
+def test_a_generator_comes_back_as_a_list() -> None:
+    result = map_tensors((ONE for _ in range(3)), double)
+    assert [item.item() for item in result] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "scale: outputs is None of type NoneType; expected a tensor or a (nested) container of tensors"),
+        ("loss", "outputs is 'loss' of type str"),
+        ({"loss": ONE, "log": [3.0]}, "outputs['log'][0] is 3.0 of type float"),
+        ([ONE, torch.tensor(3)], "outputs[1] is a tensor of torch.int64; a loss is floating: pass loss.float()"),
+        ([torch.tensor(True)], "outputs[0] is a tensor of torch.bool"),
+    ],
+)
+def test_anything_else_is_named(value: Any, text: str) -> None:
+    with pytest.raises(ScaleError) as caught:
+        map_tensors(value, double)
+    assert text in str(caught.value)

@@ -1,0 +1,364 @@
+"""Binding: what a prepared model survives, and that a failed call changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep.cast.state import STATE
+from halfstep.errors import BindError, PolicyError, WeightsError
+
+BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
+POLICIES = ["torch", "O1", "mixed", "O2", "O3"]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(self.norm(x))
+        self.seen.append(h.dtype)
+        return x + self.fc2(F.gelu(h))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x * self.table))  # type: ignore[no-any-return]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def policy(name: str, dtype: str = "bf16") -> hs.Policy:
+    return hs.Policy.of(name, dtype=dtype)
+
+
+def test_it_mirrors_its_input_and_returns_the_same_objects() -> None:
+    a, b = net(), net()
+    oa, ob = torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1)
+    assert hs.prepare(a, policy=policy("mixed")) is a
+    models, optimizers, scaler = hs.prepare([a, b], [oa, ob], policy=policy("mixed"))
+    assert models == [a, b] and optimizers == [oa, ob] and not scaler.is_enabled()
+    assert hs.prepare(net(), torch.optim.SGD(net().parameters(), 0.1), policy="O0") if False else True
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_prepared_model_is_in_its_region_from_anywhere(name: str, dtype: str) -> None:
+    model = hs.prepare(net(), policy=policy(name, dtype))
+    assert isinstance(model, Net)
+    out = model(X)
+    low = BF16 if dtype == "bf16" else HALF
+    assert out.dtype is (low if name == "O3" else FP32)
+    assert model.blocks[0].seen == [low]
+    threads = [threading.Thread(target=model, args=(X,)) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert set(model.blocks[0].seen) == {low}
+    assert not torch.is_autocast_enabled("cpu") and STATE.bound is None
+
+
+def test_low_parameters_are_low_and_norms_are_not() -> None:
+    model = hs.prepare(net(), policy=policy("O2"))
+    dtypes = {n: p.dtype for n, p in model.named_parameters()}
+    assert dtypes["head.weight"] is BF16 and dtypes["blocks.0.norm.weight"] is FP32
+    assert model.table.dtype is FP32
+    model = hs.prepare(net(), policy=policy("O3"))
+    assert {p.dtype for p in model.parameters()} == {BF16}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_state_dict_has_the_same_keys_and_fp32_values(name: str) -> None:
+    plain = net().state_dict()
+    state = hs.prepare(net(), policy=policy(name)).state_dict()
+    assert list(state) == list(plain)
+    if name != "O3":
+        assert all(torch.equal(state[k], plain[k]) and state[k].dtype is FP32 for k in plain)
+
+
+def test_state_dict_is_a_copy_and_loads_on_root_and_submodule() -> None:
+    model = hs.prepare(net(), policy=policy("O2"))
+    state = model.state_dict()
+    state["head.weight"].zero_()
+    assert model.state_dict()["head.weight"].abs().sum() > 0
+    other = Net()
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.state_dict()["head.weight"], other.head.weight)
+    assert torch.equal(model.head.weight, other.head.weight.bfloat16())
+    value = torch.randn(3, 8)
+    model.head.load_state_dict({"weight": value, "bias": torch.zeros(3)})
+    assert torch.equal(model.head.state_dict()["weight"], value)
+    assert torch.equal(model.head.weight, value.bfloat16())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.head.load_state_dict({"weight": torch.zeros(2, 2), "bias": torch.zeros(3)})
+    assert torch.equal(model.head.state_dict()["weight"], value)
+    with pytest.raises(WeightsError, match="load without assign"):
+        model.load_state_dict(other.state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_deepcopy_and_pickle(name: str, copied: Callable[[nn.Module], nn.Module]) -> None:
+    original = net()
+    original.head.weight = nn.Parameter(original.head.weight.detach() + 1e-5)  # not a bf16 value
+    want = original.state_dict()
+    model = hs.prepare(original, policy=policy(name))
+    twin = copied(model)
+    assert isinstance(twin, Net) and type(twin) is type(model)
+    if name != "O3":
+        assert all(p.dtype is FP32 for p in twin.parameters())
+        assert all(torch.equal(v, want[k]) for k, v in twin.state_dict().items())
+    assert torch.equal(twin(X), model(X))
+    with torch.no_grad():
+        twin.head.weight.zero_()
+    assert model.head.weight.abs().sum() > 0
+
+
+def test_deepcopy_keeps_ties() -> None:
+    model = net()
+    model.blocks[0].fc1.weight = model.blocks[1].fc1.weight
+    twin = copy.deepcopy(hs.prepare(model, policy=policy("O2")))
+    assert twin.blocks[0].fc1.weight is twin.blocks[1].fc1.weight
+
+
+def test_torch_save_of_the_model_and_of_its_state() -> None:
+    model = hs.prepare(net(), policy=policy("O2"))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=False)
+    assert torch.equal(again(X), model(X))
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    plain = Net()
+    plain.load_state_dict(torch.load(buffer))
+    assert torch.equal(plain.head.weight, model.state_dict()["head.weight"])
+
+
+def test_an_average_of_copies_is_fp32() -> None:
+    model = hs.prepare(net(), policy=policy("O2"))
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    assert all(p.dtype is FP32 for p in average.module.parameters())
+    average.update_parameters(model)
+    assert average.module(X).dtype is FP32
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_compile_fullgraph(name: str) -> None:
+    torch._dynamo.reset()
+    model = hs.prepare(net(), policy=policy(name))
+    want = model(X)
+    Block.forward  # noqa: B018
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got = compiled(X)
+    assert got.dtype is want.dtype
+    assert torch.allclose(got.float(), want.float(), atol=3e-2)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks(name: str, dtype: str, reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = (x * self.table).requires_grad_()
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    def gradients(kind: type[Net]) -> tuple[list[Tensor], set[torch.dtype]]:
+        torch.manual_seed(0)
+        model = hs.prepare(kind(), policy=policy(name, dtype))
+        model(X).float().square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], set(model.blocks[0].seen)
+
+    plain, seen = gradients(Net)
+    again, seen_again = gradients(Checkpointed)
+    assert len(plain) == len(again) and seen == seen_again == {BF16 if dtype == "bf16" else HALF}
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_data_parallel_replicas_in_threads() -> None:
+    model = hs.prepare(net(), policy=policy("mixed"))
+    replicas = [copy.copy(m) for m in (model, model)] if False else [model._replicate_for_data_parallel() for _ in "ab"]
+    for replica in replicas:
+        replica._modules = model._modules
+    outs: list[Tensor] = []
+    threads = [threading.Thread(target=lambda r=r: outs.append(r(X))) for r in replicas]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(outs) == 2 and all(torch.equal(o, model(X)) for o in outs)
+
+
+def test_a_slice_of_a_sequential() -> None:
+    model = hs.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), policy=policy("mixed"))
+    assert model[:2](X).shape == (4, 8)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_unprepare_gives_class_and_fp32_weights_back(name: str) -> None:
+    plain = net()
+    want, classes = plain.state_dict(), [type(m) for m in plain.modules()]
+    want = {k: v.clone() for k, v in want.items()}
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    hs.prepare(plain, optimizer, policy=policy(name))
+    assert hs.unprepare(plain) is plain
+    assert [type(m) for m in plain.modules()] == classes
+    assert all(p.dtype is FP32 for p in plain.parameters())
+    if name != "O3":
+        assert all(torch.equal(v, want[k]) for k, v in plain.state_dict().items())
+    assert plain(X).dtype is FP32
+    plain(X).sum().backward()
+    optimizer.step()
+    with pytest.raises(BindError, match="not prepared"):
+        hs.unprepare(plain)
+
+
+def test_edit_weights() -> None:
+    model = hs.prepare(net(), policy=policy("O2"))
+    with hs.edit_weights(model), torch.no_grad():
+        assert model.head.weight.dtype is FP32
+        model.head.weight.clamp_(-0.01, 0.01)
+    assert model.head.weight.dtype is BF16
+    assert float(model.state_dict()["head.weight"].abs().max()) == pytest.approx(0.01)
+    assert torch.equal(model.head.weight, model.state_dict()["head.weight"].bfloat16())
+    with pytest.raises(ZeroDivisionError), hs.edit_weights(model):
+        raise ZeroDivisionError
+    assert model.head.weight.dtype is BF16
+    with pytest.raises(BindError, match="not prepared"), hs.edit_weights(net()):
+        pass
+
+
+# ------------------------------------------------------------------------------------------ module rules
+
+
+def test_module_rules() -> None:
+    wanted = policy("mixed").with_modules({"blocks.1": "fp32"})
+    model = hs.prepare(net(), policy=wanted)
+    model(X)
+    assert model.blocks[0].seen == [BF16] and model.blocks[1].seen == [FP32]
+    wanted = policy("O2").with_modules({"blocks": "fp32", "blocks.1": "low"})
+    model = hs.prepare(net(), policy=wanted)
+    model(X)
+    assert model.blocks[0].seen == [FP32] and model.blocks[1].seen == [BF16]
+    assert model.blocks[0].fc1.weight.dtype is FP32 and model.blocks[1].fc1.weight.dtype is BF16
+
+
+def test_a_class_rule_on_leaves() -> None:
+    model = hs.prepare(net(), policy=policy("mixed").with_modules({"class:LayerNorm": "fp32"}))
+    dtypes: list[torch.dtype] = []
+    model.blocks[0].norm.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    model(X)
+    assert dtypes == [FP32]
+
+
+def test_fp32_module_gives_outputs_in_its_inputs_format() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    hs.prepare(model, policy=policy("O2").with_modules({"1": "fp32"}))
+    dtypes: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    model(X)
+    assert dtypes == [BF16] and model[1].weight.dtype is FP32
+
+
+@pytest.mark.parametrize("rule", ["keep", "low", "fp32"])
+def test_a_rule_for_the_root(rule: str) -> None:
+    model = hs.prepare(net(), policy=policy("mixed").with_modules({"": rule}))
+    assert model(X).dtype is FP32
+    assert model.blocks[0].seen == [BF16 if rule == "low" else FP32]
+
+
+def test_containers_keep_their_types() -> None:
+    from typing import NamedTuple
+
+    class Pair(NamedTuple):
+        a: Tensor
+        b: list[Tensor]
+
+    class Wrapped(nn.Linear):
+        def forward(self, x: Pair) -> Pair:  # type: ignore[override]
+            assert x.a.dtype is BF16
+            return Pair(super().forward(x.a), [x.b[0]])
+
+    model = hs.prepare(Wrapped(8, 8), policy=policy("O2"))
+    out = model(Pair(X, [X]))
+    assert type(out) is Pair and out.a.dtype is FP32 and type(out.b) is list
+
+
+# ------------------------------------------------------------------------------------------ bad input
+
+
+def unchanged(model: nn.Module, before: dict[str, Any]) -> None:
+    assert type(model) is Net and not any("_halfstep" in m.__dict__ for m in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_failed_calls_change_nothing() -> None:
+    model, other = net(), net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    foreign = torch.optim.SGD(other.parameters(), 0.1)
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: hs.prepare(model, foreign, policy="O2"), BindError, r"parameter 0 of group 0 of SGD.*not a parameter"),
+        (lambda: hs.prepare(model, policy="o2"), PolicyError, "O2"),
+        (lambda: hs.prepare(model, policy=policy("mixed").with_modules({"haed": "fp32"})), PolicyError, "head"),
+        (lambda: hs.prepare(3, policy="O2"), BindError, "must be a torch Module"),
+        (lambda: hs.prepare(model, 3, policy="O2"), BindError, "must be a torch Optimizer"),
+        (lambda: hs.prepare(model, policy="fp8"), NotImplementedError, "fp8"),
+        (lambda: hs.prepare(model, policy="pure"), NotImplementedError, "pure"),
+    ]
+    for call, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            call()
+        unchanged(model, before)
+
+
+def test_nan_before_the_first_step() -> None:
+    model = net()
+    with torch.no_grad():
+        model.blocks[1].fc1.weight[0, 0] = float("nan")
+    with pytest.raises(BindError, match=r"blocks\.1\.fc1\.weight holds nan or inf before the first step"):
+        hs.prepare(model, policy="O2")
+    assert type(model) is Net
+
+
+def test_another_policy_on_a_prepared_model() -> None:
+    model = hs.prepare(net(), policy=policy("mixed"))
+    hs.prepare(model, policy=policy("mixed"))
+    with pytest.raises(BindError, match="already prepared with policy 'mixed'.*unprepare"):
+        hs.prepare(model, policy=policy("O1"))
+
+
+def test_wrapping_before_preparing() -> None:
+    with pytest.raises(BindError, match="hs.prepare.* first, then wrap"):
+        hs.prepare(nn.DataParallel(net()), policy=policy("O2"))
