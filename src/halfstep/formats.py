@@ -5,8 +5,8 @@ A format with `e` exponent and `m` mantissa bits has the numbers ``±k * 2**(E -
 ``emax = bias``; fp8_e4m3 (OCP "E4M3", torch.float8_e4m3fn) has none, uses that exponent for numbers too and gives up
 only the largest pattern, to nan.
 
-Overflow: a number that rounds beyond `max` becomes inf, in fp8_e4m3 nan, as in torch's casts (2.13; not saturating).
-Rounding is first done as if exponents went on; so 464, halfway between 448 and 480, still rounds to 448 in fp8_e4m3.
+Overflow: rounding is done as if exponents went on, and what then lies beyond `max` becomes inf; fp8_e4m3 saturates
+instead, infinities too. So do torch's casts (fp8_e4m3 since torch 2.12, pytorch#178817; before, it became nan).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Format:
         exponent_bits: bits of the exponent.
         mantissa_bits: bits of the mantissa that are stored (the leading one is not).
         torch_dtype: the dtype that stores it, or None: tf32 is what units make of fp32 inputs.
-        has_inf: whether it has infinities; if not, overflow gives nan.
+        has_inf: whether it has infinities; if not, overflow saturates.
         has_nan: whether it has nan.
     """
 
@@ -48,7 +48,7 @@ class Format:
     @property
     def bias(self) -> int:
         """What is subtracted from a stored exponent."""
-        return 2 ** (self.exponent_bits - 1) - 1
+        return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def bits(self) -> int:
@@ -63,7 +63,7 @@ class Format:
     @property
     def max_exponent(self) -> int:
         """Exponent of `max`."""
-        return self.bias if self.has_inf else self.bias + 1
+        return self.bias + (not self.has_inf)
 
     @property
     def max(self) -> float:
@@ -134,7 +134,7 @@ class Format:
             x: floating tensor of any shape, on a device with float64; not changed.
             mode: "nearest" or "stochastic".
             generator: source of random numbers for "stochastic", on the device of `x`; default torch's.
-            saturate: numbers beyond `max`, infinities too, become `max` instead of overflowing.
+            saturate: numbers beyond `max`, infinities too, become `max` instead of overflowing (fp8_e4m3 always does).
 
         Returns:
             A new tensor of the shape and dtype of `x`, without gradient. It is exact if that dtype has the format's
@@ -156,11 +156,8 @@ class Format:
             modes = ("nearest", "stochastic")
             raise FormatError(f"rounding mode {mode!r}; expected 'nearest' or 'stochastic'{did_you_mean(mode, modes)}")
         rounded = torch.where(wide.isinf(), wide, steps * spacing)
-        if saturate:
-            rounded = rounded.clamp(-self.max, self.max)
-        else:
-            beyond = math.inf if self.has_inf else math.nan
-            rounded = torch.where(rounded.abs() > self.max, beyond, rounded)
+        beyond = self.max if saturate or not self.has_inf else math.inf
+        rounded = torch.where(rounded.abs() > self.max, beyond, rounded)
         return rounded.copysign(wide).to(x.dtype)
 
     def _spacing(self, wide: Tensor) -> Tensor:
@@ -170,7 +167,7 @@ class Format:
         return torch.ldexp(torch.ones_like(wide), exponent - self.mantissa_bits)
 
 
-def _wide(x: Tensor, what: str) -> Tensor:
+def _wide(x: object, what: str) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise FormatError(f"Format.{what} takes a floating tensor and got {got}; convert it first, e.g. x.float()")
@@ -199,4 +196,6 @@ def format_of(what: str | torch.dtype | Format) -> Format:
         if what in (known.name, known.torch_dtype):
             return known
     hint = did_you_mean(what, FORMATS) if isinstance(what, str) else ""
-    raise FormatError(f"unknown number format {what!r}; expected one of {', '.join(FORMATS)} or their torch dtype{hint}")
+    raise FormatError(
+        f"unknown number format {what!r}; expected one of {', '.join(FORMATS)} or their torch dtype{hint}"
+    )

@@ -73,7 +73,7 @@ def test_a_step_that_raises_can_be_repeated() -> None:
 
 
 def test_a_skipped_first_step_leaves_fused_momentum_alone() -> None:
-    """torch calls the kernel, which leaves the momentum it has just allocated unfilled."""
+    """Torch calls the kernel, which leaves the momentum it has just allocated unfilled."""
     scaler: Any
     for make in (torch.amp.GradScaler, GradScaler):
         scaler, params = make("cpu"), parameters()

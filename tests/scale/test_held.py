@@ -78,7 +78,7 @@ def test_bounds_follow_an_unusual_first_scale() -> None:
 
 
 def test_without_cuda_it_works_all_the_same() -> None:
-    """torch's default device switches the scaler off here, with a warning; ours follows the loss."""
+    """Torch's default device switches the scaler off here, with a warning; ours follows the loss."""
     scaler = GradScaler()
     assert scaler.is_enabled() and scaler.scale(torch.ones(())).item() == 2.0**16
     assert "device='cuda', enabled=True" in repr(scaler)

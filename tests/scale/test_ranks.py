@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -55,5 +56,6 @@ def train(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.dist
 def test_ranks_agree_on_a_skip(tmp_path: Path) -> None:
     mp.spawn(train, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]

@@ -113,16 +113,18 @@ class TrainStep:
         with self._gradient_sync(last):
             loss, aux = self._forward(batch, named)
             scale = self.scaler.scale_on(loss.device)
+            if self.scaler.is_enabled():
+                scale = scale.clone()  # the scaler updates its own in place
             seed = scale if self.accumulate == 1 else scale / self.accumulate
             loss.backward(gradient=seed.to(loss.dtype).reshape(loss.shape))
         self._step += 1
         self._window += 1
         if last:
             norm, bad, culprits = self._update(self.accumulate)
-            return StepResult(self._step, loss.detach(), aux, scale.clone(), norm, bad, ~bad, culprits)
+            return StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
-        return StepResult(self._step, loss.detach(), aux, scale.clone(), unknown, nothing, nothing)
+        return StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
 
     def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
         recipe = self._binding.recipe
