@@ -24,6 +24,8 @@ from halfstep.errors import FormatError, did_you_mean
 
 __all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "TF32", "Format", "format_of"]
 
+FLOAT64_BIAS, FLOAT64_MANTISSA = 1023, 52  # of IEEE 754 binary64, to write powers of two as bits
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
@@ -143,18 +145,17 @@ class Format:
         Raises:
             FormatError: `x` is not a floating tensor, or `mode` is unknown.
         """
+        if mode not in (modes := ("nearest", "stochastic")):
+            raise FormatError(f"rounding mode {mode!r}; expected one of {modes}{did_you_mean(mode, modes)}")
         wide = _wide(x, "round")
         spacing = self._spacing(wide)
         steps = wide / spacing  # exact: a power of two
         if mode == "nearest":
             steps = steps.round()  # ties to even
-        elif mode == "stochastic":
+        else:
             below = steps.floor()
             chance = torch.rand(steps.shape, generator=generator, dtype=torch.float64, device=x.device)
             steps = below + (chance < steps - below)
-        else:
-            modes = ("nearest", "stochastic")
-            raise FormatError(f"rounding mode {mode!r}; expected 'nearest' or 'stochastic'{did_you_mean(mode, modes)}")
         rounded = torch.where(wide.isinf(), wide, steps * spacing)
         beyond = self.max if saturate or not self.has_inf else math.inf
         rounded = torch.where(rounded.abs() > self.max, beyond, rounded)
@@ -164,7 +165,8 @@ class Format:
         """Return the distance between neighbours at each element of a float64 tensor (anything where not finite)."""
         exponent = torch.frexp(wide).exponent - 1
         exponent = exponent.masked_fill(wide == 0, 1 - self.bias).clamp(1 - self.bias, self.max_exponent)
-        return torch.ldexp(torch.ones_like(wide), exponent - self.mantissa_bits)
+        power = exponent - self.mantissa_bits + FLOAT64_BIAS
+        return (power.to(torch.int64) << FLOAT64_MANTISSA).view(torch.float64)  # 2**(exponent - mantissa_bits), exactly
 
 
 def _wide(x: object, what: str) -> Tensor:
@@ -193,7 +195,7 @@ def format_of(what: str | torch.dtype | Format) -> Format:
     if isinstance(what, Format):
         return what
     for known in FORMATS.values():
-        if what in (known.name, known.torch_dtype):
+        if what == known.name or (what is not None and what is known.torch_dtype):
             return known
     hint = did_you_mean(what, FORMATS) if isinstance(what, str) else ""
     raise FormatError(

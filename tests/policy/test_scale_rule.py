@@ -130,6 +130,12 @@ def test_each_impossible_value_is_named(numbers: dict[str, object], text: str) -
     assert "scale rule" in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [0.0, -8.0, math.inf, True, None, "128"])
+def test_a_static_scale_that_cannot_be_is_named(value: object) -> None:
+    with pytest.raises(ScaleError, match=f"scale rule: static value={value!r} "):
+        ScaleRule.static(value)  # type: ignore[arg-type]
+
+
 def test_positional_arguments_are_refused() -> None:
     with pytest.raises(TypeError):
         ScaleRule(65536.0)  # type: ignore[call-arg]

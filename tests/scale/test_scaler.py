@@ -212,7 +212,7 @@ def test_closures_pass_when_disabled() -> None:
     def evaluate() -> float:
         optimizer.zero_grad()
         loss = scaler.scale((params[0] ** 2).sum())
-        loss.backward()
+        torch.autograd.backward(loss)
         return float(loss.detach())
 
     first = scaler.step(optimizer, evaluate)

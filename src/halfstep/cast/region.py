@@ -11,15 +11,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, TracebackType
+from sys import _getframe
+from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
 
 from halfstep.cast.dispatch import RuleMode, emulates, handlers
 from halfstep.cast.state import STATE
@@ -84,47 +94,45 @@ def recipe_for(
 class _Frame:
     """One open region: what it found and must put back, and where it was entered."""
 
-    __slots__ = ("bound", "cache", "code", "line", "mode", "owner", "states")
+    __slots__ = ("bound", "cache", "instruction", "mode", "owner", "code", "states")
 
-    owner: object
-    states: list[tuple[str, bool, torch.dtype]]
-    cache: bool
-    mode: RuleMode | None
-    bound: Recipe | None
-    code: CodeType
-    line: int
+    def __init__(self, owner: object, caller: FrameType, cache: bool, mode: RuleMode | None, bound: Any) -> None:
+        self.owner = owner
+        self.code = caller.f_code
+        self.instruction = caller.f_lasti  # the line is worked out if somebody asks
+        self.cache = cache
+        self.mode = mode
+        self.bound = bound
+        self.states: list[tuple[str, bool, torch.dtype]] = []
 
     @property
     def place(self) -> str:
-        return f"{self.code.co_filename}:{self.line} (in {self.code.co_name})"
+        lines = [line for start, end, line in self.code.co_lines() if line and start <= self.instruction < end]
+        line = lines[0] if lines else self.code.co_firstlineno
+        return f"{self.code.co_filename}:{line} (in {self.code.co_name})"
 
 
 def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
     """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
     state = STATE
-    frame = _Frame()
-    frame.owner = owner
-    caller = sys._getframe(depth)
-    frame.code, frame.line = caller.f_code, caller.f_lineno or 0
-    frame.cache = torch.is_autocast_cache_enabled()
-    frame.mode, frame.bound = state.mode, state.bound
-    frame.states = states = []
-    nested = bool(state.frames)
+    frames = state.frames
+    frame = _Frame(owner, _getframe(depth), is_autocast_cache_enabled(), state.mode, state.bound)
     for device, dtype, on in recipe.devices:
-        before = torch.get_autocast_dtype(device)
-        states.append((device, torch.is_autocast_enabled(device), before))
-        torch.set_autocast_enabled(device, on)
+        before = get_autocast_dtype(device)
+        frame.states.append((device, is_autocast_enabled(device), before))
+        set_autocast_enabled(device, on)
         if before is not dtype:
-            torch.set_autocast_dtype(device, dtype)
-            if nested:
+            set_autocast_dtype(device, dtype)
+            if frames:
                 torch.clear_autocast_cache()  # torch's cache does not look at the format
-    torch.autocast_increment_nesting()
+    autocast_increment_nesting()
     if frame.cache is not recipe.cache:
-        torch.set_autocast_cache_enabled(recipe.cache)
-    state.mode = recipe.mode
-    if recipe.mode is not None:
-        recipe.mode.__enter__()
-    state.frames.append(frame)
+        set_autocast_cache_enabled(recipe.cache)
+    mode = recipe.mode
+    state.mode = mode
+    if mode is not None:
+        mode.__enter__()
+    frames.append(frame)
 
 
 def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> None:
@@ -143,15 +151,15 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
     if recipe.mode is not None:
         recipe.mode.__exit__(None, None, None)
     state.mode, state.bound = frame.mode, frame.bound
-    if torch.autocast_decrement_nesting() == 0:
+    if autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
-    for device, on, dtype in reversed(frame.states):
-        torch.set_autocast_enabled(device, on)
-        if torch.get_autocast_dtype(device) is not dtype:
-            torch.set_autocast_dtype(device, dtype)
+    for device, on, before in frame.states:
+        set_autocast_enabled(device, on)
+        if get_autocast_dtype(device) is not before:
+            set_autocast_dtype(device, before)
             torch.clear_autocast_cache()
-    if torch.is_autocast_cache_enabled() is not frame.cache:
-        torch.set_autocast_cache_enabled(frame.cache)
+    if frame.cache is not recipe.cache:
+        set_autocast_cache_enabled(frame.cache)
     if not frames:
         state.casts.clear()
 
@@ -169,7 +177,7 @@ def _close_out_of_order(recipe: Recipe, owner: object, *, failing: bool) -> None
     frame, inner = frames.pop(index), frames[index]  # after the pop, `inner` is the region entered next
     if recipe.mode is not None:
         _take_from_stack(recipe.mode)
-    torch.autocast_decrement_nesting()
+    autocast_decrement_nesting()
     inner.states, inner.cache, inner.mode, inner.bound = frame.states, frame.cache, frame.mode, frame.bound
     if not failing:
         raise RegionError(

@@ -110,6 +110,7 @@ class ScaleRule:
     @classmethod
     def static(cls, value: float) -> ScaleRule:
         """Return the rule of a scale that stays at `value`; bad steps are skipped all the same."""
+        _number("static value", value, low=2.0**-149, high=FP32_MAX, meaning="a positive scale that fp32 can hold")
         return cls(init=value, growth=1.0, backoff=1.0, interval=1, floor=value, ceiling=value)
 
     @property

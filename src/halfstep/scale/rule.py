@@ -20,7 +20,18 @@ from torch import Tensor
 from halfstep.errors import ScaleError
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 
-__all__ = ["ScaleState", "advance", "advance_", "initial_state", "load_host", "state_to_host"]
+__all__ = [
+    "ScaleState",
+    "advance",
+    "advance_",
+    "check_scale",
+    "fp32",
+    "initial_host",
+    "initial_state",
+    "load_host",
+    "set_scale_",
+    "state_to_host",
+]
 
 
 class ScaleState(NamedTuple):
@@ -103,7 +114,7 @@ def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState
     Returns:
         A new state; fields that the rule does not use are the same tensors as in `state`.
     """
-    scale, good, slack, steps, misses, streak, alarm = state
+    scale, good, slack, steps, misses, streak, _ = state
     bad = found_inf.reshape(()) != 0
     counted = good + 1
     grow = ~bad & (counted >= rule.interval)

@@ -49,6 +49,13 @@ class GradScaler(HeldScale):
     are still not finite; optimizers without gradients; fp16, bf16, complex and sparse gradients; `skipped`; the rules
     of peers.
 
+    Example:
+        >>> scaler = GradScaler("cuda")
+        >>> scaler.scale(loss).backward()
+        >>> scaler.unscale_(optimizer)  # only to clip or look at gradients
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+
     Attributes:
         host_reads: how often `step` and `update` have waited for the device so far.
     """
@@ -324,6 +331,8 @@ class GradScaler(HeldScale):
             return
         self.host_reads += 1
         host = state_to_host(state)
+        if not host["alarm"]:  # a late answer, and the scale has recovered meanwhile
+            return
         text = alarm_text(self._rule, host, finite.describe_non_finite(turns.optimizers, self._names))
         if raises(self._rule, host):
             raise ScaleError(text)

@@ -1,0 +1,197 @@
+"""Measurements that can be believed: paired ratios with their interval, paired differences with a verdict, counted bytes.
+
+Two rules (and their reasons) stand behind every number. Timings are compared within a round, because what disturbs a
+machine disturbs neighbours in time alike: identical code differs by several per cent in unpaired medians and by tenths
+of a per cent in paired ratios. "The same result" is shown by an interval inside a margin that was fixed beforehand (two
+one-sided tests, Schuirmann 1987), because a difference that is merely not significant shows nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+__all__ = [
+    "ENOUGH_SEEDS",
+    "Difference",
+    "Ratio",
+    "SavedForBackward",
+    "difference",
+    "paired_ratio",
+    "state_bytes",
+    "student_quantile",
+]
+
+CONFIDENCE = 0.90  # of every interval here; a 90 % interval inside the margin is equivalence at the 5 % level
+ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
+
+
+# ------------------------------------------------------------------ time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """The median of paired ratios and the 90 % interval of that median (from order statistics: no distribution assumed).
+
+    Attributes:
+        median: candidate's time over the baseline's in the same round.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        rounds: how many pairs.
+    """
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    def finer_than(self, control: Ratio) -> bool:
+        """Return whether this ratio differs from 1 by less than `control`, a pair of identical programs, may."""
+        resolution = max(abs(control.low - 1.0), abs(control.high - 1.0))
+        return abs(self.median - 1.0) <= resolution or self.low <= 1.0 <= self.high
+
+
+def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
+    """Return the median of ``times[i] / baseline[i]``; seconds, one pair a round."""
+    ratios = sorted(a / b for a, b in zip(times, baseline, strict=True))
+    count = len(ratios)
+    # the median lies between the order statistics n/2 -+ z * sqrt(n)/2 (binomial, normal approximation)
+    half = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt(count) / 2
+    low, high = max(0, math.floor(count / 2 - half)), min(count - 1, math.ceil(count / 2 + half))
+    return Ratio(median=statistics.median(ratios), low=ratios[low], high=ratios[high], rounds=count)
+
+
+# ------------------------------------------------------------------ result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A metric's paired difference from fp32 over the seeds.
+
+    Attributes:
+        mean: mean of candidate minus fp32.
+        low: lower end of the 90 % interval of that mean (Student's t); None with one seed.
+        high: upper end.
+        verdict: "within noise" (the interval lies inside the margin), "better" or "worse" (outside it), "undecided", or
+            "diverged" (the metric is not finite).
+        enough: whether there were enough seeds for a verdict; with fewer it is an indication.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    verdict: str
+    enough: bool
+
+
+def difference(values: Sequence[float], reference: Sequence[float], margin: float, *, higher: bool) -> Difference:
+    """Compare `values` with `reference`, seed by seed.
+
+    Args:
+        values: final metric of the candidate, one a seed.
+        reference: final metric of fp32, one a seed, in the same order.
+        margin: largest difference that counts as none, in the metric's unit.
+        higher: whether a higher metric is better.
+    """
+    pairs = [a - b for a, b in zip(values, reference, strict=True)]
+    enough = len(pairs) >= ENOUGH_SEEDS
+    if not all(map(math.isfinite, pairs)):
+        return Difference(mean=math.nan, low=None, high=None, verdict="diverged", enough=enough)
+    mean = statistics.fmean(pairs)
+    if len(pairs) == 1:
+        return Difference(mean=mean, low=None, high=None, verdict="undecided", enough=False)
+    half = student_quantile(0.5 + CONFIDENCE / 2, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    low, high = mean - half, mean + half
+    if -margin <= low and high <= margin:
+        verdict = "within noise"
+    elif low > margin:
+        verdict = "better" if higher else "worse"
+    elif high < -margin:
+        verdict = "worse" if higher else "better"
+    else:
+        verdict = "undecided"
+    return Difference(mean=mean, low=low, high=high, verdict=verdict, enough=enough)
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Return the quantile of Student's t distribution with `freedom` degrees of freedom, to about 1e-9.
+
+    Args:
+        probability: between 0.5 and 1, without the ends.
+        freedom: from 1.
+    """
+    low, high = 0.0, 1.0
+    while _student_tail(high, freedom) > 1.0 - probability:
+        high *= 2.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_tail(middle, freedom) > 1.0 - probability else (low, middle)
+    return (low + high) / 2
+
+
+def _student_tail(t: float, freedom: int) -> float:
+    """Return P(T > t) for t >= 0: finite sums over the angle atan(t / sqrt(freedom)) (Abramowitz & Stegun 26.7.3-4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    cosine = math.cos(angle)
+    term, total = (1.0, 0.0) if freedom % 2 == 0 else (cosine, 0.0)
+    for k in range(2 - freedom % 2, freedom, 2):
+        total += term
+        term *= cosine * cosine * k / (k + 1)
+    if freedom % 2 == 0:
+        return (1.0 - math.sin(angle) * total) / 2
+    return 0.5 - (angle + math.sin(angle) * total) / math.pi
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer, *more: Iterable[Tensor]) -> int:
+    """Return the bytes of parameters, buffers and optimizer state; memory shared by several tensors counts once.
+
+    Args:
+        model: its parameters and buffers, persistent or not.
+        optimizer: its state tensors.
+        *more: further tensors that live as long as the model, such as the precise weights behind low ones.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    for group in more:
+        tensors += group
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class SavedForBackward:
+    """Counts what autograd keeps between forward and backward while it is open; it changes no result.
+
+    Attributes:
+        bytes: of all storages kept, each counted once, those of parameters excepted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._kept: dict[int, Tensor] = {}  # held, so that no address comes twice
+        self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._weights:
+            self._kept.setdefault(address, tensor.detach())
+        return tensor
+
+    def __enter__(self) -> SavedForBackward:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all storages kept so far."""
+        return sum(t.untyped_storage().nbytes() for t in self._kept.values())
