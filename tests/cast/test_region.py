@@ -300,15 +300,27 @@ def test_a_region_in_a_compiled_function_traces_whole(policy: str, dtype: str) -
     region = hs.autocast(policy=chosen)
     layer, norm = nn.Linear(8, 8), nn.LayerNorm(8)
 
+    @region
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        with region:
-            h = layer(norm(x))
-            return h, F.softmax(h, -1)
+        h = layer(norm(x))
+        return h, F.softmax(h, -1)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for got, want in zip(compiled(X), run(X), strict=True):
         assert got.dtype is want.dtype
         assert torch.allclose(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_with_in_a_compiled_function_breaks_the_graph_and_works() -> None:
+    torch._dynamo.reset()
+    region, layer = hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")), nn.Linear(8, 8)
+
+    def run(x: Tensor) -> Tensor:
+        with region:
+            return layer(x)  # type: ignore[no-any-return]
+
+    assert torch.compile(run, backend="aot_eager")(X).dtype is BF16
 
 
 @pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])

@@ -197,13 +197,35 @@ def _take_from_stack(mode: RuleMode) -> None:
             other.__enter__()
 
 
+def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` in the region of `recipe` in the words `torch.compile` traces: torch.autocast objects in `with`."""
+    state = STATE
+    outer = state.mode
+    state.mode = recipe.mode
+    result = _call_in(recipe, len(recipe.devices), func, args, kwargs)
+    state.mode = outer
+    return result
+
+
+def _call_in(recipe: Recipe, depth: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if depth:
+        device, dtype, on = recipe.devices[depth - 1]
+        with torch.autocast(device, dtype=dtype, enabled=on):
+            return _call_in(recipe, depth - 1, func, args, kwargs)
+    if recipe.mode is None:
+        return func(*args, **kwargs)
+    with recipe.mode:
+        return func(*args, **kwargs)
+
+
 class autocast:  # noqa: N801  the name and signature of torch.autocast
     """Run operators as a policy says: a context manager and a decorator with torch.autocast's signature, and more.
 
     ``autocast("cuda", dtype=torch.float16)`` means what torch.autocast means (preset ``torch``), and emulates fp16
     where the device has no fp16 units. ``autocast(policy="mixed")`` follows any Policy on the accelerator, if there is
     one, and the CPU. Regions nest, also in different formats; one object can be entered again while it is open;
-    a recursive function can be decorated.
+    a recursive function can be decorated. Inside a function given to `torch.compile` use the decorator (or
+    `hs.prepare`): Dynamo traces those whole and breaks the graph at the ``with`` of a class it does not know.
 
     Args:
         device_type: "cpu", "cuda", ...; may be left out with `policy`.
@@ -251,6 +273,8 @@ class autocast:  # noqa: N801  the name and signature of torch.autocast
 
         @functools.wraps(func)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return call_traced(self.recipe, func, args, kwargs)  # type: ignore[no-any-return]
             with self:
                 return func(*args, **kwargs)
 

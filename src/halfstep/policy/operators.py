@@ -30,7 +30,6 @@ SUBPACKAGES = ("linalg", "fft", "special")
 
 SYNONYMS: Mapping[str, str] = {
     "absolute": "abs",
-    "adaptive_avg_pool": "adaptive_avg_pool2d",
     "affine_grid_generator": "affine_grid",
     "arccos": "acos",
     "arccosh": "acosh",
@@ -102,9 +101,9 @@ DUNDERS: Mapping[str, str] = {
     **{f"__{kind}{name}__": name for name in ("add", "sub", "mul", "matmul", "pow") for kind in ("", "r")},
     "__abs__": "abs",
     "__div__": "div",
-    "__rdiv__": "div",
     "__truediv__": "div",
-    "__rtruediv__": "div",
+    "__rdiv__": "reciprocal",  # number / tensor is tensor.reciprocal() * number
+    "__rtruediv__": "reciprocal",
     "__floordiv__": "floor_divide",
     "__rfloordiv__": "floor_divide",
     "__mod__": "remainder",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from halfstep.cast.region import Recipe, close_recipe, open_recipe, recipe_for
+from halfstep.cast.region import Recipe, call_traced, close_recipe, open_recipe, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import WeightsError
 from halfstep.policy.policy import Policy
@@ -171,29 +171,17 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
 
 
 def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """`_enter` in the words Dynamo traces: torch.autocast objects instead of calls that set its state."""
+    """`_enter` in the words Dynamo traces."""
     state = STATE
-    recipe = binding.recipe
-    outer_bound, outer_mode = state.bound, state.mode
-    args, kwargs, output = _casts(binding, args, kwargs, outermost=outer_bound is None)
-    if outer_bound is recipe:
+    outer = state.bound
+    args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None)
+    if outer is binding.recipe:
         result = forward(module, *args, **kwargs)
     else:
-        state.bound, state.mode = recipe, recipe.mode
-        result = _in_regions(recipe, len(recipe.devices), forward, module, args, kwargs)
-        state.bound, state.mode = outer_bound, outer_mode
+        state.bound = binding.recipe
+        result = call_traced(binding.recipe, forward, (module, *args), kwargs)
+        state.bound = outer
     return result if output is None else _cast_floats(result, output)
-
-
-def _in_regions(recipe: Recipe, depth: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if depth:
-        device, dtype, on = recipe.devices[depth - 1]
-        with torch.autocast(device, dtype=dtype, enabled=on):
-            return _in_regions(recipe, depth - 1, forward, module, args, kwargs)
-    if recipe.mode is None:
-        return forward(module, *args, **kwargs)
-    with recipe.mode:
-        return forward(module, *args, **kwargs)
 
 
 @lru_cache(maxsize=None)
