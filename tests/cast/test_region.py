@@ -311,7 +311,6 @@ def test_a_region_in_a_compiled_function_traces_whole(policy: str, dtype: str) -
         assert torch.allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_with_in_a_compiled_function_breaks_the_graph_and_works() -> None:
     torch._dynamo.reset()
     region, layer = hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")), nn.Linear(8, 8)

@@ -31,6 +31,8 @@ from torch import (
     set_autocast_enabled,
 )
 
+from torch._C._dynamo import eval_frame
+
 from halfstep.cast.dispatch import RuleMode, emulates, handlers
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
@@ -283,6 +285,20 @@ class autocast:  # noqa: N801  the name and signature of torch.autocast
     def __repr__(self) -> str:
         devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on else f"{d}: off" for d, t, on in self.recipe.devices)
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
+
+
+def _run_eagerly(function: Callable[..., Any]) -> None:
+    """Keep Dynamo from tracing `function` and what it calls, without importing Dynamo (a second) to say so.
+
+    Where it breaks a graph at ``with region:`` it would trace `autocast.__enter__` by itself, and the calls that set
+    autocast's state would run once, at trace time, and never again.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+_run_eagerly(autocast.__enter__)
+_run_eagerly(autocast.__exit__)
 
 
 @lru_cache(maxsize=None)
