@@ -53,6 +53,7 @@ def train(rank: int, folder: str) -> None:
                 assert bool(scaler.skipped(optimizer)) is bad, (rank, fused, unscale)
             scaler.update()
             assert scaler.get_scale() == scale, (rank, fused, unscale, dtype)
+    dist.barrier()  # neither goes while the other still talks
     dist.destroy_process_group()
 
 
