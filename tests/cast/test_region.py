@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -330,3 +331,22 @@ def test_a_compiled_function_in_a_region(policy: str) -> None:
     with hs.autocast(policy=hs.Policy.of(policy, dtype="bf16")):
         assert compiled(X).dtype is BF16
     assert compiled(X).dtype is FP32
+
+
+def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfstep.cast import region
+    from halfstep.policy.units import cpu_units
+
+    resolve = importlib.import_module("halfstep.policy.resolve")
+
+    bare = cpu_units({}, "x86_64")
+    monkeypatch.setattr(region, "units", lambda device: bare)
+    monkeypatch.setattr(resolve, "units", lambda device: bare)
+    make = region.recipe_for.__wrapped__
+    with pytest.warns(UserWarning, match="no bf16 units.*slower than fp32"):
+        make(hs.Policy.of("mixed", dtype="bf16"), ("cpu",))
+    with pytest.warns(UserWarning, match="everything stays fp32.*emulated"):
+        assert not make(hs.Policy.of("mixed"), ("cpu",)).devices[0][2]
+    with pytest.warns(UserWarning, match="many times slower"):
+        make(hs.Policy.of("mixed", dtype="fp16", emulate="never"), ("cpu",))
+    assert make(hs.Policy.of("mixed", dtype="fp16"), ("cpu",)).mode is not None

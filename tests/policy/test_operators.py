@@ -147,7 +147,7 @@ def test_every_way_of_writing_it(written: str, name: str) -> None:
         ("linalg.invv", "did you mean 'linalg.inv'?"),
         ("add_", "in-place forms are never cast, the operator is 'add'"),
         ("", "unknown operator ''"),
-        ("frobnicate", r"name it as you call it, e.g. 'softmax' or 'linalg.inv'$"),
+        ("xyzzy", r"name it as you call it, e.g. 'softmax' or 'linalg.inv'$"),
     ],
 )
 def test_unknown_names_the_nearest(wrong: str, message: str) -> None:

@@ -273,6 +273,12 @@ def test_a_scale_that_cannot_be_is_refused(value: Any, text: str) -> None:
     assert state.scale.item() == 65536.0
 
 
+def test_a_tracker_past_the_interval_grows_at_the_next_good_step() -> None:
+    rule = ScaleRule(interval=5)
+    state = load_host({**initial_host(rule), "good": 9}, "cpu")
+    assert state_to_host(advance(rule, state, GOOD)) == {**initial_host(rule), "scale": 2.0**17}
+
+
 def test_without_a_floor_the_scale_dies() -> None:
     rule = SCALE_RULES["torch"]
     state = initial_state(rule, "cpu")

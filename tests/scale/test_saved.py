@@ -105,6 +105,15 @@ def test_a_bad_state_changes_nothing(state: Any, text: str, used: bool) -> None:
     assert {key: scaler.state_dict()[key] for key in GOOD_STATE} == GOOD_STATE
 
 
+def test_a_tracker_past_the_interval_grows_at_the_next_good_step() -> None:
+    """As a torch run with a lowered interval saves it; torch itself never grows again from there."""
+    for make, scale in ((torch.amp.GradScaler, 8.0), (GradScaler, 24.0)):
+        scaler = make("cpu")
+        scaler.load_state_dict({**GOOD_STATE, "_growth_tracker": 20})
+        one_step(scaler, torch.optim.SGD(parameters(), lr=0.0))
+        assert scaler.get_scale() == scale
+
+
 def test_a_dead_scale_without_a_floor_is_refused() -> None:
     scaler = GradScaler(rule="torch")
     with pytest.raises(ScaleError, match="is 0 in fp32.*load it into a scaler with a floor"):

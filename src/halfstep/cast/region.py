@@ -38,7 +38,7 @@ from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import require_engine, resolve_dtype
-from halfstep.policy.units import default_device_types
+from halfstep.policy.units import default_device_types, units
 
 __all__ = ["Recipe", "autocast", "recipe_for"]
 
@@ -79,8 +79,10 @@ def recipe_for(
     require_engine(policy)
     devices, lowered, emulating = [], [], set()
     for device in device_types:
-        name, _ = resolve_dtype(policy, device)
+        name, note = resolve_dtype(policy, device)
         on = enabled and name != "fp32"
+        if enabled and device == device_types[0] and _lacks_units(policy, device, name):
+            warnings.warn(f"policy {policy.name!r} on {device}: {note}", stacklevel=5)
         # a region that is off keeps torch's low dtype: others read that state
         devices.append((device, DTYPES[name] if on else torch.get_autocast_dtype(device), on))
         if on:
@@ -91,6 +93,14 @@ def recipe_for(
     mode = RuleMode(tuple(lowered), rules) if rules else None
     use_cache = torch.is_autocast_cache_enabled() if cache is None else cache
     return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=use_cache)
+
+
+def _lacks_units(policy: Policy, device: str, name: str) -> bool:
+    """Return whether `device` runs `policy` another way, or slower, than its user may expect."""
+    there = units(device)
+    if name == "fp16":
+        return not there.fp16 and policy.emulate == "never"
+    return not there.bf16 and (name == "bf16" or policy.dtype == "auto")
 
 
 class _Frame:
@@ -293,6 +303,8 @@ def _run_eagerly(function: Callable[..., Any]) -> None:
     Where it breaks a graph at ``with region:`` it would trace `autocast.__enter__` by itself, and the calls that set
     autocast's state would run once, at trace time, and never again.
     """
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # an older torch: `with` in a compiled function may misbehave
+        return
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
 

@@ -140,7 +140,7 @@ def _student_tail(t: float, freedom: int) -> float:
     angle = math.atan2(t, math.sqrt(freedom))
     cosine = math.cos(angle)
     term, total = (1.0, 0.0) if freedom % 2 == 0 else (cosine, 0.0)
-    for k in range(2 - freedom % 2, freedom, 2):
+    for k in range(1 + freedom % 2, freedom, 2):
         total += term
         term *= cosine * cosine * k / (k + 1)
     if freedom % 2 == 0:

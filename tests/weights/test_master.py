@@ -1,0 +1,321 @@
+"""Masters: bit-equal to fp32 weights kept by hand, and nothing of the model or the optimizer is disturbed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import WeightsError
+from halfstep.events import WEIGHTS_ATTRIBUTE
+from halfstep.weights import MasterWeights
+
+BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
+Make = Callable[[Any], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
+    "sgd-fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "adam-loop": lambda p: torch.optim.Adam(p, 1e-2, foreach=False),
+    "adam-foreach": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
+    "adamw-loop": lambda p: torch.optim.AdamW(p, 1e-2, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, 1e-2),
+}
+
+
+def shapes() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator)) for s in ((4, 3), (4,), (2, 2, 2), ())]
+
+
+def gradients(parameters: Iterable[nn.Parameter], step: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7 + step)
+    for p in parameters:
+        value = torch.randn(p.shape, generator=generator).to(dtype)
+        p.grad = value.to(p.dtype)
+
+
+def adopted(parameters: list[nn.Parameter], low: torch.dtype = BF16) -> MasterWeights:
+    return MasterWeights([(f"p{i}", p) for i, p in enumerate(parameters)], low)
+
+
+def by_hand(make: Make, steps: int, low: torch.dtype) -> tuple[list[nn.Parameter], Optimizer]:
+    """Train explicit fp32 parameters on low gradients."""
+    parameters = shapes()
+    optimizer = make(parameters)
+    for i in range(steps):
+        gradients(parameters, i, low)
+        optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("low", [BF16, HALF])
+def test_bit_equal_to_masters_kept_by_hand(name: str, low: torch.dtype) -> None:
+    want, reference = by_hand(OPTIMIZERS[name], 4, low)
+    parameters = shapes()
+    optimizer = OPTIMIZERS[name](parameters)
+    store = adopted(parameters, low)
+    store.attach(optimizer)
+    for i in range(4):
+        gradients(parameters, i, low)
+        optimizer.step()
+        assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+    for p, w in zip(parameters, want, strict=True):
+        assert p.dtype is low
+        assert torch.equal(store.master(p), w)
+        assert torch.equal(p, w.to(low))
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(reference.state[w][key])), key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("when", ["state before attach", "attached first"])
+def test_resume_is_bit_exact(name: str, when: str) -> None:
+    def fresh() -> tuple[list[nn.Parameter], Optimizer, MasterWeights]:
+        parameters = shapes()
+        optimizer = OPTIMIZERS[name](parameters)
+        if when == "state before attach":
+            gradients(parameters, 90, FP32)
+            optimizer.step()
+        store = adopted(parameters)
+        store.attach(optimizer)
+        return parameters, optimizer, store
+
+    parameters, optimizer, store = fresh()
+    for i in range(3):
+        gradients(parameters, i, BF16)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict()), [store.read(p) for p in parameters]
+    moments = [v for s in saved[0]["state"].values() for v in s.values() if isinstance(v, Tensor)]
+    assert moments and all(v.dtype is FP32 for v in moments)
+    again, other, masters = fresh()
+    other.load_state_dict(saved[0])
+    for p, value in zip(again, saved[1], strict=True):
+        masters.assign(p, value)
+    for i in range(3, 6):
+        for params, opt in ((parameters, optimizer), (again, other)):
+            gradients(params, i, BF16)
+            opt.step()
+    for a, b in zip(parameters, again, strict=True):
+        assert torch.equal(store.master(a), masters.master(b)) and torch.equal(a, b)
+
+
+def test_low_adam_state_would_lose_the_resume() -> None:
+    """The fault twin: torch casts loaded state to a low parameter's format, and small second moments become zero."""
+    low = nn.Parameter(torch.zeros(3).half())
+    optimizer = torch.optim.Adam([low])
+    state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.full((3,), 5e-10)}}}
+    optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert optimizer.state[low]["exp_avg_sq"].abs().sum() == 0
+    parameter = nn.Parameter(torch.zeros(3))
+    kept = torch.optim.Adam([parameter])
+    store = adopted([parameter], HALF)
+    store.attach(kept)
+    kept.load_state_dict({**state, "param_groups": kept.state_dict()["param_groups"]})
+    assert kept.state[parameter]["exp_avg_sq"].dtype is FP32 and (kept.state[parameter]["exp_avg_sq"] == 5e-10).all()
+
+
+def test_hooks_on_gradients_survive_a_step() -> None:
+    """DistributedDataParallel registers its reducer on the AccumulateGrad node; `.data` of another dtype resets it."""
+
+    def survives(step: Callable[[nn.Parameter], None]) -> bool:
+        parameter = nn.Parameter(torch.ones(3))
+        store = adopted([parameter])
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        store.attach(optimizer)
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        calls: list[int] = []
+        node.register_hook(lambda *_: calls.append(1))
+        parameter.sum().backward()
+        step(parameter) if step is not take else optimizer.step()
+        parameter.sum().backward()
+        return len(calls) == 2
+
+    def take(parameter: nn.Parameter) -> None: ...
+
+    def repoint(parameter: nn.Parameter) -> None:
+        low = parameter.data
+        parameter.grad = None
+        parameter.data = low.float()
+        parameter.data = low
+
+    assert survives(take)
+    assert not survives(repoint)
+
+
+def test_groups_added_later_frozen_shared_and_fp32_parameters() -> None:
+    a, b, frozen, island = (nn.Parameter(torch.randn(3)) for _ in range(4))
+    frozen.requires_grad_(False)
+    store = MasterWeights([("a", a), ("tied", a), ("b", b), ("frozen", frozen)], BF16)
+    assert len(store) == 3 and island not in store
+    optimizer = torch.optim.AdamW([{"params": [a, frozen], "lr": 0.1}, {"params": [island], "lr": 0.2}])
+    store.attach(optimizer)
+    optimizer.add_param_group({"params": [b], "lr": 0.3})
+    frozen_value = store.read(frozen)
+    before = store.read(a), island.detach().clone(), store.read(b)
+    for p in (a, b, island):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    after = store.read(a), island.detach(), store.read(b)
+    for rate, x, y in zip((0.1, 0.2, 0.3), before, after, strict=True):
+        assert torch.allclose(x - y, torch.full((3,), rate), atol=0.01)
+    assert torch.equal(store.read(frozen), frozen_value) and frozen.grad is None
+    assert not store.master(frozen).requires_grad
+
+
+def test_adopting_later_and_a_low_checkpoint() -> None:
+    low = nn.Parameter(torch.randn(3).bfloat16())
+    late = nn.Parameter(torch.randn(3))
+    store = MasterWeights([("low", low)], BF16)
+    optimizer = torch.optim.SGD([low, late], 1.0)
+    store.attach(optimizer)
+    store.adopt("late", late)
+    assert late.dtype is BF16
+    low.grad, late.grad = torch.full_like(low, 1e-4), torch.full_like(late, 1e-4)
+    before = store.read(low)
+    optimizer.step()
+    assert torch.allclose(before - store.read(low), torch.full((3,), 1e-4), rtol=1e-2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_and_schedulers_before_and_after(set_to_none: bool) -> None:
+    parameters = shapes()
+    optimizer = torch.optim.SGD(parameters, 1.0)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    store = adopted(parameters)
+    store.attach(optimizer)
+    late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    gradients(parameters, 0, BF16)
+    optimizer.step()
+    early.step()
+    late.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for p in parameters:
+        assert p.grad is None if set_to_none else p.grad is not None and not p.grad.any()
+
+
+def test_a_lift_is_made_once_and_reuses_its_buffers() -> None:
+    parameters = shapes()
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    store = adopted(parameters)
+    store.attach(optimizer)
+    gradients(parameters, 0, BF16)
+    first = store.lift(optimizer)
+    assert all(g.dtype is FP32 for g in first) and store.lift(optimizer) is first
+    optimizer.step()
+    gradients(parameters, 1, BF16)
+    second = store.lift(optimizer)
+    assert [g.data_ptr() for g in first] == [g.data_ptr() for g in second]
+    store.drop(optimizer)
+    held = sum(b.numel() for b in store.buffers())
+    assert held == sum(p.numel() for p in parameters)
+    store.free_buffers()
+    assert not list(store.buffers())
+
+
+def test_fp32_gradients_are_used_as_they_are() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    store = adopted([parameter])
+    optimizer = torch.optim.SGD([parameter], 1.0)
+    store.attach(optimizer)
+    parameter.grad_dtype = FP32
+    parameter.grad = torch.full((3,), 1e-5)
+    optimizer.step()
+    assert torch.equal(store.read(parameter), torch.ones(3) - 1e-5)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw-fused"], OPTIMIZERS["sgd-fused"]])
+def test_found_inf_leaves_masters_and_low_weights(make: Make) -> None:
+    parameters = shapes()
+    optimizer = make(parameters)
+    store = adopted(parameters)
+    store.attach(optimizer)
+    gradients(parameters, 0, BF16)
+    optimizer.step()
+    before = [store.read(p) for p in parameters], [p.detach().clone() for p in parameters]
+    gradients(parameters, 1, BF16)
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), None  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+    assert all(torch.equal(store.master(p), m) for p, m in zip(parameters, before[0], strict=True))
+    assert all(torch.equal(p, m) for p, m in zip(parameters, before[1], strict=True))
+
+
+def test_an_optimizer_that_raises_is_healed_and_training_goes_on() -> None:
+    class Fragile(torch.optim.AdamW):
+        broken = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.broken:
+                self.broken = False
+                raise ZeroDivisionError
+            return super().step(closure)
+
+    def run(*, failing: bool) -> list[Tensor]:
+        parameters = shapes()
+        optimizer = Fragile(parameters, 1e-2)
+        store = adopted(parameters)
+        store.attach(optimizer)
+        for i in range(4):
+            gradients(parameters, i, BF16)
+            if failing and i == 2:
+                optimizer.broken = True
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+                assert store.heal() and not store.heal()
+                assert optimizer.param_groups[0]["params"][0] is parameters[0]
+            optimizer.step()
+        return [store.read(p) for p in parameters]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(failing=False), run(failing=True), strict=True))
+
+
+def test_release_and_detach_leave_plain_fp32_training() -> None:
+    parameters = shapes()
+    optimizer = torch.optim.AdamW(parameters, 1e-2)
+    store = adopted(parameters)
+    store.attach(optimizer)
+    assert hasattr(optimizer, WEIGHTS_ATTRIBUTE)
+    gradients(parameters, 0, BF16)
+    optimizer.step()
+    want = [store.read(p) for p in parameters]
+    store.release()
+    assert not hasattr(optimizer, WEIGHTS_ATTRIBUTE)
+    assert all(torch.equal(p, w) and p.dtype is FP32 for p, w in zip(parameters, want, strict=True))
+    gradients(parameters, 1, FP32)
+    optimizer.step()
+
+
+def test_errors_name_what_is_wrong_and_change_nothing() -> None:
+    good, integer = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())
+    with pytest.raises(WeightsError, match=r"parameter wrong is torch.float64.*'keep'"):
+        MasterWeights([("good", good), ("wrong", integer)], BF16)
+    assert good.dtype is FP32
+    with pytest.raises(WeightsError, match="bfloat16 or float16, not torch.float32"):
+        MasterWeights([], FP32)
+    store = adopted([good])
+    optimizer = torch.optim.SGD([good], 0.1)
+    store.attach(optimizer)
+    with pytest.raises(WeightsError, match="attach it once"):
+        store.attach(optimizer)
+    with pytest.raises(WeightsError, match=r"p0 has shape \(2,\) and was assigned \(3,\)"):
+        store.assign(good, torch.ones(3))
+    with pytest.raises(WeightsError, match="has no fp32 master"):
+        store.master(nn.Parameter(torch.ones(2)))
+    with pytest.raises(WeightsError, match="closures"):
+        optimizer.step(lambda: 1.0)
+    with pytest.raises(WeightsError, match="closures"):
+        optimizer.step(closure=lambda: 1.0)
+    good.grad = torch.ones_like(good)
+    optimizer.step()
