@@ -1,4 +1,4 @@
-"""Operator tables: complete, sourced, and true: against torch's dispatcher, its behaviour, and Apex's published lists."""
+"""Operator tables: complete, sourced, and true to torch's dispatcher, its behaviour and Apex's published lists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ APEX = {  # https://github.com/NVIDIA/apex, apex/amp/lists/, transcribed; RNN fu
     "low": """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear prelu addmm addmv
         addr matmul mm mv addbmm baddbmm bmm rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell
         lstm_cell""",
-    "fp32": """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm
-        normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div
-        l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss
-        nll_loss binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss acos asin
-        cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var
-        renorm""",
+    "fp32": """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
+        local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy
+        hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+        soft_margin_loss triplet_margin_loss ctc_loss acos asin cosh erfinv exp expm1 log log10 log2 reciprocal
+        rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var renorm""",
     "widest": """addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne sub cat stack""",
     "banned": "binary_cross_entropy",
 }

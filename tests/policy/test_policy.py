@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,11 @@ class TestValue:
         assert (
             repr(Policy(dtype="fp16", ops=(("softmax", "fp32"),))) == "Policy(dtype='fp16', ops=(('softmax', 'fp32'),))"
         )
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_survives_pickle_and_copies(self, name: str) -> None:
+        policy = PRESETS[name].with_modules({"head": "fp32"})
+        assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
 
     def test_is_frozen_and_slotted(self) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):

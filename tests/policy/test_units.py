@@ -17,7 +17,8 @@ CPUS = [
     ("x86_64", {"amx_bf16": True, "amx_fp16": True}, True, True),
     ("AMD64", {"f16c": True, "l1d_cache_size": 1}, False, False),  # f16c only converts
     ("aarch64", {"fp16_arith": True, "bf16": True}, True, True),
-    ("arm64", {"neon_fp16_arith": True}, False, True),
+    ("arm64", {"neon": True, "fp16_arith": True}, False, True),
+    ("arm64", {"neon": True, "fp16_arith": False}, False, False),
     ("arm64", {}, False, True),
 ]
 
@@ -52,7 +53,7 @@ def test_answers_for_every_device_torch_can_autocast(device: str) -> None:
 @pytest.mark.parametrize(("wrong", "hint"), [("gpu", ""), ("meta", ""), ("cudaa", "did you mean 'cuda'"), (3, "")])
 def test_refuses_what_torch_cannot_autocast(wrong: object, hint: str) -> None:
     with pytest.raises(PolicyError, match=f"device type {wrong!r} has no torch.autocast.*{hint}"):
-        units(wrong)  # type: ignore[arg-type]
+        units(wrong)
 
 
 def test_default_device_types_end_with_the_cpu() -> None:

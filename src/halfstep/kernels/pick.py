@@ -1,3 +1,21 @@
-import torch
-def norms_for(ts): return torch.stack(torch._foreach_norm(list(ts),2,dtype=torch.float32))
-def total_norm(n): return torch.linalg.vector_norm(n)
+"""Which twin runs: chosen by what the tensors are, never by a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from halfstep.kernels import foreach, reference
+from halfstep.kernels.reference import total_norm
+
+__all__ = ["norms_for", "total_norm"]
+
+
+def norms_for(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass."""
+    if not tensors:
+        return reference.norms(tensors)
+    device = tensors[0].device
+    plain = all(t.device == device and not t.is_sparse and not t.is_complex() and t.numel() for t in tensors)
+    return foreach.norms(tensors) if plain else reference.norms(tensors)

@@ -85,7 +85,7 @@ def default_device_types() -> tuple[str, ...]:
 
 
 def _cpu_capabilities() -> Mapping[str, Any]:
-    """Return torch's description of this CPU's instruction sets (public from torch 2.11, private queries before)."""
+    """Return torch's description of this CPU's instruction sets, by private queries where there is no public one."""
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
         found: Mapping[str, Any] = ask()
@@ -102,9 +102,9 @@ def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:
     """Return the units of a CPU whose instruction sets are `capabilities` (name -> present) on a `machine` type."""
     present = {name for name, there in capabilities.items() if there is True}
     if machine.lower() in {"aarch64", "arm64"}:
-        bf16 = sorted(n for n in present if "bf16" in n)
-        # every 64-bit ARM core that runs torch's wheels has fp16 arithmetic (ARMv8.2) unless torch says otherwise
-        fp16 = sorted(n for n in present if "fp16" in n) or ([] if present else ["ARMv8.2"])
+        bf16 = sorted(present & {"bf16", "sve_bf16"})
+        # nothing known (an older torch): 64-bit ARM cores that train models have ARMv8.2's fp16 arithmetic
+        fp16 = sorted(present & {"fp16_arith"}) or ([] if present else ["ARMv8.2"])
     else:
         bf16 = sorted(present & {"avx512_bf16", "amx_bf16"})
         fp16 = sorted(present & {"avx512_fp16", "amx_fp16"})
