@@ -178,6 +178,24 @@ class TestMixed:
         with pytest.raises(RuntimeError, match=re.compile("not implemented|dtype|types? of|Unsupported|support", re.I)):
             call(torch.eye(3, dtype=torch.bfloat16))
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda a, b: torch.index_put(a, (torch.arange(3),), b),
+            lambda a, b: torch.index_copy(a, 0, torch.arange(3), b),
+            lambda a, b: torch.index_add(a, 0, torch.arange(3), b),
+            lambda a, b: torch.scatter(a, 0, torch.zeros(3, 3, dtype=torch.int64), b),
+            lambda a, b: torch.scatter_reduce(a, 0, torch.zeros(3, 3, dtype=torch.int64), b, "sum"),
+            lambda a, b: torch.masked_scatter(a, a >= 0, b),
+            lambda a, b: torch.cartesian_prod(a[0], b[0]),
+            lambda a, b: torch.linalg.cross(a, b),
+            lambda a, b: torch.dot(a[0], b[0]),
+        ],
+    )
+    def test_widest_rows_refuse_mixed_formats_by_themselves(self, call: Callable[[Tensor, Tensor], object]) -> None:
+        with pytest.raises((RuntimeError, IndexError), match=re.compile("same|match|must|scalar type|equal", re.I)):
+            call(torch.zeros(3, 3, dtype=torch.bfloat16), torch.zeros(3, 3))
+
 
 class TestAllLow:
     def test_lowers_what_has_a_kernel_and_nothing_else(self) -> None:

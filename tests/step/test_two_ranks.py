@@ -78,6 +78,7 @@ def _worker(rank: int, port: int, kind: str, name: str, dtype: str, queue: Any) 
         run = _ddp if kind == "ddp" else _fsdp
         skips, scales, state = run(rank, hs.Policy.of(name, dtype=dtype))
         queue.put((rank, skips, scales, {k: v.tolist() for k, v in state.items()}))
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

@@ -94,7 +94,11 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         _attach(optimizer, [s for s in stores if s is not None])
     if optimizers is None:
         return models
-    return models, optimizers, GradScaler.from_policy(concrete.scale, concrete.dtype)
+    scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
+    if scaler.is_enabled():
+        for model in model_list:
+            scaler.name_parameters(unwrap(model).named_parameters())
+    return models, optimizers, scaler
 
 
 def _listed(value: Any, kind: type, what: str) -> list[Any]:

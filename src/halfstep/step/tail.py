@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.kernels.pick import norms_for, total_norm
+from halfstep.scale.fused import must_not_skip, skips_itself
 
 __all__ = ["Verdict", "apply", "clip_factor", "judge", "prefer_fused", "takes_predicate"]
 
@@ -88,11 +89,8 @@ def _stepped(optimizer: Optimizer) -> bool:
 
 
 def takes_predicate(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` reads found_inf and grad_scale on the device (torch's fused optimizers do).
-
-    Not on its first step: torch's fused SGD leaves its momentum uninitialised if that one is skipped.
-    """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and len(optimizer.state) > 0
+    """Return whether `optimizer` reads found_inf and grad_scale on the device (torch's fused optimizers do)."""
+    return skips_itself(optimizer) and not must_not_skip(optimizer)
 
 
 def apply(optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None, bad: Tensor) -> bool:

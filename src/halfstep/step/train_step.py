@@ -83,6 +83,8 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.policy = resolved(wanted, binding.device_types[0])
         self.scaler = own_scaler if scaler is None else scaler
+        if self.scaler.is_enabled():
+            self.scaler.name_parameters(unwrap(model).named_parameters())
         self.scheduler = scheduler
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.host_reads = 0
@@ -191,7 +193,7 @@ class TrainStep:
                 self._store.heal()
                 self._store.drop(self.optimizer)
         if scaling:
-            self.scaler.record(verdict.bad)
+            self.scaler.record(verdict.bad, optimizer=self.optimizer)
             self.scaler.update()
         self._put_statistics_back(verdict.bad)
         self.optimizer.zero_grad(set_to_none=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 
 __all__ = [
     "ENOUGH_SEEDS",
@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 CONFIDENCE = 0.90  # of every interval here; a 90 % interval inside the margin is equivalence at the 5 % level
+SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names: nobody's memory in particular
 ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
 
 
@@ -151,19 +152,39 @@ def _student_tail(t: float, freedom: int) -> float:
 # ------------------------------------------------------------------ bytes
 
 
-def state_bytes(model: nn.Module, optimizer: Optimizer, *more: Iterable[Tensor]) -> int:
-    """Return the bytes of parameters, buffers and optimizer state; memory shared by several tensors counts once.
+def state_bytes(*roots: object) -> int:
+    """Return the bytes of every tensor that `roots` keep alive; memory shared by several tensors counts once.
+
+    Everything is found that attributes, containers and gradients lead to, so that nothing can be left out by not being
+    listed: parameters, buffers, optimizer state, precise weights behind low ones, gradient buffers that stay allocated.
 
     Args:
-        model: its parameters and buffers, persistent or not.
-        optimizer: its state tensors.
-        *more: further tensors that live as long as the model, such as the precise weights behind low ones.
+        *roots: models, optimizers, scalers, a TrainStep.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    for group in more:
-        tensors += group
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [t.untyped_storage() for t in _tensors(roots)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def _tensors(roots: Iterable[object]) -> list[Tensor]:
+    found: list[Tensor] = []
+    seen: dict[int, object] = {}  # holds what it has seen: no address comes twice
+    waiting = list(roots)
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, SHARED):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            found.append(item)
+            waiting.append(item.grad if item.is_leaf else None)
+        elif isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            waiting += item
+        else:
+            slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+            waiting += [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
+    return found
 
 
 class SavedForBackward:

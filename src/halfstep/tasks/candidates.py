@@ -1,0 +1,98 @@
+"""Candidates: what a comparison can train, by label: fp32, torch.amp, a preset, a policy's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import halfstep as hs
+from halfstep.errors import did_you_mean
+from halfstep.tasks.task import TaskError
+
+__all__ = ["AMP", "FP32", "Candidate", "candidates", "default_format", "default_labels"]
+
+FORMATS = ("bf16", "fp16", "fp32")
+AMP, FP32 = "torch.amp", "fp32"
+AMP_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One way to train a task.
+
+    Attributes:
+        label: how tables and reports call it; unique in a comparison.
+        dtype: the low format: "bf16", "fp16", or "fp32" for none.
+        policy: what halfstep carries out, or None for a loop of torch alone.
+    """
+
+    label: str
+    dtype: str
+    policy: hs.Policy | None = None
+
+
+def default_format(device: str) -> str:
+    """Return the low format of candidates that name none: bf16, or fp16 on a CUDA device without bf16 units."""
+    return "fp16" if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
+
+
+def default_labels(device: str) -> tuple[str, ...]:
+    """Return what is compared unless told: the presets, and two of them in fp16, emulated where there are no units."""
+    labels = ("torch", "O1", "mixed", "O2", "mixed:fp16", "O2:fp16")
+    return labels if device == "cpu" else (f"{AMP}:fp16", *labels)
+
+
+def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
+    """Return the candidates called `labels`, with fp32 and torch.amp before them, each once.
+
+    A label is "fp32", "torch.amp", the name of a preset or the path of a policy's TOML file; ":bf16", ":fp16" or ":fp32"
+    behind it replaces the format.
+
+    Raises:
+        TaskError: unknown name or format; the message names the nearest.
+        PolicyError: a policy's file that makes no sense.
+    """
+    wanted = [_candidate(label, device) for label in (FP32, AMP, *labels)]
+    return tuple({c.label: c for c in wanted}.values())
+
+
+def _candidate(label: str, device: str) -> Candidate:
+    name, dtype = _split(label)
+    if name == FP32:
+        if dtype not in ("", "fp32"):
+            raise TaskError(f"policy {label!r}: fp32 has no other format")
+        return Candidate(label=FP32, dtype="fp32")
+    if name == AMP:
+        made = dtype or default_format(device)
+        if made not in AMP_FORMATS:
+            raise TaskError(f"policy {label!r}: torch.amp runs in bf16 or fp16")
+        return Candidate(label=f"{AMP} {made}", dtype=made)
+    if not name.endswith(".toml") and name not in hs.PRESETS:
+        known = (*hs.PRESETS, FP32, AMP)
+        raise TaskError(
+            f"unknown policy {label!r}{did_you_mean(name, known)}; there are {', '.join(known)} and paths ending in .toml, "
+            f"each with :{' or :'.join(FORMATS)} behind it for another format"
+        )
+    policy = hs.Policy.of(name)
+    if dtype or policy.dtype == "auto":
+        policy = hs.Policy.of(policy, dtype=dtype or default_format(device))
+    title = (policy.name or Path(name).stem) if name.endswith(".toml") else name
+    return Candidate(
+        label=title if policy.dtype == "fp32" else f"{title} {policy.dtype}", dtype=policy.dtype, policy=policy
+    )
+
+
+def _split(label: str) -> tuple[str, str]:
+    """Return the name and the format behind its last colon (or blank, as tables print it), "" if there is none."""
+    for separator in (":", " "):
+        name, found, dtype = label.strip().rpartition(separator)
+        if found and dtype in FORMATS:
+            return name.strip(), dtype
+        if found and separator == ":" and not dtype.endswith(".toml"):
+            raise TaskError(
+                f"policy {label!r}: unknown format {dtype!r}{did_you_mean(dtype, FORMATS)}; expected {FORMATS}"
+            )
+    return label.strip(), ""

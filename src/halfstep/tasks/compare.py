@@ -1,0 +1,245 @@
+"""Compare: train every candidate from the same weights on the same batches, in turns, and say what each gained and cost."""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+import halfstep as hs
+from halfstep.tasks.candidates import AMP, FP32, Candidate
+from halfstep.tasks.loops import Loop, make_loop
+from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
+from halfstep.tasks.task import Task
+
+__all__ = ["Comparison", "Row", "check", "compare", "rounds_of"]
+
+WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
+PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted
+STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What one candidate gained and cost.
+
+    Attributes:
+        label: the candidate.
+        policy: its policy as TOML, "" for loops of torch alone.
+        notes: what its plan has to say, such as how fp16 runs on a device without fp16 units.
+        metrics: final metric, one a seed.
+        difference: of the metric from fp32's, paired by seed.
+        milliseconds: median time of a step.
+        to_fp32: paired ratio of step time to fp32's; None for fp32 itself, or if no step was timed.
+        to_amp: paired ratio of step time to torch.amp's; None for torch.amp itself.
+        state_bytes: of parameters, buffers, optimizer state, precise weights and lasting gradient buffers.
+        saved_bytes: kept by autograd between forward and backward of one step, parameters excepted.
+        skipped: steps not applied, one number a seed.
+        scale: loss scale at the end, one number a seed.
+    """
+
+    label: str
+    policy: str
+    notes: tuple[str, ...]
+    metrics: tuple[float, ...]
+    difference: Difference
+    milliseconds: float
+    to_fp32: Ratio | None
+    to_amp: Ratio | None
+    state_bytes: int
+    saved_bytes: int
+    skipped: tuple[int, ...]
+    scale: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One task, trained by every candidate.
+
+    Attributes:
+        task: its name.
+        about: model and data in one line.
+        metric: what the metric is, with its unit.
+        higher_is_better: whether a larger metric is a better one.
+        margin: the margin within which a metric counts as equal to fp32's, in the metric's unit.
+        device: the device type everything ran on.
+        steps: of each run.
+        seeds: of the runs.
+        control: torch.amp over torch.amp: what a ratio of identical programs looks like here; None if nothing was timed.
+        repeatable: whether those two identical runs ended with the same metric, bit for bit, with every seed.
+        rows: one a candidate, fp32 and torch.amp first.
+    """
+
+    task: str
+    about: str
+    metric: str
+    higher_is_better: bool
+    margin: float
+    device: str
+    steps: int
+    seeds: tuple[int, ...]
+    control: Ratio | None
+    repeatable: bool
+    rows: tuple[Row, ...]
+
+
+def rounds_of(candidates: Sequence[Candidate], steps: int, seeds: int) -> int:
+    """Return how often `compare` will call `on_step`."""
+    return steps * seeds * (len(candidates) + 1)
+
+
+def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
+    """Bind every candidate to the task's model once, so that what cannot run says so before anything is trained.
+
+    Raises:
+        HalfstepError, NotImplementedError: a policy cannot be bound to this model.
+    """
+    model = _start(task, 0, device)
+    for candidate in candidates:
+        make_loop(candidate, task, copy.deepcopy(model), 1)
+
+
+def compare(
+    task: Task,
+    candidates: Sequence[Candidate],
+    *,
+    steps: int,
+    seeds: int,
+    device: str = "cpu",
+    on_step: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Train and measure.
+
+    Every round takes one step of every candidate in an order shuffled anew, with the same batch and the same state of
+    torch's random generator, so that whatever disturbs the machine disturbs neighbours alike and times can be paired.
+    torch.amp runs twice: what the two differ by is what cannot be resolved.
+
+    Args:
+        task: what to train.
+        candidates: from `candidates()`: fp32 and torch.amp first.
+        steps: of each run.
+        seeds: how many runs of each candidate, with seeds from 0.
+        device: device type to train on.
+        on_step: called after every step of every candidate.
+
+    Raises:
+        HalfstepError, NotImplementedError: a policy cannot be bound to this model.
+    """
+    amp = next(c for c in candidates if c.label.startswith(AMP))
+    twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
+    runners = [*candidates, twin]
+    bytes_of = {c.label: _probe(task, c, device) for c in candidates}
+    times: dict[str, list[float]] = {c.label: [] for c in runners}
+    ends: dict[str, list[tuple[float, int, float]]] = {c.label: [] for c in runners}
+    for seed in range(seeds):
+        model = _start(task, seed, device)
+        loops = {c.label: make_loop(c, task, copy.deepcopy(model), steps) for c in runners}
+        _train(task, loops, seed, steps, device, times, on_step)
+        for label, loop in loops.items():
+            ends[label].append((_evaluate(task, loop, seed), loop.skipped(), loop.scale()))
+    reference = [metric for metric, _, _ in ends[FP32]]
+    margin = task.margin * abs(statistics.fmean(reference)) if task.relative_margin else task.margin
+
+    def ratio(label: str, baseline: str) -> Ratio | None:
+        return paired_ratio(times[label], times[baseline]) if label != baseline and times[label] else None
+
+    rows = []
+    for candidate in candidates:
+        label = candidate.label
+        metrics, skipped, scales = (tuple(column) for column in zip(*ends[label], strict=True))
+        rows.append(
+            Row(
+                label=label,
+                policy="" if candidate.policy is None else candidate.policy.to_toml(),
+                notes=() if candidate.policy is None else hs.resolve(candidate.policy, _start(task, 0, device)).notes,
+                metrics=metrics,
+                difference=difference(metrics, reference, margin, higher=task.higher_is_better),
+                milliseconds=1e3 * statistics.median(times[label]) if times[label] else float("nan"),
+                to_fp32=ratio(label, FP32),
+                to_amp=ratio(label, amp.label),
+                state_bytes=bytes_of[label][0],
+                saved_bytes=bytes_of[label][1],
+                skipped=skipped,
+                scale=scales,
+            )
+        )
+    return Comparison(
+        task=task.name,
+        about=task.about,
+        metric=task.metric_name,
+        higher_is_better=task.higher_is_better,
+        margin=margin,
+        device=device,
+        steps=steps,
+        seeds=tuple(range(seeds)),
+        control=ratio(twin.label, amp.label),
+        repeatable=[repr(e) for e in ends[twin.label]] == [repr(e) for e in ends[amp.label]],
+        rows=tuple(rows),
+    )
+
+
+def _start(task: Task, seed: int, device: str) -> nn.Module:
+    torch.manual_seed(seed)
+    return task.model().to(device)
+
+
+def _batch(task: Task, seed: int, step: int, device: str) -> tuple[Any, ...]:
+    moved = _pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, task.batches(seed, step))
+    assert isinstance(moved, tuple)
+    return moved
+
+
+def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
+    """Return (bytes held between steps, bytes saved for backward) of a candidate, on a run of its own."""
+    loop = make_loop(candidate, task, _start(task, 0, device), PROBE_STEPS)
+    for step in range(PROBE_STEPS):
+        with SavedForBackward(loop.model) as saved:
+            loop(_batch(task, 0, step, device))
+    return state_bytes(*loop.state()), saved.bytes
+
+
+def _train(
+    task: Task,
+    loops: dict[str, Loop],
+    seed: int,
+    steps: int,
+    device: str,
+    times: dict[str, list[float]],
+    on_step: Callable[[], None],
+) -> None:
+    order = list(loops)
+    shuffle = random.Random(seed)
+    for step in range(steps):
+        shuffle.shuffle(order)
+        batch = _batch(task, seed, step, device)
+        for label in order:
+            torch.manual_seed(STEPS_OF_A_SEED * seed + step)
+            _wait(device)
+            start = time.perf_counter()
+            loops[label](batch)
+            _wait(device)
+            if step >= WARM_UP:
+                times[label].append(time.perf_counter() - start)
+            on_step()
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _evaluate(task: Task, loop: Loop, seed: int) -> float:
+    torch.manual_seed(seed)
+    loop.model.eval()
+    with torch.no_grad():
+        value = float(loop.evaluate(task))
+    loop.model.train()
+    return value

@@ -1,0 +1,196 @@
+"""Training loops a comparison runs in turns: plain fp32, torch.amp at its best, and halfstep's TrainStep."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+import halfstep as hs
+from halfstep.tasks.candidates import AMP_FORMATS, Candidate
+from halfstep.tasks.task import Task
+
+__all__ = ["Loop", "make_loop"]
+
+FUSED = (Adam, AdamW, SGD, Adagrad)
+
+
+class Loop(Protocol):
+    """One candidate in training. A call is one step on one batch; nothing else of it is timed.
+
+    Attributes:
+        model: the model in training.
+    """
+
+    model: nn.Module
+
+    def __call__(self, batch: tuple[Any, ...]) -> None:
+        """Train on one batch."""
+
+    def evaluate(self, task: Task) -> float:
+        """Return the task's metric as somebody who trains this way would compute it."""
+
+    def skipped(self) -> int:
+        """Return how many steps were not applied so far."""
+
+    def scale(self) -> float:
+        """Return the loss scale, 1.0 without scaling."""
+
+    def state(self) -> tuple[object, ...]:
+        """Return the objects that hold parameters and optimizer state."""
+
+
+def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) -> Loop:
+    """Return a loop that trains `model`, in place, the way `candidate` says.
+
+    Args:
+        candidate: fp32, torch.amp or a policy.
+        task: loss, optimizer and clipping.
+        model: fp32 weights to start from, on the device to train on.
+        steps: length of the run, for the learning-rate scheduler.
+
+    Raises:
+        HalfstepError, NotImplementedError: the policy cannot be bound to this model.
+    """
+    if candidate.policy is not None:
+        return PolicyLoop(candidate.policy, task, model, steps)
+    if candidate.dtype == "fp32":
+        return Fp32Loop(task, model, steps)
+    return AmpLoop(AMP_FORMATS[candidate.dtype], task, model, steps)
+
+
+def fused(optimizer: Optimizer) -> Optimizer:
+    """Return the same optimizer in torch's fused form, if its class has one: the baselines are at their best."""
+    if not isinstance(optimizer, FUSED) or any(group.get("foreach") is not None for group in optimizer.param_groups):
+        return optimizer
+    defaults = {**optimizer.defaults, "foreach": None, "fused": True}
+    groups = [{**group, "foreach": None, "fused": True} for group in optimizer.param_groups]
+    blank: Any = type(optimizer)
+    # decoupled_weight_decay is AdamW's mark on Adam, not an argument of AdamW
+    made = blank(
+        groups, **{k: v for k, v in defaults.items() if not (blank is AdamW and k == "decoupled_weight_decay")}
+    )
+    assert isinstance(made, Optimizer)
+    return made
+
+
+class Fp32Loop:
+    """What one writes without mixed precision."""
+
+    def __init__(self, task: Task, model: nn.Module, steps: int) -> None:
+        self.model = model
+        self.loss_fn, self.clip_norm = task.loss_fn, task.clip_norm
+        self.optimizer = fused(task.optimizer(model))
+        self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
+        self.parameters = list(model.parameters())
+
+    def __call__(self, batch: tuple[Any, ...]) -> None:
+        """Train on one batch."""
+        loss = self.loss_fn(self.model, *batch)
+        loss.backward()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self, task: Task) -> float:
+        """Return the metric of the fp32 model."""
+        return task.metric(self.model)
+
+    def skipped(self) -> int:
+        """Return 0: fp32 skips nothing."""
+        return 0
+
+    def scale(self) -> float:
+        """Return 1.0: fp32 scales nothing."""
+        return 1.0
+
+    def state(self) -> tuple[object, ...]:
+        """Return model and optimizer."""
+        return self.model, self.optimizer
+
+
+class AmpLoop(Fp32Loop):
+    """torch.amp as its documentation recommends, with the fastest options: GradScaler only where fp16 needs it."""
+
+    def __init__(self, dtype: torch.dtype, task: Task, model: nn.Module, steps: int) -> None:
+        super().__init__(task, model, steps)
+        self.dtype = dtype
+        self.device = next(model.parameters()).device.type
+        self.scaler = torch.amp.GradScaler(self.device) if dtype is torch.float16 else None
+        self.skips = 0
+
+    def __call__(self, batch: tuple[Any, ...]) -> None:
+        """Train on one batch."""
+        with torch.autocast(self.device, dtype=self.dtype):
+            loss = self.loss_fn(self.model, *batch)
+        if self.scaler is None:
+            loss.backward()
+        else:
+            self.scaler.scale(loss).backward()
+        if self.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        applied = True
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            applied = self.scaler.get_scale() >= before
+            self.skips += not applied
+        if self.scheduler is not None and applied:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self, task: Task) -> float:
+        """Return the metric, computed under autocast."""
+        with torch.autocast(self.device, dtype=self.dtype):
+            return task.metric(self.model)
+
+    def skipped(self) -> int:
+        """Return the steps after which the scale fell."""
+        return self.skips
+
+    def scale(self) -> float:
+        """Return the GradScaler's scale."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+
+class PolicyLoop:
+    """halfstep's TrainStep under one policy."""
+
+    def __init__(self, policy: hs.Policy, task: Task, model: nn.Module, steps: int) -> None:
+        optimizer = task.optimizer(model)
+        scheduler = task.scheduler and task.scheduler(optimizer, steps)
+        self.step = hs.TrainStep(
+            model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler
+        )
+        self.model = model
+        self.skips: list[Tensor] = []
+
+    def __call__(self, batch: tuple[Any, ...]) -> None:
+        """Train on one batch."""
+        self.skips.append(self.step(*batch).skipped)
+
+    def evaluate(self, task: Task) -> float:
+        """Return the metric; the model brings its policy along."""
+        return task.metric(self.step.model)
+
+    def skipped(self) -> int:
+        """Return the steps whose gradients were not finite."""
+        return int(torch.stack(self.skips).sum()) if self.skips else 0
+
+    def scale(self) -> float:
+        """Return the scaler's scale."""
+        return float(self.step.scaler.get_scale())
+
+    def state(self) -> tuple[object, ...]:
+        """Return the TrainStep."""
+        return (self.step,)
