@@ -68,9 +68,7 @@ def mlp_case() -> Any:
 
     def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
-        )
+        model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
         x, y = torch.randn(32, 1024), torch.randint(0, 10, (32,))
         return model, lambda m: F.cross_entropy(m(x), y)
 
@@ -166,7 +164,9 @@ def region_entry() -> dict[str, Any]:
 
         return many
 
-    result = paired({"torch.autocast": block(theirs), "torch": block(ours), "mixed": block(ruled)}, "torch.autocast", 40)
+    result = paired(
+        {"torch.autocast": block(theirs), "torch": block(ours), "mixed": block(ruled)}, "torch.autocast", 40
+    )
     for name in ("torch.autocast", "torch", "mixed", "A/A"):
         result[name]["us"] = round(result[name].pop("ms") / 2, 3)
     return result
@@ -203,8 +203,10 @@ def saved() -> dict[str, Any]:
 
         def run(model: nn.Module, loss_fn: Callable[[nn.Module], Tensor], name: str = name) -> Tensor:
             bound = hs.prepare(model, policy=hs.Policy.of(name, dtype="bf16", outputs="keep"))
-            with torch.autocast("cpu", dtype=BF16) if name == "torch" else hs.autocast(
-                "cpu", policy=hs.Policy.of("mixed", dtype="bf16")
+            with (
+                torch.autocast("cpu", dtype=BF16)
+                if name == "torch"
+                else hs.autocast("cpu", policy=hs.Policy.of("mixed", dtype="bf16"))
             ):
                 return loss_fn(bound)
 
@@ -289,7 +291,9 @@ def main() -> None:
         taken.append(time.perf_counter() - start)
     report["gpt_fp16"]["torch.amp fp16"] = {"ms": round(1e3 * min(taken), 1), "steps": 2}
     for name in ("torch:fp16", "mixed:fp16"):
-        report["gpt_fp16"][name]["times_faster_than_torch_amp"] = round(1e3 * min(taken) / report["gpt_fp16"][name]["ms"], 1)
+        report["gpt_fp16"][name]["times_faster_than_torch_amp"] = round(
+            1e3 * min(taken) / report["gpt_fp16"][name]["ms"], 1
+        )
     print("bytes saved for backward, casts ...", flush=True)
     report["saved_for_backward"] = saved()
     report["casts_per_step"] = casts()

@@ -189,7 +189,7 @@ def test_cross_entropy() -> None:
 @pytest.mark.parametrize("name", ["normalize", "gumbel_softmax", "triplet_margin_loss", "cosine_embedding_loss"])
 def test_composites_of_torch_are_found(name: str) -> None:
     """The list is computed from what the functions call, so each of these must be in it under a rule for its parts."""
-    parts = {name_ for name_ in dispatch._calls(getattr(F, name))}
+    parts = dispatch._calls(getattr(F, name))
     ruled = frozenset(n for n in map(dispatch.name_of_called, parts) if n is not None and n != name)
     if ruled:
         assert getattr(F, name) in dispatch._composites(ruled)
@@ -197,9 +197,7 @@ def test_composites_of_torch_are_found(name: str) -> None:
 
 def test_the_list_of_composites_against_torch_overrides() -> None:
     overridable = set(torch.overrides.get_overridable_functions()[F])
-    python = {
-        f for f in overridable if inspect.isfunction(f) and "handle_torch_function" in f.__code__.co_names
-    }
+    python = {f for f in overridable if inspect.isfunction(f) and "handle_torch_function" in f.__code__.co_names}
     everything = frozenset(n for f in python for c in dispatch._calls(f) if (n := dispatch.name_of_called(c)))
     found = set(dispatch._composites(everything))
     assert F.multi_head_attention_forward in found and F.normalize in found

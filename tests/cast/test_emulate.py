@@ -87,9 +87,7 @@ def test_bit_equal_to_the_exact_model(
     name: str, operator: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]
 ) -> None:
     inputs = [make(*shape, seed=i) for i, shape in enumerate(shapes)]
-    for got, want in zip(
-        emulated(EMULATED[name], inputs, options), exact(operator, inputs, options), strict=True
-    ):
+    for got, want in zip(emulated(EMULATED[name], inputs, options), exact(operator, inputs, options), strict=True):
         assert got.dtype is HALF
         assert torch.equal(got, want)
 
@@ -132,7 +130,7 @@ def test_one_rounding_is_not_native_fp16_accumulation() -> None:
     ids=IDS,
 )
 def test_second_derivatives(name: str, shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
-    """d/dx of |grad|^2 agrees with fp64 to the precision of fp16, in a range where fp16 is neither inf nor subnormal."""
+    """d/dx of |grad|^2 agrees with fp64 to the precision of fp16, in a range where fp16 is not inf or subnormal."""
     operator = next(case[1] for case in CASES if case[0] == name)
     inputs = [make(*shape, seed=i, scale=0.5) for i, shape in enumerate(shapes)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ def test_preset_torch_is_torch_autocast_and_pushes_no_mode() -> None:
 
 
 def test_regions_of_different_formats_nest() -> None:
-    """torch's weight cache hands the outer format's copy to the inner region (RuntimeError there)."""
+    """The weight cache of torch hands the outer format's copy to the inner region (RuntimeError there)."""
     layer = nn.Linear(8, 8)
     with hs.autocast("cpu", dtype=BF16):
         assert layer(X).dtype is BF16
@@ -189,19 +189,19 @@ def test_wrong_nesting_names_both_places_and_heals() -> None:
 
 
 def test_suspended_generator() -> None:
-    def suspended() -> Iterator[int]:
+    def suspended() -> Generator[int, None, None]:
         with hs.autocast("cpu", dtype=BF16):
             yield 1
 
     generator = suspended()
-    with pytest.raises(RegionError, match="was left while the one entered"):  # noqa: SIM117
+    with pytest.raises(RegionError, match="was left while the one entered"):
         with hs.autocast("cpu", dtype=HALF):
             next(generator)
     with pytest.raises(RegionError) if STATE.frames == [] else _nothing():
         generator.close()
 
 
-class _nothing:  # noqa: N801
+class _nothing:
     def __enter__(self) -> None: ...
     def __exit__(self, *exc: object) -> None: ...
 

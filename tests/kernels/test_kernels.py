@@ -45,7 +45,9 @@ def test_one_bad_element_shows_in_its_tensor_alone(value: float, dtype: torch.dt
 
 
 def test_norms_of_odd_tensors() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0]), (4,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0]), (4,), check_invariants=True
+    )
     got = norms_for([torch.zeros(0), sparse, torch.tensor([3 + 4j]), torch.full((4,), 2.0)])
     assert got.tolist() == [0.0, 5.0, 5.0, 4.0]
     assert norms_for([]).shape == (0,)

@@ -64,7 +64,11 @@ def test_preset_torch_is_the_torch_amp_loop(optimizer: str, clip: float | None) 
     """bf16, torch.autocast, the same (fused) optimizer, clip_grad_norm_: equal to one rounding of the clip factor."""
     model = net()
     step = hs.TrainStep(
-        model, OPTIMIZERS[optimizer](model.parameters()), loss_fn, policy=hs.Policy.of("torch", dtype="bf16"), clip_norm=clip
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        loss_fn,
+        policy=hs.Policy.of("torch", dtype="bf16"),
+        clip_norm=clip,
     )
     reference = net()
     other = OPTIMIZERS[optimizer](reference.parameters())
@@ -176,7 +180,9 @@ def test_without_the_guard_statistics_would_be_poisoned() -> None:
 def test_accumulation_is_the_mean_of_the_micro_batches() -> None:
     def train(accumulate: int) -> dict[str, Tensor]:
         model = net()
-        step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy="O0", accumulate=accumulate)
+        step = hs.TrainStep(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy="O0", accumulate=accumulate
+        )
         for i in range(3):
             x, y = batch(i, 8)
             for j in range(accumulate):
@@ -310,7 +316,9 @@ def test_aux_and_named_batches() -> None:
         logits = model(x)
         return F.cross_entropy(logits, y), logits
 
-    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), with_aux, policy=hs.Policy.of("mixed", dtype="bf16"))
+    step = hs.TrainStep(
+        model, torch.optim.SGD(model.parameters(), 0.1), with_aux, policy=hs.Policy.of("mixed", dtype="bf16")
+    )
     x, y = batch(0)
     result = step(x=x, y=y)
     assert result.aux.dtype is BF16 and result.loss.dtype is FP32
@@ -414,7 +422,11 @@ def test_a_different_policy_on_a_prepared_model() -> None:
 def test_fused_steps_never_read_the_device_on_the_host() -> None:
     model = net()
     step = hs.TrainStep(
-        model, torch.optim.AdamW(model.parameters(), 1e-2), loss_fn, policy=hs.Policy.of("O2", dtype="fp16"), clip_norm=1.0
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-2),
+        loss_fn,
+        policy=hs.Policy.of("O2", dtype="fp16"),
+        clip_norm=1.0,
     )
     for i in range(5):
         step(*batch(i))

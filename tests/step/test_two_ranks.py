@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 import halfstep as hs
@@ -45,9 +45,8 @@ def _train(step: hs.TrainStep, rank: int) -> tuple[list[bool], list[float]]:
 
 
 def _ddp(rank: int, policy: hs.Policy) -> tuple[list[bool], list[float], dict[str, Tensor]]:
-    model = _net()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    model, optimizer, scaler = hs.prepare(model, optimizer, policy=policy)
+    net = _net()
+    model, optimizer, scaler = hs.prepare(net, torch.optim.AdamW(net.parameters(), 1e-2), policy=policy)
     parallel = nn.parallel.DistributedDataParallel(model)
     scaler = hs.GradScaler("cpu", init_scale=8.0) if scaler.is_enabled() else scaler
     step = hs.TrainStep(parallel, optimizer, _loss, clip_norm=1.0, scaler=scaler)
@@ -91,9 +90,9 @@ def test_ranks_agree(kind: str, name: str, dtype: str) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    mp.spawn(_worker, args=(port, kind, name, dtype, queue), nprocs=2, join=True)  # type: ignore[no-untyped-call]
+    spawn(_worker, args=(port, kind, name, dtype, queue), nprocs=2, join=True)
     first, second = sorted((queue.get(), queue.get()), key=lambda r: r[0])
     assert first[1] == second[1] == [False, False, True, False, False]
     assert first[2] == second[2]

@@ -115,7 +115,9 @@ def test_low_adam_state_would_lose_the_resume() -> None:
     """The fault twin: torch casts loaded state to a low parameter's format, and small second moments become zero."""
     low = nn.Parameter(torch.zeros(3).half())
     optimizer = torch.optim.Adam([low])
-    state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.full((3,), 5e-10)}}}
+    state = {
+        "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.full((3,), 5e-10)}}
+    }
     optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
     assert optimizer.state[low]["exp_avg_sq"].abs().sum() == 0
     parameter = nn.Parameter(torch.zeros(3))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -243,7 +243,7 @@ def handlers(
             rules[name] = decision.rule
     if policy.table != "torch":
         listed = {name for device in devices for name in table("torch", device)}
-        rules.update({name: INPUT for name in listed - decisions.keys()})
+        rules.update(dict.fromkeys(listed - decisions.keys(), INPUT))
     compiled: dict[Callable[..., Any], Handler] = {}
     for name, rule in rules.items():
         for func in callables(name):
@@ -263,7 +263,7 @@ def emulates(emulate: str, device: str, dtype: str) -> bool:
     return emulate == "always" or not units(device).fp16
 
 
-@lru_cache(maxsize=None)
+@cache
 def _calls(func: types.FunctionType) -> frozenset[str]:
     """Names that a function of torch.nn.functional calls, through helpers of the same module that report nothing."""
     names, todo, seen = set[str](), [func], set[types.FunctionType]()
@@ -301,7 +301,7 @@ def name_of_called(name: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _unreported(func: types.FunctionType) -> types.FunctionType:
     """Return a twin of `func` that does not report itself to torch-function modes; what it calls still does."""
     names = [n for n in func.__globals__ if n.startswith("has_torch_function")]

@@ -156,7 +156,8 @@ class _Convolution(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, weight, bias, ctx.geometry = inputs
+        x, weight, bias, geometry = inputs
+        ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         ctx.save_for_backward(x, weight)
 
@@ -203,16 +204,20 @@ class _Recomputed(Function):
             )
 
 
+def _apply(function: type[Function], *inputs: Any) -> Tensor:
+    return cast(Tensor, function.apply(*inputs))  # type: ignore[no-untyped-call]  # torch's apply has no types
+
+
 def _recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return _round(compute(*(t.float() for t in inputs)), inputs[0])
-    return cast(Tensor, _Recomputed.apply(compute, twice or compute, *inputs))
+    return _apply(_Recomputed, compute, twice or compute, *inputs)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return _round(a.float() @ b.float(), a)
-    return cast(Tensor, _Product.apply(a, b))
+    return _apply(_Product, a, b)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -235,7 +240,7 @@ def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: 
     if torch.compiler.is_compiling():
         operator = torch.addmm if a.dim() == 2 else torch.baddbmm
         return _round(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
-    return cast(Tensor, _AddProduct.apply(bias, a, b, beta, alpha))
+    return _apply(_AddProduct, bias, a, b, beta, alpha)
 
 
 def _mv(a: Tensor, b: Tensor) -> Tensor:
@@ -269,7 +274,7 @@ def _einsum(equation: Any, *operands: Any) -> Tensor:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return _round(F.linear(input.float(), weight.float(), None if bias is None else bias.float()), input)
-    return cast(Tensor, _Linear.apply(input, weight, bias))
+    return _apply(_Linear, input, weight, bias)
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -285,7 +290,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) ->
         wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
         out = _round(wide, x)
     else:
-        out = cast(Tensor, _Convolution.apply(x, weight, bias, geometry))
+        out = _apply(_Convolution, x, weight, bias, geometry)
     return out if batched else out[0]
 
 
@@ -338,26 +343,27 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """scaled_dot_product_attention; with dropout the probabilities are kept (a recomputation would draw others)."""
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    masks = () if attn_mask is None else (attn_mask,)
-    if dropout_p > 0:
-        wide = [t.float() if t.is_floating_point() else t for t in (query, key, value, *masks)]
-        return _round(F.scaled_dot_product_attention(*wide, dropout_p=dropout_p, **options), query)
-    fixed = masks if attn_mask is not None and not attn_mask.is_floating_point() else ()
-    floats = () if fixed else masks
+    low_mask = attn_mask is not None and attn_mask.is_floating_point()
+    floats = (query, key, value, attn_mask) if low_mask else (query, key, value)
 
-    def fused(*wide: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*wide, *fixed, **options)
+    def compute(*wide: Tensor) -> Tensor:
+        q, k, v = wide[:3]
+        mask = wide[3] if low_mask else attn_mask
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def differentiable_twice(*wide: Tensor) -> Tensor:  # fused attention kernels have no second derivative
-        mask = wide[3] if floats else None
-        if fixed:  # the math kernel takes additive masks only
-            mask = torch.zeros(fixed[0].shape, device=query.device).masked_fill(~fixed[0], float("-inf"))
-        masked = (*wide[:3], mask)
-        out = torch._scaled_dot_product_attention_math(*masked, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return cast(Tensor, out[0])
+        q, k, v = wide[:3]
+        mask = wide[3] if low_mask else attn_mask
+        if mask is not None and not mask.is_floating_point():  # the math kernel takes additive masks only
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+        return torch._scaled_dot_product_attention_math(
+            q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
 
-    return _recomputed(fused, query, key, value, *floats, twice=differentiable_twice)
+    tensors = cast("tuple[Tensor, ...]", floats)
+    if dropout_p > 0:
+        return _round(compute(*(t.float() for t in tensors)), query)
+    return _recomputed(compute, *tensors, twice=differentiable_twice)
 
 
 EMULATED: Mapping[str, Callable[..., Tensor]] = {
@@ -382,6 +388,6 @@ EMULATED: Mapping[str, Callable[..., Tensor]] = {
 """Operator name -> the function that emulates it; its arguments are torch's, its floating tensors already low."""
 
 REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    torch.Tensor.__rmatmul__: _rmatmul,  # type: ignore[dict-item]  # a slot wrapper
+    torch.Tensor.__rmatmul__: _rmatmul,
 }
 """Callables whose operands come the other way round."""

@@ -4,7 +4,7 @@
 real torch.autocast region, so third-party code, custom_fwd and checkpointing see the state they expect, and, only where
 the policy differs from torch's own lists, a `RuleMode` on top.
 
-Entering sets torch's per-device state directly instead of building torch.autocast objects: the same calls, fewer of them.
+Entering sets torch's per-device state directly instead of building torch.autocast objects: the same calls, fewer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from sys import _getframe
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -30,8 +29,8 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
-
 from torch._C._dynamo import eval_frame
+from torch.overrides import _pop_mode, _push_mode
 
 from halfstep.cast.dispatch import RuleMode, emulates, handlers
 from halfstep.cast.state import STATE
@@ -66,7 +65,7 @@ class Recipe:
     cache: bool = True
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def recipe_for(
     policy: Policy, device_types: tuple[str, ...], *, enabled: bool = True, cache: bool | None = None
 ) -> Recipe:
@@ -143,7 +142,7 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
     mode = recipe.mode
     state.mode = mode
     if mode is not None:
-        mode.__enter__()
+        _push_mode(mode)
     frames.append(frame)
 
 
@@ -161,7 +160,7 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
         return
     frame = frames.pop()
     if recipe.mode is not None:
-        recipe.mode.__exit__(None, None, None)
+        _pop_mode()
     state.mode, state.bound = frame.mode, frame.bound
     if autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
@@ -230,7 +229,7 @@ def _call_in(recipe: Recipe, depth: int, func: Callable[..., Any], args: Any, kw
         return func(*args, **kwargs)
 
 
-class autocast:  # noqa: N801  the name and signature of torch.autocast
+class autocast:
     """Run operators as a policy says: a context manager and a decorator with torch.autocast's signature, and more.
 
     ``autocast("cuda", dtype=torch.float16)`` means what torch.autocast means (preset ``torch``), and emulates fp16
@@ -313,7 +312,7 @@ _run_eagerly(autocast.__enter__)
 _run_eagerly(autocast.__exit__)
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def _recipe(
     device_type: str | None,
     dtype: torch.dtype | None,

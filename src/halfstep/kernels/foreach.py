@@ -1,8 +1,8 @@
 """Twins on torch's multi-tensor (`_foreach`) operators: one launch for many tensors on an accelerator.
 
-On CPU `_foreach_norm` runs one loop a tensor, and its bf16 and fp16 loops convert element by element: over 21M elements on two
-cores of an AMD EPYC with avx512_bf16 they took 21 ms against 2.4 ms in fp32, so low gradients are copied to fp32 first
-where the optimizer needs them in fp32 anyway (`weights.MasterWeights.lift`).
+On CPU `_foreach_norm` runs one loop a tensor, and its bf16 and fp16 loops convert element by element: over 21M elements
+on two cores of an AMD EPYC with avx512_bf16 they took 21 ms against 2.4 ms in fp32, so low gradients are copied to fp32
+first where the optimizer needs them in fp32 anyway (`weights.MasterWeights.lift`).
 """
 
 from __future__ import annotations

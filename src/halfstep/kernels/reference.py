@@ -34,7 +34,8 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 def total_norm(norms: Tensor) -> Tensor:
     """Return the 2-norm over all tensors from their norms: (n,) fp32 -> 0-dim fp32."""
-    return torch.linalg.vector_norm(norms)
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total
 
 
 def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:

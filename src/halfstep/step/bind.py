@@ -1,18 +1,18 @@
 """Binding: a policy that belongs to a model, so that any call of it, from anywhere, is in the region.
 
-A bound module's class is swapped for a cached subclass of its class. The subclass' `forward` opens the region unless the
-binding's region is already the one this thread is in; `state_dict`, `load_state_dict`, `copy.deepcopy` and `pickle`
+A bound module's class is swapped for a cached subclass of its class. The subclass' `forward` opens the region unless
+the binding's region is already the one this thread is in; `state_dict`, `load_state_dict`, `copy.deepcopy` and `pickle`
 see fp32 values. No function of the user is replaced, and taking the binding off gives the class back.
 
-Note [what is bound]: every module that is not a leaf of torch.nn (recomputation in activation checkpointing enters below
-the root), every module under a module rule, and every module that owns low parameters (for its state_dict).
+Note [what is bound]: every module that is not a leaf of torch.nn (recomputation in activation checkpointing enters
+below the root), every module under a module rule, and every module that owns low parameters (for its state_dict).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def _rebuild_binding(
     return Binding(policy, device_types, path=path, rule=rule, entrance=entrance, opens=opens)
 
 
-@lru_cache(maxsize=None)
+@cache
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`: low = every operator low but losses, fp32 = off, keep = by input."""
     if rule == "low":
@@ -184,7 +184,7 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     return result if output is None else _cast_floats(result, output)
 
 
-@lru_cache(maxsize=None)
+@cache
 def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
     """Return the subclass of `original` that bound instances get; one for each class and kind."""
 
@@ -251,7 +251,7 @@ def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
 
 def _rebuild(original: type[nn.Module], opens: bool) -> nn.Module:
     """Make the bare instance that pickle and deepcopy fill."""
-    kind = bound_class(original, opens=opens)
+    kind = bound_class(original, opens=opens)  # type: ignore[arg-type]  # mypy takes nn.Module for unhashable
     return kind.__new__(kind)
 
 

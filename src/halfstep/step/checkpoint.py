@@ -56,7 +56,9 @@ def load_step(step: TrainStep, state: dict[str, Any]) -> None:
         n for n, t in have.items() if hasattr(t, "shape") and t.shape != want[n].shape
     ]
     if wrong:
-        raise StepError(f"the saved model does not fit this one: {wrong[0]!r} is missing on one side or differs in shape")
+        raise StepError(
+            f"the saved model does not fit this one: {wrong[0]!r} is missing on one side or differs in shape"
+        )
     model.load_state_dict(want)
     step.optimizer.load_state_dict(state["optimizer"])
     step.scaler.load_state_dict(state["scaler"])

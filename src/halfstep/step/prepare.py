@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -28,42 +28,42 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 PolicyLike = Policy | str | Path
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's model inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
     while True:
         if isinstance(model, WRAPPERS):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
+            inner = model.module
         else:
+            inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
+        if not isinstance(inner, nn.Module):
             return model
+        model = inner
 
 
 @overload
-def prepare(models: nn.Module, *, policy: PolicyLike = ...) -> nn.Module: ...
+def prepare(models: ModelT, *, policy: PolicyLike = ...) -> ModelT: ...
 @overload
 def prepare(
-    models: nn.Module, optimizers: Optimizer, *, policy: PolicyLike = ...
-) -> tuple[nn.Module, Optimizer, GradScaler]: ...
+    models: ModelT, optimizers: OptimizerT, *, policy: PolicyLike = ...
+) -> tuple[ModelT, OptimizerT, GradScaler]: ...
 @overload
-def prepare(models: Sequence[nn.Module], *, policy: PolicyLike = ...) -> list[nn.Module]: ...
+def prepare(models: Sequence[ModelT], *, policy: PolicyLike = ...) -> list[ModelT]: ...
 @overload
 def prepare(
-    models: nn.Module | Sequence[nn.Module],
-    optimizers: Optimizer | Sequence[Optimizer],
-    *,
-    policy: PolicyLike = ...,
+    models: ModelT | Sequence[ModelT], optimizers: OptimizerT | Sequence[OptimizerT], *, policy: PolicyLike = ...
 ) -> tuple[Any, Any, GradScaler]: ...
 
 
 def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed") -> Any:
     """Bind `policy` to models, in place, and let optimizers step fp32 weights where the policy lowers parameters.
 
-    A prepared model is in its policy's region whenever it is called, from any thread, under activation checkpointing,
-    `torch.compile`, after `copy.deepcopy` and `pickle`; its `state_dict()` is fp32. Outputs are fp32 under every preset
-    whose `outputs` says so. Call it before DistributedDataParallel, DataParallel and fully_shard.
+    A prepared model is in its policy's region whenever it is called: from any thread, under activation checkpointing,
+    under `torch.compile`, after `copy.deepcopy` and `pickle`; its `state_dict()` is fp32. Outputs are fp32 where the
+    policy's `outputs` says so. Call it before DistributedDataParallel, DataParallel and fully_shard.
 
     Args:
         models: a model, or a list of models.
@@ -75,8 +75,8 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         The scaler is off where the policy's `scale` is "none", so one training loop serves every policy.
 
     Raises:
-        BindError: the model is already prepared with another policy, is wrapped, sharded or not trainable as asked, or an
-            optimizer holds parameters that are not the models'.
+        BindError: the model is already prepared with another policy, is wrapped or sharded already, has parameters that
+            are not finite, or an optimizer holds parameters that are not the models'.
         PolicyError: the policy is wrong, or a module pattern matches nothing.
         NotImplementedError: the policy needs an engine that is not built yet.
     """
@@ -169,6 +169,10 @@ def _bind(
         return known.store
     low = {p.name for p in plan.parameters if p.low}
     store = None
+    wide = {p.name for p in plan.parameters if p.format == "fp32"}
+    for name, parameter in inner.named_parameters():
+        if name in wide and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
+            parameter.data = parameter.data.float()
     named = [(n, p) for n, p in inner.named_parameters() if n in low]
     if named and concrete.master == "none":
         for _, parameter in named:
@@ -189,7 +193,7 @@ def _bind(
             policy, devices, path=path, rule=rule, entrance=bool(rule) and rule != parent, opens=opens, store=store
         )
         module.__dict__[KEY] = binding
-        module.__class__ = bound_class(original_class(module), opens=opens)
+        module.__class__ = bound_class(original_class(module), opens=opens)  # type: ignore[arg-type]  # as in bind
     return store
 
 
@@ -212,7 +216,7 @@ def prepared_policy(model: nn.Module) -> Policy | None:
     return None if binding is None else binding.policy
 
 
-def unprepare(model: nn.Module) -> nn.Module:
+def unprepare(model: ModelT) -> ModelT:
     """Take the binding off `model` and give it its fp32 weights back, in place; its optimizers step it as before.
 
     Raises:
@@ -236,7 +240,7 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def edit_weights(model: nn.Module) -> Iterator[nn.Module]:
+def edit_weights(model: ModelT) -> Iterator[ModelT]:
     """Expose fp32 weights for changes by hand (re-initialisation, clipping, averaging) and write them back at the end.
 
     Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.kernels.pick import norms_for, total_norm
-from halfstep.scale.fused import must_not_skip, skips_itself
+from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
 __all__ = ["Verdict", "apply", "clip_factor", "judge", "prefer_fused", "takes_predicate"]
 
@@ -80,11 +80,11 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
         return
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # torch's marker, set by its __init__
+    optimizer._step_supports_amp_scaling = True  # torch's marker, set by its __init__
 
 
 def _stepped(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` has state that a step left (Adagrad makes its state, with step 0, when it is built)."""
+    """Return whether `optimizer` has state that a step left (Adagrad makes some, with step 0, when it is built)."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
@@ -103,12 +103,7 @@ def apply(optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | No
         bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
     """
     if takes_predicate(optimizer):
-        optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
-        optimizer.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        step_with_flag(optimizer, None if factor is None else factor.reciprocal(), bad.to(torch.float32), (), {})
         return False
     if not bool(bad):
         if factor is not None:

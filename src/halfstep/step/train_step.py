@@ -40,8 +40,8 @@ LossFn = Callable[..., Any]
 class TrainStep:
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
-    ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is not
-    prepared, uses torch's fused form of the same optimizer where only speed changes, and never waits for the device
+    ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is
+    not prepared, uses torch's fused form of the same optimizer where only speed changes, and never waits for the device
     unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
 
     Args:

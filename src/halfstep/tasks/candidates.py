@@ -48,15 +48,19 @@ def default_labels(device: str) -> tuple[str, ...]:
 def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
     """Return the candidates called `labels`, with fp32 and torch.amp before them, each once.
 
-    A label is "fp32", "torch.amp", the name of a preset or the path of a policy's TOML file; ":bf16", ":fp16" or ":fp32"
-    behind it replaces the format.
+    A label is "fp32", "torch.amp", the name of a preset or the path of a policy's TOML file; ":bf16", ":fp16" or
+    ":fp32" behind it replaces the format.
 
     Raises:
-        TaskError: unknown name or format; the message names the nearest.
+        TaskError: unknown name or format (the message names the nearest), or two different policies of one name.
         PolicyError: a policy's file that makes no sense.
     """
     wanted = [_candidate(label, device) for label in (FP32, AMP, *labels)]
-    return tuple({c.label: c for c in wanted}.values())
+    unique: dict[str, Candidate] = {}
+    for candidate in wanted:
+        if unique.setdefault(candidate.label, candidate) != candidate:
+            raise TaskError(f"two different policies are called {candidate.label!r}; give one another name in its file")
+    return tuple(unique.values())
 
 
 def _candidate(label: str, device: str) -> Candidate:
@@ -73,8 +77,8 @@ def _candidate(label: str, device: str) -> Candidate:
     if not name.endswith(".toml") and name not in hs.PRESETS:
         known = (*hs.PRESETS, FP32, AMP)
         raise TaskError(
-            f"unknown policy {label!r}{did_you_mean(name, known)}; there are {', '.join(known)} and paths ending in .toml, "
-            f"each with :{' or :'.join(FORMATS)} behind it for another format"
+            f"unknown policy {label!r}{did_you_mean(name, known)}; there are {', '.join(known)} and paths ending in "
+            f".toml, each with :{' or :'.join(FORMATS)} behind it for another format"
         )
     policy = hs.Policy.of(name)
     if dtype or policy.dtype == "auto":

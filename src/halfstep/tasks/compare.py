@@ -1,4 +1,4 @@
-"""Compare: train every candidate from the same weights on the same batches, in turns, and say what each gained and cost."""
+"""Compare: train every candidate from the same weights on the same batches, in turns; what did each gain and cost?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Comparison:
         device: the device type everything ran on.
         steps: of each run.
         seeds: of the runs.
-        control: torch.amp over torch.amp: what a ratio of identical programs looks like here; None if nothing was timed.
+        control: torch.amp over torch.amp: the ratio of identical programs on this machine; None if nothing was timed.
         repeatable: whether those two identical runs ended with the same metric, bit for bit, with every seed.
         rows: one a candidate, fp32 and torch.amp first.
     """
@@ -199,11 +199,19 @@ def _batch(task: Task, seed: int, step: int, device: str) -> tuple[Any, ...]:
 
 def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
     """Return (bytes held between steps, bytes saved for backward) of a candidate, on a run of its own."""
-    loop = make_loop(candidate, task, _start(task, 0, device), PROBE_STEPS)
+    saved = 0
+
+    def loss_fn(model: nn.Module, *batch: Any) -> Any:
+        nonlocal saved
+        with SavedForBackward(model) as kept:
+            loss = task.loss_fn(model, *batch)
+        saved = kept.bytes
+        return loss
+
+    loop = make_loop(candidate, replace(task, loss_fn=loss_fn), _start(task, 0, device), PROBE_STEPS)
     for step in range(PROBE_STEPS):
-        with SavedForBackward(loop.model) as saved:
-            loop(_batch(task, 0, step, device))
-    return state_bytes(*loop.state()), saved.bytes
+        loop(_batch(task, 0, step, device))
+    return state_bytes(*loop.state()), saved
 
 
 def _train(

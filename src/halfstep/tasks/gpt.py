@@ -41,7 +41,7 @@ class Block(nn.Module):
         """Map a residual stream (B, T, width) to the next one."""
         batch, length, width = x.shape
         heads = (batch, length, self.heads, width // self.heads)
-        q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, 2))
+        q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, 2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]  # module calls are Any
@@ -130,7 +130,7 @@ def validation_loss(model: nn.Module) -> float:
     last = len(held_out) - LENGTH - 1
     starts = torch.linspace(0, last, VALIDATION_BATCH * VALIDATION_BATCHES, dtype=torch.float64).long()
     losses = []
-    for chunk in starts.split(VALIDATION_BATCH):
+    for chunk in starts.chunk(VALIDATION_BATCHES):
         tokens, targets = (t.to(device) for t in windows(held_out, chunk))
         losses.append(F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).double())
     return float(torch.stack(losses).mean())

@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "mkldnn": torch.backends.mkldnn.is_available(),
+        "mkldnn": torch._C._has_mkldnn,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
 

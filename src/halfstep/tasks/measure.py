@@ -1,4 +1,4 @@
-"""Measurements that can be believed: paired ratios with their interval, paired differences with a verdict, counted bytes.
+"""Measurements that can be believed: paired ratios and differences with their intervals, and counted bytes.
 
 Two rules (and their reasons) stand behind every number. Timings are compared within a round, because what disturbs a
 machine disturbs neighbours in time alike: identical code differs by several per cent in unpaired medians and by tenths
@@ -38,7 +38,7 @@ ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """The median of paired ratios and the 90 % interval of that median (from order statistics: no distribution assumed).
+    """The median of paired ratios and its 90 % interval (from order statistics: no distribution assumed).
 
     Attributes:
         median: candidate's time over the baseline's in the same round.

@@ -1,7 +1,7 @@
 """master: an fp32 copy of every low parameter; any torch optimizer steps the copies.
 
-Bytes per parameter: 2 (low) + 4 (master), and 4 more for the fp32 gradient buffer the optimizer reads, which is kept from
-step to step (allocating it again costs more page faults on CPU than the optimizer costs arithmetic).
+Bytes per parameter: 2 (low) + 4 (master), and 4 more for the fp32 gradient buffer the optimizer reads, which is kept
+from step to step (allocating it again costs more page faults on CPU than the optimizer costs arithmetic).
 
 Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold the masters and its
 `state` is keyed by them; before and after they hold the model's own parameters. The model's parameters are never
@@ -240,8 +240,9 @@ class _Attachment:
             group["params"] = [self.store.master(p) if p in self.store else p for p in group["params"]]
         self.own = own
         state = self.optimizer.state
-        for parameter in [p for p in state if p in self.store]:
-            state[self.store.master(parameter)] = state.pop(parameter)
+        for key, master in self.store._masters.items():
+            if self.store._parameters[key] in state:
+                state[master] = state.pop(self.store._parameters[key])
 
     def restore(self) -> None:
         """Put the model's own parameters back."""
@@ -251,8 +252,9 @@ class _Attachment:
             group["params"] = params
         self.own = None
         state = self.optimizer.state
-        for key in [k for k in self.store._masters if self.store._masters[k] in state]:
-            state[self.store._parameters[key]] = state.pop(self.store._masters[key])
+        for key, master in self.store._masters.items():
+            if master in state:
+                state[self.store._parameters[key]] = state.pop(master)
 
     # ------------------------------------------------------------------ gradients
 
@@ -294,8 +296,8 @@ class _Attachment:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             raise WeightsError(
-                f"{type(optimizer).__name__}.step(closure) would run the model's backward pass while the optimizer holds "
-                "fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
+                f"{type(optimizer).__name__}.step(closure) would run the model's backward pass while the optimizer "
+                "holds fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
             )
         with torch.no_grad():
             self.lift()
