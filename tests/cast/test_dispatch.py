@@ -133,7 +133,7 @@ def test_an_embedding_gathers_then_casts() -> None:
                 sizes.append(args[0].numel())
             return func(*args, **(kwargs or {}))
 
-    with Casts():
+    with Casts():  # type: ignore[no-untyped-call]
         out = under(NONE.with_ops(low=["embedding"]), lambda: layer(torch.tensor([1, 2])))
     assert out.dtype is BF16 and sizes == [16]
     assert torch.equal(out, layer.weight[1:3].bfloat16())

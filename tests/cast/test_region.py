@@ -232,7 +232,7 @@ def test_custom_forward_and_backward_see_the_region() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
-        y = Double.apply(x)
+        y = Double.apply(x)  # type: ignore[no-untyped-call]
     y.sum().backward()
     assert seen == [(True, BF16), (True, BF16)]
 
@@ -248,7 +248,7 @@ def test_custom_forward_with_cast_inputs_runs_with_rules_off() -> None:
             return x
 
     with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
-        Norm.apply(X.bfloat16())
+        Norm.apply(X.bfloat16())  # type: ignore[no-untyped-call]
     assert seen == [FP32]
 
 

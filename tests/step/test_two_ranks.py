@@ -58,7 +58,7 @@ def _fsdp(rank: int, policy: hs.Policy) -> tuple[list[bool], list[float], dict[s
     from torch.distributed.fsdp import fully_shard
 
     model = hs.prepare(_net(), policy=policy)
-    for layer in model:  # type: ignore[attr-defined]
+    for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)

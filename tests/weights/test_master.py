@@ -137,6 +137,7 @@ def test_hooks_on_gradients_survive_a_step() -> None:
         optimizer = torch.optim.SGD([parameter], 0.1)
         store.attach(optimizer)
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        assert node is not None
         calls: list[int] = []
         node.register_hook(lambda *_: calls.append(1))
         parameter.sum().backward()

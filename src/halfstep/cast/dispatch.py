@@ -327,7 +327,7 @@ def _cross_entropy(
 ) -> Tensor:
     """F.cross_entropy from log_softmax and nll_loss, for policies with rules for these and none for the whole."""
     if size_average is not None or reduce is not None or label_smoothing or target.is_floating_point():
-        return _unreported(F.cross_entropy)(  # type: ignore[no-any-return, arg-type]
+        return _unreported(F.cross_entropy)(  # type: ignore[no-any-return]
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     log_probabilities = F.log_softmax(input, 1 if input.dim() > 1 else 0)

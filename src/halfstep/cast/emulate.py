@@ -194,7 +194,7 @@ class _Recomputed(Function):
         tensors = ctx.saved_tensors
         compute = ctx.twice if torch.is_grad_enabled() else ctx.compute
         with _plain(tensors[0].device.type):
-            _, pull = torch.func.vjp(compute, *(t.float() for t in tensors))
+            pull = torch.func.vjp(compute, *(t.float() for t in tensors))[1]
             wide = pull(grads[0].float())
             needs = ctx.needs_input_grad[2:]
             return (
@@ -205,7 +205,7 @@ class _Recomputed(Function):
 
 
 def _apply(function: type[Function], *inputs: Any) -> Tensor:
-    return cast(Tensor, function.apply(*inputs))  # type: ignore[no-untyped-call]  # torch's apply has no types
+    return cast(Tensor, function.apply(*inputs))
 
 
 def _recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:

@@ -72,8 +72,8 @@ class Watch:
         with torch.cuda.device(flag.device):
             if self._landed is None or self._event is None:
                 self._landed = torch.zeros((), dtype=torch.bool, pin_memory=True)
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
-            elif not self._event.query():  # type: ignore[no-untyped-call]  # nor here
+                self._event = torch.cuda.Event()
+            elif not self._event.query():
                 return None
             answer = _peek(self._landed)
             self._landed.copy_(flag, non_blocking=True)

@@ -1,0 +1,5 @@
+"""The command line: ``halfstep compare``."""
+
+from halfstep.cli.app import app
+
+__all__ = ["app"]
