@@ -2,9 +2,9 @@
 
     python benchmarks/run.py --json benchmarks/results/cpu.json
 
-Every timing is the median of paired ratios: candidate and baseline run in turns, in an order shuffled each round, and
-an A/A pair (the baseline twice) runs in the same rounds, so a difference finer than A/A is not reported as one.
-Baselines are torch.amp at its best: fused optimizer, set_to_none, clip_grad_norm_, GradScaler only with fp16.
+Every timing is the median of paired ratios: candidates and baseline run in turns, in an order shuffled each round, and
+an A/A pair (the baseline twice) runs in the same rounds, so a difference finer than A/A is not taken for one. Baselines
+are torch.amp at its best: fused optimizer, set_to_none, clip_grad_norm_, GradScaler only with fp16.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,282 +26,224 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.tasks import machine
+from halfstep.tasks import Task, machine
+from halfstep.tasks.candidates import candidates
 from halfstep.tasks.gpt import GPT
 from halfstep.tasks.lenet import LeNet5
+from halfstep.tasks.loops import make_loop
+from halfstep.tasks.measure import SavedForBackward, paired_ratio
 
-BF16, HALF = torch.bfloat16, torch.float16
-Step = Callable[[], Any]
-
-
-# ----------------------------------------------------------------------------------------------- models
-
-
-def gpt_case(*, batch: int = 8, length: int = 128, vocabulary: int = 4096, width: int = 256, layers: int = 4) -> Any:
-    """The GPT of the measured facts: d=256, 4 layers, 4 heads, V=4096."""
-
-    def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        torch.manual_seed(0)
-        model = GPT(vocabulary=vocabulary, width=width, layers=layers, heads=4, length=length)
-        x, y = (torch.randint(0, vocabulary, (batch, length)) for _ in "xy")
-
-        def loss(m: nn.Module) -> Tensor:
-            logits = m(x)
-            return F.cross_entropy(logits.view(-1, vocabulary), y.view(-1))
-
-        return model, loss
-
-    return make
+BF16 = torch.bfloat16
+AMP = "torch.amp bf16"
+Call = Callable[[], Any]
 
 
-def lenet_case() -> Any:
-    def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        torch.manual_seed(0)
-        model = LeNet5()
-        x, y = torch.randn(64, 1, 32, 32), torch.randint(0, 10, (64,))
-        return model, lambda m: F.cross_entropy(m(x), y)
-
-    return make
+# ------------------------------------------------------------------ cases
 
 
-def mlp_case() -> Any:
+def case(name: str, model: Callable[[], nn.Module], inputs: Tensor, targets: Tensor) -> Task:
+    """A task of one fixed batch: speed does not depend on what is learned."""
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net(x).flatten(0, -2), y.flatten())
+
+    return Task(
+        name=name,
+        model=model,
+        batches=lambda seed, step: (inputs, targets),
+        loss_fn=loss,
+        optimizer=lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4),
+        metric=lambda net: 0.0,
+        margin=1.0,
+        clip_norm=1.0,
+    )
+
+
+def gpt(length: int = 128, vocabulary: int = 4096) -> Task:
+    """4 layers of 256, 4 heads, batch 8: the GPT of the committed facts."""
+    x, y = (torch.randint(0, vocabulary, (8, length)) for _ in "xy")
+    return case("gpt", lambda: GPT(vocabulary=vocabulary, width=256, layers=4, heads=4, length=length), x, y)
+
+
+def lenet() -> Task:
+    """LeNet-5 on 64 images."""
+    return case("lenet5", LeNet5, torch.randn(64, 1, 32, 32), torch.randint(0, 10, (64,)))
+
+
+def mlp() -> Task:
     """21M parameters, batch 32: the weights are the work."""
 
-    def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
-        x, y = torch.randn(32, 1024), torch.randint(0, 10, (32,))
-        return model, lambda m: F.cross_entropy(m(x), y)
+    def model() -> nn.Module:
+        wide = nn.Linear(4096, 4096)
+        return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), wide, nn.ReLU(), nn.Linear(4096, 10))
 
-    return make
+    return case("mlp21m", model, torch.randn(32, 1024), torch.randint(0, 10, (32,)))
 
 
-# ----------------------------------------------------------------------------------------------- steps
+def step_of(task: Task, label: str) -> Call:
+    """One training step of `label` on the task's batch, ready to be called."""
+    candidate = next(c for c in candidates([label], "cpu") if c.label.replace(" ", ":") == label.replace(" ", ":"))
+    torch.manual_seed(0)
+    loop = make_loop(candidate, task, task.model(), 1000)
+    batch = task.batches(0, 0)
+    return lambda: loop(batch)
 
 
-def fp32_step(make: Any) -> Step:
-    return _loop(make, None)
+# ------------------------------------------------------------------ measuring
 
 
-def amp_step(make: Any, dtype: torch.dtype) -> Step:
-    return _loop(make, dtype)
-
-
-def _loop(make: Any, dtype: torch.dtype | None) -> Step:
-    model, loss_fn = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is HALF)
-
-    def step() -> None:
-        with torch.autocast("cpu", dtype=dtype or BF16, enabled=dtype is not None):
-            loss = loss_fn(model)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def half_step(make: Any, policy: hs.Policy) -> Step:
-    model, loss_fn = make()
-    step = hs.TrainStep(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-4), lambda m: loss_fn(m), policy=policy, clip_norm=1.0
-    )
-    return step
-
-
-# ----------------------------------------------------------------------------------------------- measuring
-
-
-def paired(steps: dict[str, Step], baseline: str, rounds: int, seed: int = 0) -> dict[str, Any]:
-    """Run every step once a round in shuffled order; return medians of ratios to `baseline` and their A/A error."""
-    order = [*steps, "A/A"]
-    run = {**steps, "A/A": steps[baseline]}
-    times: dict[str, list[float]] = {name: [] for name in order}
-    shuffle = random.Random(seed)
-    for name in order:
-        run[name]()
-        run[name]()
+def paired(calls: dict[str, Call], baseline: str, rounds: int) -> dict[str, Any]:
+    """Run every call once a round in shuffled order; medians of ratios to `baseline`, with the A/A pair beside them."""
+    run = {**calls, "A/A": calls[baseline]}
+    order, shuffle = [*run], random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in run}
+    for _ in range(3):
+        for call in run.values():
+            call()
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
             start = time.perf_counter()
             run[name]()
             times[name].append(time.perf_counter() - start)
-    result: dict[str, Any] = {"baseline": baseline, "rounds": rounds}
-    for name, taken in times.items():
-        ratios = sorted(a / b for a, b in zip(taken, times[baseline], strict=True))
-        result[name] = {
-            "ms": round(1e3 * statistics.median(taken), 4),
-            "ratio": round(statistics.median(ratios), 4),
-            "ratio_quartiles": [round(ratios[len(ratios) // 4], 4), round(ratios[3 * len(ratios) // 4], 4)],
-        }
-    return result
+    return {
+        "baseline": baseline,
+        "rounds": rounds,
+        "rows": {
+            name: {"ms": 1e3 * statistics.median(taken), **asdict(paired_ratio(taken, times[baseline]))}
+            for name, taken in times.items()
+        },
+    }
 
 
-def region_entry() -> dict[str, Any]:
-    """Microseconds to make, enter and leave a region; ratios of paired blocks of 2,000."""
-    mixed = hs.Policy.of("mixed", dtype="bf16")
+def steps(task: Task, baseline: str, labels: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    """Paired step times of `labels` against `baseline`."""
+    print(f"{task.name}: {', '.join(labels)} ...", file=sys.stderr, flush=True)
+    return paired({label: step_of(task, label) for label in (baseline, *labels)}, baseline, rounds)
+
+
+def region_entry(rounds: int) -> dict[str, Any]:
+    """Time to make, enter and leave a region: blocks of 1,000, so milliseconds a block are microseconds an entry."""
+
+    def theirs() -> None:
+        with torch.autocast("cpu", dtype=BF16):
+            pass
 
     def ours() -> None:
         with hs.autocast("cpu", dtype=BF16):
             pass
 
     def ruled() -> None:
-        with hs.autocast("cpu", policy=mixed):
+        with hs.autocast(policy="mixed"):
             pass
 
-    def theirs() -> None:
-        with torch.autocast("cpu", dtype=BF16):
-            pass
-
-    def block(call: Callable[[], None]) -> Step:
+    def block(call: Call) -> Call:
         def many() -> None:
-            for _ in range(2000):
+            for _ in range(1000):
                 call()
 
         return many
 
-    result = paired(
-        {"torch.autocast": block(theirs), "torch": block(ours), "mixed": block(ruled)}, "torch.autocast", 40
-    )
-    for name in ("torch.autocast", "torch", "mixed", "A/A"):
-        result[name]["us"] = round(result[name].pop("ms") / 2, 3)
-    return result
-
-
-def saved_bytes(make: Any, run: Callable[[nn.Module, Callable[[nn.Module], Tensor]], Tensor]) -> int:
-    """Bytes of unique storages kept for backward over one forward, parameters excluded."""
-    model, loss_fn = make()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = run(model, loss_fn)
-    total = sum(n for n, _ in kept.values())
-    loss.backward()
-    return total
+    calls = {"torch.autocast": block(theirs), "hs.autocast": block(ours), "hs.autocast(policy='mixed')": block(ruled)}
+    return paired(calls, "torch.autocast", rounds)
 
 
 def saved() -> dict[str, Any]:
-    make = gpt_case(length=256)
-
-    def amp(model: nn.Module, loss_fn: Callable[[nn.Module], Tensor]) -> Tensor:
-        with torch.autocast("cpu", dtype=BF16):
-            return loss_fn(model)
-
-    result = {"torch.amp bf16": saved_bytes(make, amp)}
-    for name in ("torch", "mixed", "O2"):
-
-        def run(model: nn.Module, loss_fn: Callable[[nn.Module], Tensor], name: str = name) -> Tensor:
-            bound = hs.prepare(model, policy=hs.Policy.of(name, dtype="bf16", outputs="keep"))
-            with (
-                torch.autocast("cpu", dtype=BF16)
-                if name == "torch"
-                else hs.autocast("cpu", policy=hs.Policy.of("mixed", dtype="bf16"))
-            ):
-                return loss_fn(bound)
-
-        result[name] = saved_bytes(make, run)
-    return {name: {"bytes": n, "ratio": round(n / result["torch.amp bf16"], 4)} for name, n in result.items()}
+    """Bytes kept between forward and backward, GPT with 8 x 256 tokens; cross_entropy inside the region."""
+    task = gpt(length=256)
+    taken = {}
+    for label in (AMP, "fp32", "torch", "O1", "mixed", "O2"):
+        candidate = next(c for c in candidates([label], "cpu") if c.label in {label, f"{label} bf16"})
+        model = task.model()
+        loop = make_loop(candidate, task, model, 1000)
+        with SavedForBackward(model) as kept:
+            loop(task.batches(0, 0))
+        taken[label] = kept.bytes
+    return {label: {"bytes": n, "ratio": n / taken[AMP]} for label, n in taken.items()}
 
 
-class CastCounter(TorchDispatchMode):
-    """Counts full-size casts between floating formats."""
+class Casts(TorchDispatchMode):
+    """Counts casts of more than one element between floating formats, and the bytes they read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
-        self.casts = self.bytes = 0
+        self.count = self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name == "aten::_to_copy":
-            self._count(args[0], out)
+            self.see(args[0], out)
         elif name == "aten::copy_":
-            self._count(args[1], args[0])
+            self.see(args[1], args[0])
         elif name == "aten::_foreach_copy_":
-            for source, target in zip(args[1], args[0], strict=True):
-                self._count(source, target)
+            for target, source in zip(args[0], args[1], strict=True):
+                self.see(source, target)
         return out
 
-    def _count(self, source: Tensor, target: Tensor) -> None:
+    def see(self, source: Tensor, target: Tensor) -> None:
         if source.numel() > 1 and source.dtype != target.dtype and source.is_floating_point():
-            self.casts += 1
+            self.count += 1
             self.bytes += source.numel() * (source.element_size() + target.element_size())
 
 
 def casts() -> dict[str, Any]:
+    """Casts of one GPT step, optimizer included."""
     result = {}
-    make = gpt_case()
-    steps = {"torch.amp bf16": amp_step(make, BF16)}
-    steps |= {n: half_step(make, hs.Policy.of(n, dtype="bf16")) for n in ("torch", "mixed", "O2")}
-    for name, step in steps.items():
+    for label in (AMP, "torch", "O1", "mixed", "O2"):
+        step = step_of(gpt(), label if label == AMP else f"{label}:bf16")
         step()
-        with CastCounter() as counter:
+        with Casts() as seen:
             step()
-        result[name] = {"casts": counter.casts, "MB": round(counter.bytes / 2**20, 2)}
+        result[label] = {"casts": seen.count, "MB": seen.bytes / 2**20}
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything runs")
-    options = parser.parse_args()
-    few = 0.05 if options.quick else 1.0
-
-    def rounds(n: int) -> int:
-        return max(2, int(n * few))
-
-    def policies(*names: str, dtype: str = "bf16") -> dict[str, hs.Policy]:
-        return {n: hs.Policy.of(n, dtype=dtype) for n in names}
-
-    report: dict[str, Any] = {"machine": machine(), "command": "python " + " ".join(sys.argv)}
-    print("region entry ...", flush=True)
-    report["region_entry"] = region_entry()
-    for label, make, n in (("lenet5", lenet_case(), 400), ("gpt", gpt_case(), 60)):
-        print(label, "...", flush=True)
-        steps = {"torch.amp bf16": amp_step(make, BF16)}
-        steps |= {name: half_step(make, p) for name, p in policies("torch", "O1", "mixed", "O2").items()}
-        report[label] = paired(steps, "torch.amp bf16", rounds(n))
-    print("mlp ...", flush=True)
-    make = mlp_case()
-    steps = {"torch.amp bf16": amp_step(make, BF16), "O2": half_step(make, hs.Policy.of("O2", dtype="bf16"))}
-    report["mlp21m"] = paired(steps, "torch.amp bf16", rounds(60))
-    print("emulated fp16 ...", flush=True)
-    for label, make, n in (("gpt_fp16", gpt_case(), 30), ("lenet5_fp16", lenet_case(), 200)):
-        steps = {"fp32": fp32_step(make)}
-        steps |= {f"{n}:fp16": half_step(make, p) for n, p in policies("torch", "mixed", "O2", dtype="fp16").items()}
-        report[label] = paired(steps, "fp32", rounds(n))
-    print("torch.amp fp16 on the gpt, two steps ...", flush=True)
-    native = amp_step(gpt_case(), HALF)
+def native_fp16(emulated_ms: dict[str, float]) -> dict[str, Any]:
+    """torch.amp's own fp16 kernels on this CPU: two steps are enough."""
+    print("gpt: torch.amp in fp16, two steps ...", file=sys.stderr, flush=True)
+    step = step_of(gpt(), "torch.amp:fp16")
     taken = []
     for _ in range(2):
         start = time.perf_counter()
-        native()
-        taken.append(time.perf_counter() - start)
-    report["gpt_fp16"]["torch.amp fp16"] = {"ms": round(1e3 * min(taken), 1), "steps": 2}
-    for name in ("torch:fp16", "mixed:fp16"):
-        report["gpt_fp16"][name]["times_faster_than_torch_amp"] = round(
-            1e3 * min(taken) / report["gpt_fp16"][name]["ms"], 1
-        )
-    print("bytes saved for backward, casts ...", flush=True)
+        step()
+        taken.append(1e3 * (time.perf_counter() - start))
+    times = {label: min(taken) / ms for label, ms in emulated_ms.items()}
+    return {"torch.amp fp16 ms": min(taken), "steps": 2, "times as long as": times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything runs")
+    options = parser.parse_args()
+
+    def rounds(full: int) -> int:
+        return max(2, full // 20) if options.quick else full
+
+    torch.manual_seed(0)
+    low = ("torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16")
+    half = ("torch:fp16", "mixed:fp16", "O2:fp16")
+    report: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": machine(),
+        "region_entry": region_entry(rounds(300)),
+        "lenet5_bf16": steps(lenet(), AMP.replace(" ", ":"), low, rounds(600)),
+        "gpt_bf16": steps(gpt(), AMP.replace(" ", ":"), low, rounds(80)),
+        "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("O2:bf16",), rounds(80)),
+        "lenet5_fp16": steps(lenet(), "fp32", half, rounds(300)),
+        "gpt_fp16": steps(gpt(), "fp32", half, rounds(40)),
+    }
+    rows = report["gpt_fp16"]["rows"]
+    report["gpt_fp16_native"] = native_fp16({label: rows[label]["ms"] for label in half})
     report["saved_for_backward"] = saved()
     report["casts_per_step"] = casts()
-    print(json.dumps(report, indent=1))
-    if options.json:
+    text = json.dumps(report, indent=1)
+    if options.json is None:
+        print(text)
+    else:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,11 +25,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     margin = f"{comparison.margin:.3g}"
     _say(console, "")
     _say(console, f"{comparison.task}: {comparison.about}", style="bold")
-    _say(
-        console,
-        f"{comparison.steps} steps, {seeds} {'seed' if seeds == 1 else 'seeds'}, on {comparison.device}; same weights, same "
-        "batches, steps in turns",
-    )
+    runs = f"{comparison.steps} steps, {seeds} {'seed' if seeds == 1 else 'seeds'}, on {comparison.device}"
+    _say(console, f"{runs}; same weights, same batches, steps in turns")
     console.print(_result_table(console, comparison))
     _say(console, f"within noise: the 90 % interval of the difference lies inside +-{margin}, fixed beforehand")
     if seeds < ENOUGH_SEEDS:

@@ -1,7 +1,8 @@
 """master: an fp32 copy of every low parameter; any torch optimizer steps the copies.
 
-Bytes per parameter: 2 (low) + 4 (master), and 4 more for the fp32 gradient buffer the optimizer reads, which is kept
-from step to step (allocating it again costs more page faults on CPU than the optimizer costs arithmetic).
+Bytes per parameter: 2 (low) + 4 (master), and 4 more during the step for the fp32 gradient the optimizer reads. On CPU
+these buffers are kept from step to step (allocating them again costs more page faults than the optimizer costs
+arithmetic); on accelerators they go back to the caching allocator.
 
 Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold the masters and its
 `state` is keyed by them; before and after they hold the model's own parameters. The model's parameters are never
@@ -290,6 +291,12 @@ class _Attachment:
         self.lifted = lifted
         return lifted
 
+    def free_where_cheap(self) -> None:
+        """Free the buffers of accelerators: their caching allocators hand the same memory out again at once."""
+        for key in [k for k, buffer in self.buffers.items() if buffer.device.type != "cpu"]:
+            del self.buffers[key]
+            self.store._masters[key].grad = None
+
     # ------------------------------------------------------------------ hooks
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -306,6 +313,7 @@ class _Attachment:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore()
         self.lifted = None
+        self.free_where_cheap()
         low = [p for g in optimizer.param_groups for p in g["params"] if p in self.store and p.grad is not None]
         self.store.write_back(low)
 

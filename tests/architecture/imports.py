@@ -1,0 +1,119 @@
+"""The checker of import directions: who may import whom, as data, and a reader of every import statement."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PACKAGE = "halfstep"
+
+LAYERS: Mapping[str, int] = {
+    "errors": 0, "formats": 0, "events": 0,
+    "kernels": 1, "policy": 1,
+    "cast": 2, "distributed": 2, "fp8": 2, "scale": 2, "weights": 2,
+    "step": 3,
+    "advise": 4, "lens": 4, "report": 4,
+    "cli": 5, "compat": 5, "integrations": 5, "tasks": 5, "testing": 5,
+}  # fmt: skip
+"""Part -> layer. An import points to a lower layer; parts of one layer do not see each other."""
+
+OUTSIDE = 5
+"""Parts of this layer are users of the package: they import its public names, never its inside."""
+
+PUBLIC = frozenset({"", "errors"})
+"""What they may import: `halfstep` itself and the error classes, which users catch by name."""
+
+ARROWS: Mapping[tuple[str, str], str] = {
+    ("advise", "lens"): "an arrow of the design: advice is drawn from what lens saw",
+    ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("cli", "tasks"): "the command line works on tasks",
+    ("__main__", "cli"): "python -m halfstep is the command line",
+}
+"""Part -> part that the layers forbid and the design allows, with the reason."""
+
+ROOT_IMPORTS = frozenset({"cast", "errors", "events", "policy", "scale", "step", "tasks"})
+"""Parts whose names `halfstep/__init__.py` re-exports."""
+
+EXCEPTIONS: Mapping[tuple[str, str], str] = {}
+"""(module, part) -> reason: single imports that go the wrong way on purpose."""
+
+
+def imported(path: Path, module: str, root: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, part) for every import of this package in a file; "" is the package itself.
+
+    Imports inside functions and under ``if TYPE_CHECKING`` count: they are dependencies too.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+                above = here[: len(here) - (node.level - 1)]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            # `from halfstep import scale` names a part, `from halfstep import Policy` the package
+            names = [f"{base}.{a.name}" for a in node.names] if base == PACKAGE else []
+            parts = [n for n in names if _exists(root, n)]
+            targets = parts + ([base] if len(parts) < max(1, len(names)) else [])
+        else:
+            continue
+        for target in targets:
+            words = target.split(".")
+            if words[0] == PACKAGE:
+                yield node.lineno, words[1] if len(words) > 1 else ""
+
+
+def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTIONS) -> list[str]:
+    """Return what breaks the rules below `root`, the folder of the package, one line each."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        words = [PACKAGE, *path.relative_to(root).with_suffix("").parts]
+        module = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        part = words[1] if len(words) > 1 and words[1] != "__init__" else ""
+        for line, target in imported(path, module, root):
+            if (module, target) not in exceptions and not allowed(part, target):
+                found.append(f"{module}:{line} imports {target or PACKAGE}: {why(part, target)}")
+    return found
+
+
+def used_exceptions(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTIONS) -> set[tuple[str, str]]:
+    """Return the exceptions without which `violations` would find something."""
+    return {key for key in exceptions if violations(root, {k: v for k, v in exceptions.items() if k != key})}
+
+
+def allowed(part: str, target: str) -> bool:
+    """Return whether `part` may import `target`; "" is the package's own ``__init__``."""
+    if part == target or (part, target) in ARROWS:
+        return True
+    if part == "":
+        return target in ROOT_IMPORTS
+    if part not in LAYERS:
+        return False
+    if LAYERS[part] == OUTSIDE:
+        return target in PUBLIC
+    return target in LAYERS and LAYERS[target] < LAYERS[part]
+
+
+def why(part: str, target: str) -> str:
+    """Return the rule that ``part -> target`` breaks."""
+    if part == "":
+        return f"the package re-exports {', '.join(sorted(ROOT_IMPORTS))} and nothing else"
+    if part not in LAYERS:
+        return f"{part} has no layer; give it one in LAYERS"
+    if LAYERS[part] == OUTSIDE:
+        return f"{part} is a user of the package and sees its public names only"
+    if target == "":
+        return "the inside of the package must not import the package itself (it would be half-imported)"
+    if target not in LAYERS:
+        return f"{target} has no layer; give it one in LAYERS"
+    if LAYERS[part] == LAYERS[target]:
+        return f"{part} and {target} are siblings of layer {LAYERS[part]} and blind to each other"
+    return f"layer {LAYERS[part]} must not see layer {LAYERS[target]}"
+
+
+def _exists(root: Path, name: str) -> bool:
+    place = root.joinpath(*name.split(".")[1:])
+    return place.is_dir() or place.with_suffix(".py").is_file()

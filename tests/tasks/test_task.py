@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import halfstep as hs
+from halfstep.tasks import TaskError, load_task, machine, task_names
+from tests.tasks.small import small_task
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("model", 3, "task 'small': model must be callable and is 3"),
+        ("metric", None, "metric must be callable and is None"),
+        ("steps", 0, "steps must be a whole number from 1 and is 0"),
+        ("excerpt_steps", 2.5, "excerpt_steps must be a whole number from 1 and is 2.5"),
+        ("margin", 0.0, "margin must be a positive number and is 0.0"),
+        ("margin", float("nan"), "margin must be a positive number and is nan"),
+        ("clip_norm", -1.0, "clip_norm must be positive or None and is -1.0"),
+    ],
+)
+def test_a_task_that_makes_no_sense_says_what_and_where(field: str, value: Any, complaint: str) -> None:
+    with pytest.raises(TaskError, match=complaint):
+        small_task(**{field: value})
+
+
+def test_a_task_is_frozen_and_its_error_is_halfsteps() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        small_task().steps = 3  # type: ignore[misc]
+    assert issubclass(TaskError, (hs.HalfstepError, ValueError))
+
+
+def test_an_unknown_task_names_the_nearest() -> None:
+    with pytest.raises(
+        TaskError, match=r"unknown task 'lenet'; did you mean 'lenet5'\?; there are lenet5, gpt and path"
+    ):
+        load_task("lenet")
+    assert task_names() == ("lenet5", "gpt")
+
+
+def test_a_task_from_somebodys_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tests.tasks.small import small_task\n\ndef make():\n    return small_task(name='mine')\n\nthree = 3\n"
+    )
+    assert load_task(f"{file}:make").name == "mine"
+    with pytest.raises(TaskError, match=r"mine.py has no function 'maek'; did you mean 'make'\?"):
+        load_task(f"{file}:maek")
+    with pytest.raises(TaskError, match="no function 'three'"):
+        load_task(f"{file}:three")
+    with pytest.raises(TaskError, match=r"other.py' does not exist"):
+        load_task(f"{tmp_path / 'other.py'}:make")
+    file.write_text("def make():\n    return 5\n")
+    with pytest.raises(TaskError, match="must return an hs.Task and returned int"):
+        load_task(f"{file}:make")
+
+
+def test_the_machine_is_described_in_plain_values() -> None:
+    about = machine()
+    assert about["cpu"] and about["cores"] >= 1 and about["torch"] and about["python"]
+    assert all(isinstance(v, (str, int, bool, list)) for v in about.values())
