@@ -15,7 +15,7 @@ import halfstep as hs
 def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * seed + step)
     x = torch.randn(16, 8, generator=generator)
-    return x, x.sum(1, keepdim=True)
+    return x, 0.02 * x.sum(1, keepdim=True)  # small: the first scale, 65536, overflows nothing in fp16
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

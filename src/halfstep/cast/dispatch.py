@@ -82,7 +82,7 @@ class RuleMode(TorchFunctionMode):
     ) -> Any:
         handler = self.handlers.get(func)
         if handler is None or STATE.mode is not self:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return func(*args, **kwargs) if kwargs else func(*args)  # most calls: keep this path short
         return handler(self, func, args, kwargs or {})
 
     def active(self, tensors: list[Tensor]) -> str | None:

@@ -196,7 +196,8 @@ class TrainStep:
             self.scaler.record(verdict.bad, optimizer=self.optimizer)
             self.scaler.update()
         self._put_statistics_back(verdict.bad)
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in parameters:
+            parameter.grad = None
         self._pending = verdict.bad
         names = [self._names.get(id(p), "?") for p in parameters]
         norms = verdict.norms

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from halfstep.cli.tables import print_comparison
+from halfstep.tasks.compare import Comparison, Row
+from halfstep.tasks.measure import Ratio, difference
+
+CONTROL = Ratio(median=1.002, low=0.99, high=1.012, rounds=100)
+FAST = Ratio(median=0.7, low=0.69, high=0.71, rounds=100)
+SAME = Ratio(median=1.008, low=1.005, high=1.01, rounds=100)
+
+
+def row(label: str, metrics: tuple[float, ...], to_fp32: Ratio | None, to_amp: Ratio | None) -> Row:
+    return Row(
+        label=label,
+        policy="",
+        notes=("fp16 is emulated",) if "fp16" in label else (),
+        metrics=metrics,
+        difference=difference(metrics, (97.0,) * len(metrics), 1.0, higher=True),
+        milliseconds=12.3456,
+        to_fp32=to_fp32,
+        to_amp=to_amp,
+        state_bytes=2_500_000,
+        saved_bytes=1_000,
+        skipped=tuple(range(len(metrics))),
+        scale=(65536.0,) * len(metrics),
+    )
+
+
+def comparison(seeds: int) -> Comparison:
+    return Comparison(
+        task="toy",
+        about="a toy",
+        metric="accuracy, %",
+        higher_is_better=True,
+        margin=1.0,
+        device="cpu",
+        steps=100,
+        seeds=tuple(range(seeds)),
+        control=CONTROL,
+        repeatable=True,
+        rows=(
+            row("fp32", (97.0,) * seeds, None, SAME),
+            row("torch.amp bf16", (97.0,) * seeds, SAME, None),
+            row("O2 fp16", (90.0,) * seeds, FAST, FAST),
+        ),
+    )
+
+
+def shown(what: Comparison, *, terminal: bool = False) -> str:
+    file = io.StringIO()
+    print_comparison(Console(file=file, force_terminal=terminal, width=160), what)
+    return file.getvalue()
+
+
+def cells(text: str, label: str) -> list[list[str]]:
+    return [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith(f"| {label} ")]
+
+
+def test_what_a_row_says() -> None:
+    text = shown(comparison(5))
+    result, cost = cells(text, "O2 fp16")
+    assert result == ["O2 fp16", "90", "-7 [-7, -7]", "worse", "0 to 4", "65536"]
+    assert cost == ["O2 fp16", "12.3", "0.700", "0.700", "2.500", "0.001"]
+    assert cells(text, "torch.amp bf16")[1][2:4] == ["undecided (1.008)", ""]
+    assert cells(text, "fp32")[0][2:4] == ["", ""]
+    assert "inside +-1, fixed beforehand" in text and "indication" not in text
+    assert "torch.amp twice = 1.002 [0.990, 1.012] (the same result, bit for bit)" in text
+    assert "O2 fp16: fp16 is emulated" in text
+
+
+def test_few_seeds_are_only_an_indication() -> None:
+    assert "with 2 of 5 seeds this is only an indication" in shown(comparison(2))
+    text = shown(comparison(1))
+    assert "1 seed," in text and cells(text, "O2 fp16")[0][2:4] == ["-7", "undecided"]
+
+
+def test_runs_that_do_not_repeat_are_not_passed_over() -> None:
+    assert "NOT the same result" in shown(dataclasses.replace(comparison(5), repeatable=False))
+
+
+def test_on_a_terminal_it_has_colours_and_lines() -> None:
+    text = shown(comparison(5), terminal=True)
+    assert "\x1b[31m" in text and "╭" in text

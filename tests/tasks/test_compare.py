@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.tasks.candidates import candidates
+from halfstep.tasks.compare import WARM_UP, Comparison, check, compare, rounds_of
+from tests.tasks.small import loss_fn, small_task
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    return compare(small_task(), candidates(["mixed", "O2:fp16"], "cpu"), steps=25, seeds=2)
+
+
+def test_a_row_for_every_candidate(found: Comparison) -> None:
+    assert [r.label for r in found.rows] == ["fp32", "torch.amp bf16", "mixed bf16", "O2 fp16"]
+    fp32, amp, mixed, o2 = found.rows
+    assert fp32.to_fp32 is None and amp.to_amp is None
+    assert mixed.to_fp32 is not None and mixed.to_fp32.rounds == 2 * (25 - WARM_UP)
+    assert all(len(r.metrics) == len(r.skipped) == len(r.scale) == 2 for r in found.rows)
+    assert fp32.difference.mean == 0.0 and fp32.policy == "" and hs.Policy.from_toml(mixed.policy).dtype == "bf16"
+    assert o2.scale == (65536.0, 65536.0) and mixed.scale == (1.0, 1.0)
+    assert mixed.saved_bytes < fp32.saved_bytes and o2.saved_bytes < fp32.saved_bytes
+    assert (found.task, found.steps, found.seeds, found.margin) == ("small", 25, (0, 1), 0.5)
+
+
+def test_identical_programs_give_identical_results_with_dropout_too(found: Comparison) -> None:
+    assert found.repeatable and found.control is not None and found.control.rounds == 40
+
+
+def test_training_happened_and_policies_follow_fp32(found: Comparison) -> None:
+    start = compare(small_task(), candidates([], "cpu"), steps=1, seeds=2)
+    for row in found.rows:
+        assert max(row.metrics) < min(start.rows[0].metrics)
+        assert abs(row.difference.mean) < 0.1 * start.rows[0].metrics[0]
+    assert start.control is None and start.rows[0].to_amp is None  # one step is all warm-up
+
+
+def test_everybody_gets_the_same_batches_the_same_number_of_times() -> None:
+    seen: Counter[float] = Counter()
+    ticks = []
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen[float(x.double().sum())] += 1
+        return loss_fn(model, x, y)
+
+    compared = candidates(["mixed"], "cpu")
+    compare(small_task(loss_fn=watched), compared, steps=6, seeds=2, on_step=lambda: ticks.append(1))
+    runs = len(compared) + 1  # torch.amp twice
+    probed = len(compared)  # two more steps of seed 0 for the count of bytes
+    assert sorted(seen.values()) == [runs] * 10 + [runs + probed] * 2
+    assert len(ticks) == rounds_of(compared, 6, 2) == runs * 12
+
+
+def test_everybody_starts_from_the_same_weights() -> None:
+    starts: list[Tensor] = []
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        starts.append(next(model.parameters()).detach().float().clone())
+        return loss_fn(model, x, y)
+
+    compare(small_task(loss_fn=watched), candidates(["torch"], "cpu"), steps=1, seeds=1)
+    assert len(starts) == 3 * 2 + 4  # two probing steps each, then one step each and torch.amp's twin
+    assert all(torch.equal(starts[0], s) for s in starts[6:])
+
+
+def test_the_state_of_the_random_generator_is_the_same_for_all() -> None:
+    """Dropout draws; were it drawn from one running generator, the order of the round would decide the result."""
+    draws: list[float] = []
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        draws.append(float(torch.rand(())))
+        return loss_fn(model, x, y)
+
+    compared = candidates([], "cpu")
+    compare(small_task(loss_fn=watched), compared, steps=4, seeds=1)
+    counts = Counter(draws[2 * len(compared) :])
+    assert set(counts.values()) == {len(compared) + 1} and len(counts) == 4
+
+
+def test_a_relative_margin_is_a_share_of_fp32s_metric() -> None:
+    found = compare(small_task(margin=0.01, relative_margin=True), candidates([], "cpu"), steps=3, seeds=2)
+    assert found.margin == pytest.approx(0.01 * sum(found.rows[0].metrics) / 2)
+
+
+def test_a_run_that_diverges_is_called_that() -> None:
+    def metric(model: nn.Module) -> float:
+        return float("nan") if torch.is_autocast_enabled("cpu") else 1.0
+
+    found = compare(small_task(metric=metric), candidates([], "cpu"), steps=1, seeds=1)
+    assert found.rows[1].difference.verdict == "diverged"
+
+
+def test_a_policy_that_cannot_run_says_so_before_anything_is_trained() -> None:
+    steps: list[Any] = []
+    task = small_task(loss_fn=lambda *a: steps.append(a))
+    check(task, candidates(["mixed", "O2"], "cpu"), "cpu")
+    with pytest.raises(NotImplementedError, match="'pure' cannot run yet"):
+        check(task, candidates(["pure"], "cpu"), "cpu")
+    assert steps == []
