@@ -9,7 +9,7 @@ READY     := $(VENV)/.ready
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench compare-full clean
+.PHONY: help setup demo test test-all lint format bench compare-full tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "halfstep needs Python 3.10 or newer and $(PYTHON) is older; try: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
 	  --constraint constraints.txt --editable '.[tasks,dev]'
 	touch $@
 
@@ -47,6 +47,9 @@ bench: $(READY)  ## time and bytes beside torch.amp -> benchmarks/results/cpu.js
 
 compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
 	$(BIN)/halfstep compare --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
+
+tables: $(READY)  ## write the numbers of benchmarks/results/ into README and docs
+	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist out src/halfstep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,6 +332,15 @@ def test_a_compiled_function_in_a_region(policy: str) -> None:
     with hs.autocast(policy=hs.Policy.of(policy, dtype="bf16")):
         assert compiled(X).dtype is BF16
     assert compiled(X).dtype is FP32
+
+
+def test_a_policy_file_is_read_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "precision.toml"
+    for dtype, want in (("bf16", BF16), ("fp16", HALF)):
+        path.write_text(hs.Policy.of("mixed", dtype=dtype).to_toml())
+        for spec in (path, str(path)):
+            with hs.autocast("cpu", policy=spec):
+                assert mm_dtype() is want
 
 
 def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

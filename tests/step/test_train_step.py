@@ -280,6 +280,14 @@ def test_resume_is_bit_exact(name: str, dtype: str, optimizer: str, tmp_path: An
     assert whole.optimizer.param_groups[0]["lr"] == resumed.optimizer.param_groups[0]["lr"]
 
 
+def test_a_scheduler_that_needs_a_metric() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(StepError, match="call scheduler.step.metric. yourself"):
+        hs.TrainStep(model, optimizer, loss_fn, policy="O0", scheduler=plateau)
+
+
 def test_loading_is_validated_first() -> None:
     model = net()
     step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy="O2")

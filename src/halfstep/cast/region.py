@@ -14,6 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from sys import _getframe
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -259,8 +260,10 @@ class autocast:
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
-        policy: Policy | str | None = None,
+        policy: Policy | str | Path | None = None,
     ) -> None:
+        if isinstance(policy, Path) or (isinstance(policy, str) and policy.endswith(".toml")):
+            policy = Policy.of(policy)  # a file may change; what is cached below is its content
         self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
 
     def __enter__(self) -> autocast:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.cast.region import close_recipe, open_recipe
 from halfstep.cast.state import STATE
@@ -294,5 +294,10 @@ def _validate(
         raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
     if not isinstance(optimizer, Optimizer):
         raise StepError(f"optimizer must be a torch optimizer and is {type(optimizer).__name__}")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise StepError(
+            "ReduceLROnPlateau needs a metric at each step; leave it out of TrainStep and call scheduler.step(metric) "
+            "yourself after each evaluation"
+        )
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")
