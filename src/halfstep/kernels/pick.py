@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from halfstep.kernels import foreach, reference
@@ -16,6 +17,6 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass."""
     if not tensors:
         return reference.norms(tensors)
-    device = tensors[0].device
-    plain = all(t.device == device and not t.is_sparse and not t.is_complex() and t.numel() for t in tensors)
+    first = tensors[0].device
+    plain = all(t.device == first and t.layout is torch.strided and not t.is_complex() and t.numel() for t in tensors)
     return foreach.norms(tensors) if plain else reference.norms(tensors)

@@ -2,7 +2,7 @@
 
 torch.amp with clipping walks the gradients four times (unscale, norm, clip, step). Here one pass gives every tensor's
 norm; the total says whether all is finite (the predicate), how far to clip, and, only if somebody asks, which
-parameters are to blame. Unscaling and clipping become one factor that a fused optimizer applies while it reads.
+parameters are to blame. Unscaling and clipping become one divisor that a fused optimizer applies while it reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from halfstep.kernels.pick import norms_for, total_norm
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
-__all__ = ["Verdict", "apply", "clip_factor", "judge", "prefer_fused", "takes_predicate"]
+__all__ = ["Verdict", "apply", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -38,27 +38,32 @@ class Verdict:
     bad: Tensor
 
 
-def judge(gradients: Sequence[Tensor], inverse_scale: Tensor | None) -> Verdict:
-    """Read `gradients` once. `inverse_scale`: 0-dim fp32, or None where nothing is scaled."""
+def judge(gradients: Sequence[Tensor], divisor: Tensor | None) -> Verdict:
+    """Read `gradients` once.
+
+    Args:
+        gradients: what the optimizer will read, still scaled.
+        divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
+    """
     norms = norms_for(gradients)
     if hasattr(norms, "full_tensor"):  # sharded gradients: every rank must come to the same verdict
         norms = norms.full_tensor()
     norm = total_norm(norms)
-    if inverse_scale is not None:
-        norm = norm * inverse_scale
-    return Verdict(norms=norms, norm=norm, bad=~torch.isfinite(norm))
+    if divisor is not None:
+        norm = norm / divisor
+    return Verdict(norms=norms, norm=norm, bad=(norm - norm) != 0)  # inf - inf is nan, and nan != 0
 
 
-def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
-    """Return min(1, clip_norm / (norm + 1e-6)), 0-dim fp32: the factor torch.nn.utils.clip_grad_norm_ applies."""
-    return (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+def clip_divisor(norm: Tensor, clip_norm: float) -> Tensor:
+    """Return max(1, (norm + 1e-6) / clip_norm), 0-dim fp32: one over the factor of torch.nn.utils.clip_grad_norm_."""
+    return ((norm + CLIP_EPS) / clip_norm).clamp(min=1.0)
 
 
-def clip_values_(gradients: Sequence[Tensor], factor: Tensor | None, limit: float) -> None:
-    """Unscale `gradients` in place by `factor` and clamp every element to [-limit, limit]."""
+def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: float) -> None:
+    """Unscale `gradients` in place by `divisor` and clamp every element to [-limit, limit]."""
     dense = list(gradients)
-    if factor is not None:
-        torch._foreach_mul_(dense, factor)
+    if divisor is not None:
+        torch._foreach_mul_(dense, divisor.reciprocal())
     torch._foreach_clamp_min_(dense, -limit)
     torch._foreach_clamp_max_(dense, limit)
 
@@ -93,20 +98,20 @@ def takes_predicate(optimizer: Optimizer) -> bool:
     return skips_itself(optimizer) and not must_not_skip(optimizer)
 
 
-def apply(optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None, bad: Tensor) -> bool:
-    """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`.
+def apply(optimizer: Optimizer, gradients: Sequence[Tensor], divisor: Tensor | None, bad: Tensor) -> bool:
+    """Step `optimizer` with ``gradients / divisor`` unless `bad`; return whether the host had to read `bad`.
 
     Args:
         optimizer: holds `gradients` (or the precise copies of them) in its parameters.
-        gradients: what the optimizer reads; multiplied in place where it cannot apply a factor itself.
-        factor: 0-dim fp32 or None for 1.
+        gradients: what the optimizer reads; unscaled in place where it cannot do so itself.
+        divisor: 0-dim fp32 or None for 1.
         bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
     """
     if takes_predicate(optimizer):
-        step_with_flag(optimizer, None if factor is None else factor.reciprocal(), bad.to(torch.float32), (), {})
+        step_with_flag(optimizer, divisor, bad.to(torch.float32), (), {})
         return False
     if not bool(bad):
-        if factor is not None:
-            torch._foreach_mul_(list(gradients), factor)
+        if divisor is not None:
+            torch._foreach_mul_(list(gradients), divisor.reciprocal())
         optimizer.step()
     return True

@@ -35,6 +35,7 @@ from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 __all__ = ["TrainStep"]
 
 LossFn = Callable[..., Any]
+WHOLE = nullcontext()
 
 
 class TrainStep:
@@ -93,6 +94,7 @@ class TrainStep:
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._norms = [m for m in unwrap(model).modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         self._statistics: list[Tensor] = []
+        self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
         self._pending: Tensor | None = None
         if self._store is not None and self.policy.grads == "fp32":
@@ -118,7 +120,9 @@ class TrainStep:
             if self.scaler.is_enabled():
                 scale = scale.clone()  # the scaler updates its own in place
             seed = scale if self.accumulate == 1 else scale / self.accumulate
-            loss.backward(gradient=seed.to(loss.dtype).reshape(loss.shape))
+            if loss.dtype is not seed.dtype or loss.dim():
+                seed = seed.to(loss.dtype).reshape(loss.shape)
+            loss.backward(gradient=seed)
         self._step += 1
         self._window += 1
         if last:
@@ -154,8 +158,7 @@ class TrainStep:
         return (loss.float() if loss.dtype in {torch.float16, torch.bfloat16} else loss), aux
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        no_sync = getattr(self.model, "no_sync", None)
-        return nullcontext() if last or no_sync is None else no_sync()
+        return WHOLE if last or self._no_sync is None else self._no_sync()
 
     # ------------------------------------------------------------------ one update
 
@@ -174,20 +177,19 @@ class TrainStep:
         parameters, gradients = self._gradients()
         self._window = 0
         scaling = self.scaler.is_enabled()
-        inverse = self.scaler.scale_on(gradients[0].device).reciprocal() if scaling else None
-        if count != self.accumulate:
-            share = torch.tensor(self.accumulate / count, device=gradients[0].device)
-            inverse = share if inverse is None else inverse * share
-        verdict = tail.judge(gradients, inverse)
-        factor = inverse
+        divisor = self.scaler.scale_on(gradients[0].device) if scaling else None
+        if count != self.accumulate:  # the seeds of a short window assumed a whole one
+            share = torch.tensor(count / self.accumulate, device=gradients[0].device)
+            divisor = share if divisor is None else divisor * share
+        verdict = tail.judge(gradients, divisor)
         if self.clip_value is not None:
-            tail.clip_values_(gradients, factor, self.clip_value)
-            factor = None
+            tail.clip_values_(gradients, divisor, self.clip_value)
+            divisor = None
         if self.clip_norm is not None:
-            clip = tail.clip_factor(verdict.norm, self.clip_norm)
-            factor = clip if factor is None else factor * clip
+            clip = tail.clip_divisor(verdict.norm, self.clip_norm)
+            divisor = clip if divisor is None else divisor * clip
         try:
-            self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
+            self.host_reads += tail.apply(self.optimizer, gradients, divisor, verdict.bad)
         finally:
             if self._store is not None:
                 self._store.heal()
@@ -199,12 +201,11 @@ class TrainStep:
         for parameter in parameters:
             parameter.grad = None
         self._pending = verdict.bad
-        names = [self._names.get(id(p), "?") for p in parameters]
-        norms = verdict.norms
+        norms, names = verdict.norms, self._names
 
         def culprits() -> tuple[str, ...]:
             finite = torch.isfinite(norms).tolist()
-            return tuple(name for name, ok in zip(names, finite, strict=True) if not ok)
+            return tuple(names.get(id(p), "?") for p, ok in zip(parameters, finite, strict=True) if not ok)
 
         return verdict.norm, verdict.bad, culprits
 
