@@ -148,6 +148,23 @@ def region_entry(rounds: int) -> dict[str, Any]:
     return paired(calls, "torch.autocast", rounds)
 
 
+def norms(rounds: int) -> dict[str, Any]:
+    """Three ways to a low layer_norm of an fp32 stream, 2048 x 256, forward and backward."""
+    x, w, b = (torch.randn(shape, requires_grad=True) for shape in ((2048, 256), (256,), (256,)))
+    ones = torch.ones(2048, 256, dtype=BF16)
+
+    def backward(out: Tensor) -> None:
+        out.backward(ones)
+        x.grad = w.grad = b.grad = None
+
+    calls: dict[str, Call] = {
+        "fp32 norm, cast after it": lambda: backward(F.layer_norm(x, (256,), w, b).to(BF16)),
+        "all arguments low": lambda: backward(F.layer_norm(x.to(BF16), (256,), w.to(BF16), b.to(BF16))),
+        "low input, fp32 weights": lambda: backward(F.layer_norm(x.to(BF16), (256,), w, b)),
+    }
+    return paired(calls, "fp32 norm, cast after it", rounds)
+
+
 def saved() -> dict[str, Any]:
     """Bytes kept between forward and backward, GPT with 8 x 256 tokens; cross_entropy inside the region."""
     task = gpt(length=256)
@@ -228,6 +245,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "machine": machine(),
         "region_entry": region_entry(rounds(300)),
+        "norms": norms(rounds(400)),
         "lenet5_bf16": steps(lenet(), AMP.replace(" ", ":"), low, rounds(600)),
         "gpt_bf16": steps(gpt(), AMP.replace(" ", ":"), low, rounds(80)),
         "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("O2:bf16",), rounds(80)),

@@ -45,7 +45,7 @@ def ratio(row: dict[str, Any]) -> str:
 def timings(bench: dict[str, Any]) -> str:
     rows = []
     for key, data in bench.items():
-        if not isinstance(data, dict) or "rows" not in data or key == "region_entry":
+        if not isinstance(data, dict) or "rows" not in data or key in {"region_entry", "norms"}:
             continue
         case = LABELS[key.rpartition("_")[0]]
         for name, row in data["rows"].items():
@@ -58,6 +58,11 @@ def timings(bench: dict[str, Any]) -> str:
 def entry(bench: dict[str, Any]) -> str:
     rows = [[f"`{name}`", f"{row['ms']:.2f}", ratio(row)] for name, row in bench["region_entry"]["rows"].items()]
     return table(["region", "us to make, enter and leave", "time / torch.autocast"], rows)
+
+
+def norms(bench: dict[str, Any]) -> str:
+    rows = [[name, f"{1e3 * row['ms']:.0f}", ratio(row)] for name, row in bench["norms"]["rows"].items()]
+    return table(["layer_norm of 2048 x 256, forward and backward", "us", "ratio"], rows)
 
 
 def native(bench: dict[str, Any]) -> str:
@@ -143,6 +148,7 @@ def blocks() -> dict[str, str]:
         "summary": summary(bench),
         "entry": entry(bench),
         "timings": timings(bench),
+        "norms": norms(bench),
         "native": native(bench),
         "memory": memory(bench),
         "casts": casts(bench),

@@ -224,6 +224,24 @@ def test_mixed_gives_low_to_the_next_product_and_keeps_the_stream() -> None:
     assert under(MIXED, lambda: X.bfloat16().sum()).dtype is FP32
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_norms_keep_fp32_weights_on_cpu(dtype: str) -> None:
+    """More precise than lowering them: bit-equal to the low kernel only where the weights are low values."""
+    policy = hs.Policy.of("mixed", dtype=dtype)
+    low = BF16 if dtype == "bf16" else HALF
+    x, w, b = torch.randn(4, 8, 6), torch.rand(8) + 0.5, torch.randn(8)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda t: F.layer_norm(t.mT, (8,), w, b),
+        lambda t: torch.layer_norm(t.mT, (8,), w, b),
+        lambda t: F.group_norm(t, 2, w, b),
+        lambda t: F.layer_norm(input=t.mT, normalized_shape=(8,), weight=w, bias=b),
+    ]
+    for call in calls:
+        with hs.autocast("cpu", policy=policy):
+            out = call(x)
+        assert out.dtype is low and torch.equal(out, call(x.to(low)))
+
+
 def test_o1_is_apex() -> None:
     assert under(O1, lambda: F.softmax(X.bfloat16(), -1)).dtype is FP32
     assert under(O1, lambda: F.layer_norm(X.bfloat16(), (8,))).dtype is FP32

@@ -60,7 +60,7 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
 def test_an_excerpt_says_that_it_is_one(task: str) -> None:
     done = run("--task", task, "--policies", "torch", "--excerpt")
     assert done.exit_code == 0
-    assert "An excerpt" in done.stdout and "8 steps, 2 seeds" in done.stdout
+    assert "An excerpt" in done.stdout and "8 steps, 3 seeds" in done.stdout
 
 
 def test_the_same_task_asked_for_twice_runs_once(task: str) -> None:

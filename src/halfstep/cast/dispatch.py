@@ -35,6 +35,7 @@ __all__ = ["RuleMode", "emulates", "handlers"]
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # what rules apply to: never fp64, complex, integer
 LOWS = frozenset({torch.float16, torch.bfloat16})
+MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
 
@@ -127,8 +128,25 @@ def _handler(target: Callable[[RuleMode, str, list[Tensor]], torch.dtype | None]
     return handle
 
 
+def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Low for a norm: on CPU its weights stay as they are, which is more precise and saves two casts each way."""
+    values = args[:1] or (kwargs.get("input"),)
+    tensors = _tensors(values, mode.devices)
+    if not tensors or tensors[0].device.type != "cpu":
+        return _LOW(mode, func, args, kwargs)
+    if mode.active(tensors) is None:
+        return func(*args, **kwargs)
+    low = _cast(tensors[0], torch.get_autocast_dtype("cpu"), mode.devices)
+    if args:
+        return mode.run("cpu", func, (low, *args[1:]), kwargs)
+    return mode.run("cpu", func, args, {**kwargs, "input": low})
+
+
 def _to_low(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
+
+
+_LOW = _handler(_to_low)
 
 
 def _to_fp32(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
@@ -201,6 +219,8 @@ def _rule_handler(name: str, rule: str, func: Callable[..., Any], emulating: fro
     if rule == "low":
         if emulating and name in EMULATED:
             return _emulated(REFLECTED.get(func, EMULATED[name]), emulating)
+        if name in MIXED_NORMS:
+            return _low_norm
         return _handler(_to_low, gathers=name in GATHERS)
     if rule == "banned":
         return _banned(name)

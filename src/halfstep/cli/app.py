@@ -55,7 +55,7 @@ def compare(
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
     excerpt: Annotated[
-        bool, typer.Option("--excerpt", help="Two seeds and few steps: a look, in a minute or two.")
+        bool, typer.Option("--excerpt", help="Three seeds and few steps: a look, in a minute or two.")
     ] = False,
     device: Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")] = "",
 ) -> None:

@@ -25,7 +25,7 @@ from halfstep.tasks.measure import ENOUGH_SEEDS
 
 __all__ = ["run_compare"]
 
-EXCERPT_SEEDS = 2
+EXCERPT_SEEDS = 3
 PLAIN_WIDTH = 200  # columns of a table that no terminal cuts
 WRONG_USE = 2  # exit code for bad input
 
@@ -46,7 +46,7 @@ def run_compare(
         tasks: names or ``file.py:function``; none: all that come with halfstep and can be loaded.
         labels: policies; none: the default list.
         steps: of each run; None: the task's.
-        seeds: None: 5, or 2 in an excerpt.
+        seeds: None: 5, or 3 in an excerpt.
         json_path: where to write the report, or None.
         excerpt: few steps and seeds.
         device: device type, "" for the accelerator, if any.

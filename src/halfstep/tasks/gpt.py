@@ -151,6 +151,6 @@ def gpt_task() -> Task:
         margin=0.01,
         relative_margin=True,
         steps=400,
-        excerpt_steps=100,
+        excerpt_steps=80,
         about=f"character-level GPT, {LAYERS} layers of {WIDTH}, batch {BATCH} x {LENGTH}, on Python's documentation",
     )
