@@ -244,13 +244,13 @@ def main() -> None:
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "machine": machine(),
-        "region_entry": region_entry(rounds(300)),
-        "norms": norms(rounds(400)),
-        "lenet5_bf16": steps(lenet(), AMP.replace(" ", ":"), low, rounds(600)),
-        "gpt_bf16": steps(gpt(), AMP.replace(" ", ":"), low, rounds(80)),
-        "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("O2:bf16",), rounds(80)),
-        "lenet5_fp16": steps(lenet(), "fp32", half, rounds(300)),
-        "gpt_fp16": steps(gpt(), "fp32", half, rounds(40)),
+        "region_entry": region_entry(rounds(120)),
+        "norms": norms(rounds(160)),
+        "lenet5_bf16": steps(lenet(), AMP.replace(" ", ":"), low, rounds(240)),
+        "gpt_bf16": steps(gpt(), AMP.replace(" ", ":"), low, rounds(32)),
+        "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("O2:bf16",), rounds(32)),
+        "lenet5_fp16": steps(lenet(), "fp32", half, rounds(120)),
+        "gpt_fp16": steps(gpt(), "fp32", half, rounds(16)),
     }
     rows = report["gpt_fp16"]["rows"]
     report["gpt_fp16_native"] = native_fp16({label: rows[label]["ms"] for label in half})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,9 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
     assert "torch.amp fp16 was not run" in done.stdout
     assert "excerpt" not in done.stdout
     data = json.loads(report.read_text(), parse_constant=no_constants)
-    assert data["command"].startswith("halfstep ") and data["halfstep"] == hs.__version__
+    words = ["halfstep", "compare", "--task", task, "--policies", "mixed,O2:fp16", "--steps", "9", "--seeds", "2"]
+    assert shlex.split(data["command"]) == [*words, "--json", str(report)]
+    assert data["halfstep"] == hs.__version__ and data["excerpt"] is False
     assert data["machine"]["torch"] and data["machine"]["cores"]
     (result,) = data["tasks"]
     assert [row["label"] for row in result["rows"]] == ["fp32", "torch.amp bf16", "mixed bf16", "O2 fp16"]

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,9 +76,17 @@ def run_compare(
         comparisons.append(_compare(task, compared, length, runs, where, err))
         print_comparison(out, comparisons[-1])
     if json_path is not None:
-        json_path.write_text(
-            json.dumps(_report(comparisons, about, excerpt=excerpt), indent=1) + "\n", encoding="utf-8"
+        command = _command(
+            tasks=tasks,
+            labels=labels,
+            steps=steps,
+            seeds=seeds,
+            json_path=json_path,
+            excerpt=excerpt,
+            device=device,
         )
+        report = _report(comparisons, about, command, excerpt=excerpt)
+        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         out.print(f"written: {json_path}", highlight=False, markup=False)
     return 0
 
@@ -140,9 +147,32 @@ def _compare(
         return compare(task, compared, steps=steps, seeds=seeds, device=device, on_step=lambda: progress.advance(bar))
 
 
-def _report(comparisons: Sequence[Comparison], about: dict[str, Any], *, excerpt: bool) -> dict[str, Any]:
+def _command(
+    *,
+    tasks: Sequence[str],
+    labels: Sequence[str],
+    steps: int | None,
+    seeds: int | None,
+    json_path: Path | None,
+    excerpt: bool,
+    device: str,
+) -> str:
+    """Return the command line that asks for this comparison again."""
+    options = {
+        "--policies": ",".join(labels),
+        "--steps": steps,
+        "--seeds": seeds,
+        "--device": device,
+        "--json": json_path,
+    }
+    words = [word for task in tasks for word in ("--task", task)]
+    words += [str(word) for option, value in options.items() if value for word in (option, value)]
+    return shlex.join(["halfstep", "compare", *words, *(["--excerpt"] if excerpt else [])])
+
+
+def _report(comparisons: Sequence[Comparison], about: dict[str, Any], command: str, *, excerpt: bool) -> dict[str, Any]:
     return {
-        "command": shlex.join(["halfstep", *sys.argv[1:]]),
+        "command": command,
         "halfstep": hs.__version__,
         "excerpt": excerpt,
         "machine": about,
