@@ -262,7 +262,7 @@ class autocast:
         *,
         policy: Policy | str | Path | None = None,
     ) -> None:
-        if isinstance(policy, Path) or (isinstance(policy, str) and policy.endswith(".toml")):
+        if policy is not None and not isinstance(policy, Policy) and str(policy).endswith(".toml"):
             policy = Policy.of(policy)  # a file may change; what is cached below is its content
         self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
 
