@@ -100,6 +100,7 @@ class TrainStep:
         if self._store is not None and self.policy.grads == "fp32":
             for parameter in self._store.parameters():
                 parameter.grad_dtype = torch.float32
+        self._refuse_replaced_parameters()
         tail.prefer_fused(optimizer, self._stepped_parameters())
 
     # ------------------------------------------------------------------ one micro-batch
@@ -226,6 +227,18 @@ class TrainStep:
         own = [p for g in self.optimizer.param_groups for p in g["params"]]
         store = self._store
         return own if store is None else [store.master(p) if p in store else p for p in own]
+
+    def _refuse_replaced_parameters(self) -> None:
+        """Refuse low parameters that took the place of prepared ones: they would be stepped without masters."""
+        store = self._store
+        for group in self.optimizer.param_groups if store is not None else ():
+            for parameter in group["params"]:
+                if store is not None and parameter.dtype is store.dtype and parameter not in store:
+                    name = self._names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
+                    raise StepError(
+                        f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
+                        "hs.prepare (fully_shard does that); shard under a policy with params='fp32', such as 'mixed'"
+                    )
 
     def _settle(self) -> None:
         """Read the verdict of the last update and advance the scheduler if it was applied."""
