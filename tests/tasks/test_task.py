@@ -36,10 +36,10 @@ def test_a_task_is_frozen_and_its_error_is_halfsteps() -> None:
 
 def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(
-        TaskError, match=r"unknown task 'lenet'; did you mean 'lenet5'\?; there are lenet5, gpt and path"
+        TaskError, match=r"unknown task 'lenet'; did you mean 'lenet5'\?; there are lenet5, resnet, gpt and path"
     ):
         load_task("lenet")
-    assert task_names() == ("lenet5", "gpt")
+    assert task_names() == ("lenet5", "resnet", "gpt")
 
 
 def test_a_task_from_somebodys_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which tasks there are: two by name, and anybody's own as ``path/to/file.py:function``."""
+"""Which tasks there are: three by name, and anybody's own as ``path/to/file.py:function``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ def _lenet5() -> Task:
     return lenet5_task()
 
 
+def _resnet() -> Task:
+    from halfstep.tasks.resnet import resnet_task
+
+    return resnet_task()
+
+
 def _gpt() -> Task:
     from halfstep.tasks.gpt import gpt_task
 
     return gpt_task()
 
 
-TASKS: Mapping[str, Callable[[], Task]] = MappingProxyType({"lenet5": _lenet5, "gpt": _gpt})
+TASKS: Mapping[str, Callable[[], Task]] = MappingProxyType({"lenet5": _lenet5, "resnet": _resnet, "gpt": _gpt})
 
 
 def task_names() -> tuple[str, ...]:
