@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
-    "errors": 0, "formats": 0, "events": 0,
+    "errors": 0, "formats": 0, "events": 0, "trees": 0,
     "kernels": 1, "policy": 1,
     "cast": 2, "distributed": 2, "fp8": 2, "scale": 2, "weights": 2,
     "step": 3,

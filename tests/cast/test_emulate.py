@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import halfstep as hs
 from halfstep.cast.emulate import EMULATED
 
 HALF = torch.float16
@@ -196,3 +198,45 @@ def test_inside_somebodys_region_backward_stays_fp32() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
         out.backward(make(*out.shape, seed=3))
     assert leaf.grad is not None and torch.equal(leaf.grad, want)
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_sequence_is_computed_in_fp32_and_rounded_at_its_end(kind: Callable[..., nn.Module], policy: str) -> None:
+    network = kind(4, 5, num_layers=2, bidirectional=True)
+    x = torch.randn(7, 3, 4, requires_grad=True)
+    with hs.autocast(policy=hs.Policy.of(policy, dtype="fp16")):
+        low, _ = network(x)
+    grad = torch.randn(low.shape).to(HALF)
+    low.backward(grad)
+    found = [low.detach(), x.grad, *(p.grad for p in network.parameters())]
+    exact = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.to(HALF))
+            parameter.grad = None
+    rounded = x.detach().to(HALF).float().requires_grad_()
+    wide, _ = exact(rounded)
+    wide.backward(grad.float())
+    expected = [wide.detach().to(HALF), rounded.grad, *(p.grad for p in exact.parameters())]
+    for a, b in zip(found, expected, strict=True):
+        assert a is not None and b is not None
+        assert torch.equal(a.float(), b.to(HALF).float())
+
+
+@pytest.mark.parametrize(
+    ("func", "shapes"),
+    [
+        (torch.inner, ((3, 4), (5, 4))),
+        (torch.tensordot, ((2, 3, 4), (3, 4, 5))),
+        (F.bilinear, ((2, 3), (2, 4), (5, 3, 4), (5,))),
+        (torch.linalg.vecdot, ((3, 4), (3, 4))),
+    ],
+)
+def test_rare_products_are_rounded_once(func: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...]) -> None:
+    inputs = [make(*shape, seed=i).float() for i, shape in enumerate(shapes)]
+    options = {"dims": 2} if func is torch.tensordot else {}
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16")):
+        low = func(*inputs, **options)
+    assert low.dtype is HALF
+    assert torch.equal(low, func(*inputs, **options).to(HALF))

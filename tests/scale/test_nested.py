@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfstep.errors import ScaleError
-from halfstep.scale.nested import map_tensors
+from halfstep.scale.nested import map_losses
 
 Pair = namedtuple("Pair", "loss aux")
 ONE = torch.tensor(1.0)
@@ -41,7 +41,7 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     ids=repr,
 )
 def test_the_same_structure_comes_back(value: Any) -> None:
-    result = map_tensors(value, double)
+    result = map_losses(value, double)
     assert type(result) is type(value)
     flat, spec = torch.utils._pytree.tree_flatten(value)
     results, other = torch.utils._pytree.tree_flatten(result)
@@ -51,14 +51,14 @@ def test_the_same_structure_comes_back(value: Any) -> None:
 
 
 def test_mappings_keep_what_they_carry() -> None:
-    result = map_tensors(defaultdict(no_tensor, a=ONE), double)
+    result = map_losses(defaultdict(no_tensor, a=ONE), double)
     assert result.default_factory is no_tensor
-    assert list(map_tensors(OrderedDict(b=ONE, a=ONE), double)) == ["b", "a"]
-    assert map_tensors(types.MappingProxyType({"a": ONE}), double)["a"].item() == 2.0
+    assert list(map_losses(OrderedDict(b=ONE, a=ONE), double)) == ["b", "a"]
+    assert map_losses(types.MappingProxyType({"a": ONE}), double)["a"].item() == 2.0
 
 
 def test_a_generator_comes_back_as_a_list() -> None:
-    result = map_tensors((ONE for _ in range(3)), double)
+    result = map_losses((ONE for _ in range(3)), double)
     assert [item.item() for item in result] == [2.0, 2.0, 2.0]
 
 
@@ -74,5 +74,5 @@ def test_a_generator_comes_back_as_a_list() -> None:
 )
 def test_anything_else_is_named(value: Any, text: str) -> None:
     with pytest.raises(ScaleError) as caught:
-        map_tensors(value, double)
+        map_losses(value, double)
     assert text in str(caught.value)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from halfstep.cast.emulate import EMULATED, REFLECTED
+from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED, emulation_of
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.policy.operators import callables, name_of
@@ -217,8 +217,9 @@ _TARGETS = {"fp32": _to_fp32, "keep": _to_first, "widest": _to_widest, INPUT: _a
 
 def _rule_handler(name: str, rule: str, func: Callable[..., Any], emulating: frozenset[str]) -> Handler:
     if rule == "low":
-        if emulating and name in EMULATED:
-            return _emulated(REFLECTED.get(func, EMULATED[name]), emulating)
+        emulation = emulation_of(name, func) if emulating else None
+        if emulation is not None:
+            return _emulated(emulation, emulating)
         if name in MIXED_NORMS:
             return _low_norm
         return _handler(_to_low, gathers=name in GATHERS)
@@ -255,7 +256,7 @@ def handlers(
         decisions.update(operator_rules(policy, device))
     rules: dict[str, str] = {}
     for name, decision in decisions.items():
-        if emulating and decision.rule == "low" and name in EMULATED:
+        if emulating and decision.rule == "low" and (name in EMULATED or name in WIDENED):
             rules[name] = "low"
         elif policy.table == "torch" and decision.origin == "table":
             continue  # the real autocast region underneath is the table
@@ -264,6 +265,9 @@ def handlers(
     if policy.table != "torch":
         listed = {name for device in devices for name in table("torch", device)}
         rules.update(dict.fromkeys(listed - decisions.keys(), INPUT))
+    if emulating and policy.table == "torch":
+        # torch lowers them on CUDA; on the CPU their insides would run in fp16 kernels that are slow or do not exist
+        rules.update(dict.fromkeys(RECURRENT - decisions.keys(), "low"))
     compiled: dict[Callable[..., Any], Handler] = {}
     for name, rule in rules.items():
         for func in callables(name):

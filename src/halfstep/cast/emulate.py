@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-__all__ = ["EMULATED", "REFLECTED"]
+from halfstep.trees import map_tensors, tensors
+
+__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of"]
 
 _aten = torch.ops.aten
 
@@ -366,6 +368,26 @@ def _attention(
     return _recomputed(compute, *tensors, twice=differentiable_twice)
 
 
+LOWS = frozenset({torch.float16, torch.bfloat16})
+
+
+def _widened(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `func` computed in fp32 from low tensors, every result rounded once (sequences, rare products).
+
+    The widening and the rounding are recorded by autograd, so gradients are rounded once where they leave; what `func`
+    saves for its backward pass is fp32.
+    """
+
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        low = next((t.dtype for t in tensors((args, kwargs)) if t.dtype in LOWS), None)
+        if low is None:
+            return func(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOWS else t)
+        return map_tensors(func(*args, **kwargs), lambda t: t.to(low) if t.dtype is torch.float32 else t)
+
+    return wide
+
+
 EMULATED: Mapping[str, Callable[..., Tensor]] = {
     "linear": _linear,
     "matmul": _matmul,
@@ -387,7 +409,27 @@ EMULATED: Mapping[str, Callable[..., Tensor]] = {
 }
 """Operator name -> the function that emulates it; its arguments are torch's, its floating tensors already low."""
 
+RECURRENT = frozenset(
+    {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+)
+"""Emulated by `_widened`: a whole sequence is computed in fp32 and rounded at its end."""
+
+WIDENED = RECURRENT | {
+    *("addr", "bilinear", "chain_matmul", "conv_tbc", "convolution", "grouped_mm", "inner", "tensordot"),
+    *("linalg.multi_dot", "linalg.vecdot"),
+}
+"""Operators emulated by `_widened`: recurrent ones and rare products."""
+
 REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     torch.Tensor.__rmatmul__: _rmatmul,
 }
 """Callables whose operands come the other way round."""
+
+
+def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what emulates the operator `name` when it is called as `func`, or None if its low kernels serve."""
+    if func in REFLECTED:
+        return REFLECTED[func]
+    if name in WIDENED:
+        return _widened(func)
+    return EMULATED.get(name)

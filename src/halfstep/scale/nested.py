@@ -1,24 +1,24 @@
-"""Apply a function to every tensor of nested containers, keeping the containers' types."""
+"""Apply a function to every tensor of nested containers of losses; anything else among them is an error."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from halfstep.errors import ScaleError
+from halfstep.trees import opened
 
-__all__ = ["map_tensors"]
+__all__ = ["map_losses"]
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor], where: str = "outputs") -> Any:
+def map_losses(value: Any, function: Callable[[Tensor], Tensor], where: str = "outputs") -> Any:
     """Return `value` with every tensor replaced by ``function(tensor)``.
 
     Args:
-        value: a tensor, or lists, tuples, named tuples, mappings (mapped over their values) or other iterables of such,
-            nested at will. Containers come back as their own type (a generator as a list); the input is not changed.
+        value: a tensor, or containers (or other iterables) of such, nested at will. Containers come back as their own
+            type (a generator as a list); the input is not changed.
         function: called with each floating or complex tensor.
         where: how a message names `value`.
 
@@ -29,20 +29,11 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], where: str = "
         if not (value.is_floating_point() or value.is_complex()):
             raise ScaleError(f"scale: {where} is a tensor of {value.dtype}; a loss is floating: pass loss.float()")
         return function(value)
-    if isinstance(value, MutableMapping):
-        result = copy.copy(value)  # keeps a default_factory, an order and other attributes
-        for key in value:
-            result[key] = map_tensors(value[key], function, f"{where}[{key!r}]")
-        return result
-    if isinstance(value, Mapping):
-        return type(value)(  # type: ignore[call-arg]
-            {key: map_tensors(item, function, f"{where}[{key!r}]") for key, item in value.items()}
-        )
+    if (node := opened(value)) is not None:
+        named, rebuild = node
+        return rebuild([map_losses(item, function, where + way) for way, item in named])
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        items = [map_tensors(item, function, f"{where}[{index}]") for index, item in enumerate(value)]
-        if isinstance(value, (list, tuple)):
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return items
+        return [map_losses(item, function, f"{where}[{index}]") for index, item in enumerate(value)]
     raise ScaleError(
         f"scale: {where} is {value!r} of type {type(value).__name__}; expected a tensor or a (nested) container of "
         "tensors: pass the loss itself, or only the tensors of what the model returned"

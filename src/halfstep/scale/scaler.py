@@ -22,7 +22,7 @@ from halfstep.scale.alarm import Watch, alarm_text, raises
 from halfstep.scale.choose import choose_rule, device_type
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 from halfstep.scale.held import HeldScale
-from halfstep.scale.nested import map_tensors
+from halfstep.scale.nested import map_losses
 from halfstep.scale.rule import ScaleState, advance_, state_to_host
 from halfstep.scale.turns import Stage, Turns
 
@@ -155,7 +155,7 @@ class GradScaler(HeldScale):
                 copies[tensor.device] = self.scale_on(tensor.device)
             return tensor * copies[tensor.device]
 
-        scaled: _T = map_tensors(outputs, multiply)
+        scaled: _T = map_losses(outputs, multiply)
         return scaled
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from halfstep.cast.region import Recipe, call_traced, close_recipe, open_recipe, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import WeightsError
 from halfstep.policy.policy import Policy
+from halfstep.trees import map_tensors, tensors
 from halfstep.weights.master import MasterWeights
 
 __all__ = ["Binding", "binding_of", "bound_class", "is_bound", "original_class"]
@@ -114,19 +114,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors of a pytree; containers keep their types."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in FLOATS else leaf
-
-    return _pytree.tree_map(cast, tree)
+    """Cast the floating tensors of a tree; containers keep their types."""
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in FLOATS else tensor)
 
 
 def _first_float(tree: Any) -> torch.dtype | None:
-    for leaf in _pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.dtype in FLOATS:
-            return leaf.dtype
-    return None
+    return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in FLOATS), None)
 
 
 def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, Any, torch.dtype | None]:

@@ -1,0 +1,91 @@
+"""Trees: containers of tensors, opened and closed again without losing their type.
+
+What models take and return: lists, tuples, named tuples, mappings of every kind (an OrderedDict, a defaultdict, a
+Hugging Face ModelOutput), dataclasses and whatever is registered with torch.utils._pytree. torch's own custom_fwd turns
+an OrderedDict into a dict and cannot take a named tuple (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree
+
+__all__ = ["map_tensors", "opened", "tensors"]
+
+Rebuild = Callable[[Sequence[Any]], Any]
+
+
+def opened(value: Any) -> tuple[list[tuple[str, Any]], Rebuild] | None:
+    """Return what a container holds, each with how one would write the way to it, and a function that closes it again.
+
+    Args:
+        value: anything.
+
+    Returns:
+        ``([("[0]", item), ...], rebuild)``; ``rebuild(items)`` is a new container of the same type with other items.
+        None if `value` is no container (text is none).
+    """
+    kind = type(value)
+    if isinstance(value, (list, tuple)):
+        named = [(f"[{index}]", item) for index, item in enumerate(value)]
+        return named, (lambda items: kind(*items)) if hasattr(value, "_fields") else kind
+    if isinstance(value, MutableMapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()], lambda items: _refilled(value, items)
+    if isinstance(value, Mapping):
+        named = [(f"[{key!r}]", item) for key, item in value.items()]
+        return named, lambda items: kind(dict(zip(value, items, strict=True)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        return [(f".{name}", getattr(value, name)) for name in fields], lambda items: _refielded(value, fields, items)
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        parts, context = node.flatten_fn(value)
+        return [(f"<{index}>", part) for index, part in enumerate(parts)], lambda items: node.unflatten_fn(
+            list(items), context
+        )
+    return None
+
+
+def _refilled(mapping: MutableMapping[Any, Any], items: Sequence[Any]) -> Any:
+    result = copy.copy(mapping)  # keeps a default_factory, an order and other attributes
+    for key, item in zip(mapping, items, strict=True):
+        result[key] = item
+    return result
+
+
+def _refielded(record: Any, fields: Sequence[str], items: Sequence[Any]) -> Any:
+    result = copy.copy(record)  # not dataclasses.replace: that calls __init__ and __post_init__ again
+    for name, item in zip(fields, items, strict=True):
+        object.__setattr__(result, name, item)  # a frozen one too: nobody has seen the copy yet
+    return result
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return `tree` with every tensor replaced by ``function(tensor)``.
+
+    Containers come back as their own type, and a container in which nothing changed is returned itself; whatever is
+    neither container nor tensor stays. The input is not changed.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    node = opened(tree)
+    if node is None:
+        return tree
+    named, rebuild = node
+    items = [map_tensors(item, function) for _, item in named]
+    if all(new is old for new, (_, old) in zip(items, named, strict=True)):
+        return tree
+    return rebuild(items)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of `tree` in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    node = opened(tree)
+    return [] if node is None else [found for _, item in node[0] for found in tensors(item)]
