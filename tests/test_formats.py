@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from fractions import Fraction
@@ -325,3 +326,64 @@ class TestUlp:
     def test_refuses_integers(self) -> None:
         with pytest.raises(FormatError, match=r"Format\.ulp takes a floating tensor and got torch\.int64"):
             FP16.ulp(torch.arange(3))
+
+
+EXMY = ("e2m0", "e3m0-noinf", "e2m1-noinf-nonan", "e3m2-noinf-nonan", "e4m3", "e4m3-noinf", "e4m3-nosub", "e5m2",
+        "e3m4-noinf-nonan-nosub", "e4m6", "e2m3", "e3m2-nosub")  # fmt: skip
+
+
+def described(form: Format) -> list[Fraction]:
+    """Return the non-negative finite numbers of a format from its description: exponent field by exponent field."""
+    numbers = {Fraction(0)}
+    fields, fractions = 2**form.exponent_bits, 2**form.mantissa_bits
+    for field in range(fields - form.has_inf):
+        for fraction in range(fractions):
+            if field == fields - 1 and form.has_nan and fraction == fractions - 1:
+                continue  # without infinities nan has the largest pattern
+            if field:
+                numbers.add(Fraction(fractions + fraction, fractions) * Fraction(2) ** (field - form.bias))
+            elif form.has_subnormals:
+                numbers.add(Fraction(fraction, fractions) * Fraction(2) ** (1 - form.bias))
+    return sorted(numbers)
+
+
+class TestDescribedFormats:
+    @pytest.mark.parametrize("name", EXMY)
+    def test_properties_follow_from_the_numbers(self, name: str) -> None:
+        form = format_of(name)
+        numbers = described(form)
+        assert Fraction(form.max) == numbers[-1]
+        assert Fraction(form.smallest_subnormal) == numbers[1]
+        assert form.bits == 1 + form.exponent_bits + form.mantissa_bits and form.torch_dtype is None
+
+    @pytest.mark.parametrize("name", EXMY)
+    def test_rounding_finds_the_nearest_number(self, name: str) -> None:
+        form = format_of(name)
+        numbers = described(form)
+        points = [
+            a + (b - a) * Fraction(k, 8) for a, b in zip(numbers[:-1], numbers[1:], strict=True) for k in range(9)
+        ]
+        x = torch.tensor([float(p) for p in points], dtype=torch.float64)
+        for value, rounded in zip(x.tolist(), form.round(x).tolist(), strict=True):
+            place = bisect.bisect(numbers, Fraction(value))
+            best = min(abs(Fraction(value) - n) for n in numbers[max(0, place - 1) : place + 1])
+            assert Fraction(rounded) in numbers[max(0, place - 1) : place + 1]
+            assert abs(Fraction(value) - Fraction(rounded)) == best
+        assert torch.equal(form.round(-x), -form.round(x))
+
+    def test_names_of_known_formats_describe_the_same_numbers(self) -> None:
+        x = torch.randn(4096) * torch.exp2(torch.randint(-40, 40, (4096,)).float())
+        for name, known in (("e5m10", FP16), ("e8m7", BF16), ("e4m3-noinf", E4M3), ("e5m2", E5M2), ("e8m10", TF32)):
+            assert torch.equal(format_of(name).round(x), known.round(x))
+
+    def test_without_subnormals_the_gap_around_zero_is_one_step(self) -> None:
+        form = format_of("e4m3-nosub")
+        smallest = form.smallest_normal
+        x = torch.tensor([0.49, 0.5, 0.51, 0.99, 1.0]) * smallest
+        assert form.round(x).tolist() == [0.0, 0.0, smallest, smallest, smallest]
+        assert form.ulp(smallest / 3) == smallest
+
+    @pytest.mark.parametrize("name", ["e1m3", "e9m3", "e4m24"])
+    def test_bits_that_fp32_cannot_carry_are_refused(self, name: str) -> None:
+        with pytest.raises(FormatError, match=f"format '{name}': .* bits; expected"):
+            format_of(name)

@@ -8,6 +8,9 @@ from halfstep.cast import autocast
 from halfstep.errors import HalfstepError
 from halfstep.events import HostStepResult, StepResult
 from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
+from halfstep.policy.operators import expand as operators
+from halfstep.policy.operators import name_of as operator_of
+from halfstep.policy.units import Units, units
 from halfstep.scale import GradScaler
 from halfstep.step import TrainStep, edit_weights, prepare, unprepare
 from halfstep.tasks import Task
@@ -25,9 +28,13 @@ __all__ = [
     "StepResult",
     "Task",
     "TrainStep",
+    "Units",
     "autocast",
     "edit_weights",
+    "operator_of",
+    "operators",
     "prepare",
     "resolve",
+    "units",
     "unprepare",
 ]

@@ -2,16 +2,22 @@
 
 A format with `e` exponent and `m` mantissa bits has the numbers ``±k * 2**(E - m)`` with integer ``k < 2**(m + 1)`` and
 ``1 - bias <= E <= emax``, where ``bias = 2**(e - 1) - 1``. With infinities the highest exponent is theirs and
-``emax = bias``; fp8_e4m3 (OCP "E4M3", torch.float8_e4m3fn) has none, uses that exponent for numbers too and gives up
-only the largest pattern, to nan.
+``emax = bias``; without them it holds numbers too, but for the largest pattern if that is nan. So fp8_e4m3 (OCP "E4M3",
+torch.float8_e4m3fn) has nan and no inf, and the 4- and 6-bit formats of OCP Microscaling have neither. A format without
+subnormals has no number between 0 and ``2**(1 - bias)``.
 
-Overflow: rounding is done as if exponents went on, and what then lies beyond `max` becomes inf; fp8_e4m3 saturates
-instead, infinities too. So do torch's casts (fp8_e4m3 since torch 2.12, pytorch#178817; before, it became nan).
+Overflow: rounding is done as if exponents went on, and what then lies beyond `max` becomes inf; a format without inf
+saturates instead, infinities too. So do torch's casts (fp8_e4m3 since torch 2.12, pytorch#178817; before, it became
+nan). nan stays nan in every format, so that trouble stays in sight.
+
+Any such format has a name that says it all: ``e3m4`` is 3 exponent and 4 mantissa bits with inf, nan and subnormals,
+``e3m4-noinf-nonan-nosub`` is without. None is wider than fp32, which carries the others' values.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,7 +28,20 @@ from torch import Tensor
 
 from halfstep.errors import FormatError, did_you_mean
 
-__all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "TF32", "Format", "format_of"]
+__all__ = [
+    "BF16",
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "TF32",
+    "Format",
+    "format_of",
+]
 
 FLOAT64_BIAS, FLOAT64_MANTISSA = 1023, 52  # of IEEE 754 binary64, to write powers of two as bits
 
@@ -33,19 +52,33 @@ class Format:
 
     Attributes:
         name: short name, e.g. "bf16".
-        exponent_bits: bits of the exponent.
-        mantissa_bits: bits of the mantissa that are stored (the leading one is not).
-        torch_dtype: the dtype that stores it, or None: tf32 is what units make of fp32 inputs.
+        exponent_bits: bits of the exponent, 2 to 8.
+        mantissa_bits: bits of the mantissa that are stored (the leading one is not), 0 to 23.
+        torch_dtype: the dtype that stores it, or None: tf32 is what units make of fp32 inputs, others are simulated.
         has_inf: whether it has infinities; if not, overflow saturates.
         has_nan: whether it has nan.
+        has_subnormals: whether it has numbers below `smallest_normal`; if not, these become that or zero.
+
+    Raises:
+        FormatError: more or fewer bits than that.
     """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
-    torch_dtype: torch.dtype | None
+    torch_dtype: torch.dtype | None = None
     has_inf: bool = True
     has_nan: bool = True
+    has_subnormals: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse bits that fp32 cannot carry."""
+        for what, bits, least, most in (
+            ("exponent", self.exponent_bits, 2, 8),
+            ("mantissa", self.mantissa_bits, 0, 23),
+        ):
+            if not least <= bits <= most:
+                raise FormatError(f"format {self.name!r}: {bits} {what} bits; expected {least} to {most}, as fp32 has")
 
     @property
     def bias(self) -> int:
@@ -59,18 +92,19 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """Bytes a number takes in memory (4 for tf32, which is stored as fp32)."""
+        """Bytes a number takes in memory (4 for tf32 and whatever else is stored as fp32)."""
         return 4 if self.torch_dtype is None else self.torch_dtype.itemsize
 
     @property
     def max_exponent(self) -> int:
         """Exponent of `max`."""
-        return self.bias + (not self.has_inf)
+        return self.bias + (not self.has_inf and (self.mantissa_bits > 0 or not self.has_nan))
 
     @property
     def max(self) -> float:
         """The largest finite number."""
-        top = 2 ** (self.mantissa_bits + 1) - (1 if self.has_inf else 2)
+        nan_on_top = self.has_nan and not self.has_inf and self.mantissa_bits > 0
+        top = 2 ** (self.mantissa_bits + 1) - (2 if nan_on_top else 1)
         return math.ldexp(top, self.max_exponent - self.mantissa_bits)
 
     @property
@@ -80,8 +114,8 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive number."""
-        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits)
+        """The smallest positive number: `smallest_normal` in a format without subnormals."""
+        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits * self.has_subnormals)
 
     @property
     def eps(self) -> float:
@@ -113,9 +147,9 @@ class Format:
             return spacing if x.dtype is torch.float64 else spacing.to(torch.float32)
         if not math.isfinite(x):
             return abs(x)
-        exponent = math.frexp(x)[1] - 1 if x else 1 - self.bias
-        exponent = min(max(exponent, 1 - self.bias), self.max_exponent)
-        return math.ldexp(1.0, exponent - self.mantissa_bits)
+        if abs(x) < self.smallest_normal:
+            return self.smallest_subnormal
+        return math.ldexp(1.0, min(math.frexp(x)[1] - 1, self.max_exponent) - self.mantissa_bits)
 
     def round(
         self,
@@ -163,10 +197,9 @@ class Format:
 
     def _spacing(self, wide: Tensor) -> Tensor:
         """Return the distance between neighbours at each element of a float64 tensor (anything where not finite)."""
-        exponent = torch.frexp(wide).exponent - 1
-        exponent = exponent.masked_fill(wide == 0, 1 - self.bias).clamp(1 - self.bias, self.max_exponent)
-        power = exponent - self.mantissa_bits + FLOAT64_BIAS
-        return (power.to(torch.int64) << FLOAT64_MANTISSA).view(torch.float64)  # 2**(exponent - mantissa_bits), exactly
+        power = (torch.frexp(wide).exponent - 1).clamp(max=self.max_exponent) - self.mantissa_bits
+        power = power.masked_fill(wide.abs() < self.smallest_normal, math.frexp(self.smallest_subnormal)[1] - 1)
+        return (power.to(torch.int64) + FLOAT64_BIAS << FLOAT64_MANTISSA).view(torch.float64)  # 2**power, exactly
 
 
 def _wide(x: object, what: str) -> Tensor:
@@ -182,12 +215,24 @@ BF16 = Format(name="bf16", exponent_bits=8, mantissa_bits=7, torch_dtype=torch.b
 FP16 = Format(name="fp16", exponent_bits=5, mantissa_bits=10, torch_dtype=torch.float16)
 E4M3 = Format(name="fp8_e4m3", exponent_bits=4, mantissa_bits=3, torch_dtype=torch.float8_e4m3fn, has_inf=False)
 E5M2 = Format(name="fp8_e5m2", exponent_bits=5, mantissa_bits=2, torch_dtype=torch.float8_e5m2)
+# OCP Microscaling Formats (MX) v1.0, section 5.3; their bits have no torch dtype of one element
+E3M2 = Format(name="fp6_e3m2", exponent_bits=3, mantissa_bits=2, has_inf=False, has_nan=False)
+E2M3 = Format(name="fp6_e2m3", exponent_bits=2, mantissa_bits=3, has_inf=False, has_nan=False)
+E2M1 = Format(name="fp4_e2m1", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False)
 
-FORMATS: Mapping[str, Format] = MappingProxyType({f.name: f for f in (FP32, TF32, BF16, FP16, E4M3, E5M2)})
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {f.name: f for f in (FP32, TF32, BF16, FP16, E4M3, E5M2, E3M2, E2M3, E2M1)}
+)
+
+EXMY = re.compile(r"e(\d+)m(\d+)(-noinf)?(-nonan)?(-nosub)?")
 
 
 def format_of(what: str | torch.dtype | Format) -> Format:
-    """Return the format with a name ("bf16") or that a torch dtype stores (torch.bfloat16).
+    """Return the format with a name ("bf16"), that a torch dtype stores (torch.bfloat16) or that ``eXmY`` describes.
+
+    Args:
+        what: one of `FORMATS`, a torch dtype, or ``eXmY`` with X exponent and Y mantissa bits, followed by any of
+            ``-noinf``, ``-nonan``, ``-nosub`` in this order. Note that ``e4m3`` has infinities and "fp8_e4m3" has none.
 
     Raises:
         FormatError: there is none; the message names the nearest.
@@ -197,7 +242,18 @@ def format_of(what: str | torch.dtype | Format) -> Format:
     for known in FORMATS.values():
         if what == known.name or (what is not None and what is known.torch_dtype):
             return known
+    if isinstance(what, str) and (match := EXMY.fullmatch(what)):
+        exponent, mantissa, noinf, nonan, nosub = match.groups()
+        return Format(
+            name=what,
+            exponent_bits=int(exponent),
+            mantissa_bits=int(mantissa),
+            has_inf=not noinf,
+            has_nan=not nonan,
+            has_subnormals=not nosub,
+        )
     hint = did_you_mean(what, FORMATS) if isinstance(what, str) else ""
     raise FormatError(
-        f"unknown number format {what!r}; expected one of {', '.join(FORMATS)} or their torch dtype{hint}"
+        f"unknown number format {what!r}; expected one of {', '.join(FORMATS)}, their torch dtype, or eXmY as in "
+        f"'e3m4' (with -noinf, -nonan, -nosub behind it){hint}"
     )

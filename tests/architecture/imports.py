@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
-    "errors": 0, "formats": 0, "events": 0, "trees": 0,
+    "errors": 0, "formats": 0, "blocks": 0, "events": 0, "trees": 0,
     "kernels": 1, "policy": 1,
     "cast": 2, "distributed": 2, "fp8": 2, "scale": 2, "weights": 2,
     "step": 3,
@@ -27,6 +27,8 @@ PUBLIC = frozenset({"", "errors"})
 ARROWS: Mapping[tuple[str, str], str] = {
     ("advise", "lens"): "an arrow of the design: advice is drawn from what lens saw",
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("blocks", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("blocks", "formats"): "a block format is made of an element format",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("cli", "tasks"): "the command line works on tasks",
     ("__main__", "cli"): "python -m halfstep is the command line",

@@ -77,3 +77,48 @@ def compare(
             device=device,
         )
     )
+
+
+@app.command()
+def doctor(
+    device: Annotated[
+        str, typer.Option(help="The only device type to look at. Default: the accelerator, if any, and the CPU.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: an indication.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+) -> None:
+    """Measure what this machine gains from each format, and say which preset to use, and why.
+
+    Also: which optimizers make a step wait for the device, and which settings of this machine stand in the way.
+    """
+    from halfstep.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(device=device, json_path=json, quick=quick))
+
+
+@app.command()
+def ops(
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATTERN", help="Operators, such as softmax or 'conv*'. Default: all with a rule."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option("--policy", help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.")
+    ] = "mixed",
+    diff: Annotated[str, typer.Option("--diff", help="Show what differs from this policy instead.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan.",
+        ),
+    ] = "",
+    device: Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")] = "",
+    json: Annotated[Path | None, typer.Option("--json", help="Write all of it to this file.")] = None,
+) -> None:
+    """Show the rule of every operator under a policy: which part of the policy decides, why, and who says so."""
+    from halfstep.cli.ops import run_ops
+
+    raise typer.Exit(
+        run_ops(policy=policy, patterns=patterns or (), diff=diff, model=model, device=device, json_path=json)
+    )

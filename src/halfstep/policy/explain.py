@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from halfstep.errors import PolicyError
+from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import CLASS_PREFIX, glob_covers
 from halfstep.policy.operators import expand
 from halfstep.policy.plan import Decision
@@ -30,6 +31,8 @@ def explain(policy: Policy, what: str) -> str:
     label = f"policy {policy.name!r}" if policy.name else repr(policy)
     if what.startswith(CLASS_PREFIX) or what == "":
         return f"{label}\n" + "\n".join(_module_lines(policy, what))
+    if is_custom(what):
+        return f"{label}\n" + "\n".join(_custom_lines(policy, what))
     try:
         operators = expand(what)
     except PolicyError:
@@ -51,9 +54,18 @@ def _operator_lines(policy: Policy, op: str) -> Iterator[str]:
     else:
         for device, decision in decisions.items():
             yield f"operator {op} on {device}: {_words(policy, decision)}"
-    overruled = [pair for pair in policy.ops if op in expand(pair[0])][:-1]
+    overruled = [pair for pair in policy.ops if not is_custom(pair[0]) and op in expand(pair[0])][:-1]
     for pattern, rule in overruled:
         yield f"  overruled: ops {pattern!r} = {rule!r} (a later entry matches)"
+
+
+def _custom_lines(policy: Policy, what: str) -> Iterator[str]:
+    own = decisions(policy.ops)
+    named = [name for name in own if custom_rule(((what, "found"),), name, "")]
+    if not named:
+        raise PolicyError(f"no custom operator {what!r} is registered{did_you_mean(what, own)}; @hs.operator does that")
+    for name in named:
+        yield f"operator {name}: {own[name].rule}, decided by {own[name].reason}"
 
 
 def _words(policy: Policy, decision: Decision | None) -> str:
@@ -93,7 +105,8 @@ def diff(mine: Policy, other: Policy) -> str:
             lines.append(f"{field.name}: {left!r} -> {right!r}")
     changed: dict[tuple[str, str], dict[str, list[str]]] = {}
     for device in DEVICES:
-        left_rules, right_rules = operator_rules(mine, device), operator_rules(other, device)
+        left_rules = {**operator_rules(mine, device), **decisions(mine.ops)}
+        right_rules = {**operator_rules(other, device), **decisions(other.ops)}
         for op in sorted(left_rules.keys() | right_rules.keys()):
             change = _rule(left_rules.get(op)), _rule(right_rules.get(op))
             if change[0] != change[1]:

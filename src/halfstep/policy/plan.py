@@ -5,8 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from halfstep.policy.policy import Policy
+if TYPE_CHECKING:
+    from halfstep.policy.policy import Policy
+
 
 __all__ = ["Decision", "ModuleDecision", "ParameterDecision", "Plan"]
 
@@ -17,7 +20,7 @@ class Decision:
 
     Attributes:
         rule: "low", "fp32", "keep", "widest" or "banned".
-        origin: what in the policy decided: "table", "residual", "loss" or "ops".
+        origin: what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator.
         reason: why, in words.
     """
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.custom import check_pattern, is_custom
 from halfstep.policy.operators import canonical, expand
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
@@ -243,6 +244,9 @@ def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
 
 
 def _operator(pattern: str) -> str:
+    if is_custom(pattern):
+        check_pattern(pattern)
+        return pattern
     matched = expand(pattern)
     return pattern if any(c in pattern for c in "*?[") else canonical(matched[0])
 

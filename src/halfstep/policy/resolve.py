@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
 from halfstep.policy.operators import expand
 from halfstep.policy.optable import losses, table
@@ -118,7 +119,7 @@ def require_engine(policy: Policy) -> None:
 
 
 def operator_rules(policy: Policy, device_type: str) -> dict[str, Decision]:
-    """Return the decision for every operator that has a rule; the others run in their inputs' format.
+    """Return the decision for every operator of torch that has a rule; the others run in their inputs' format.
 
     The device matters only for ``table="torch"``, whose rows are torch.autocast's lists as data.
     """
@@ -139,7 +140,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
             if op not in rules or rules[op].rule in {"low", "keep", "widest"}:
                 rules[op] = Decision("fp32", "loss", "loss='fp32': loss functions run in fp32 whatever the table says")
     for pattern, rule in policy.ops:
-        for op in expand(pattern):
+        for op in () if is_custom(pattern) else expand(pattern):
             rules[op] = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
     return rules
 
@@ -161,15 +162,21 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None) ->
     rules = rules_of_modules(policy.modules, model)
     parameters, untouched = _parameters(concrete, model, rules)
     notes = [note, *untouched]
-    if policy.params == "low" and concrete.params == "low":
+    if concrete.params == "low" and any(b.is_floating_point() for b in model.buffers()):
         notes.append("floating buffers are never converted")
+    own = decisions(policy.ops)
+    notes += [
+        f"ops: no operator {pattern!r} is registered (yet); @hs.operator registers one"
+        for pattern, _ in policy.ops
+        if is_custom(pattern) and not any(custom_rule(((pattern, "found"),), name, "") for name in own)
+    ]
     return Plan(
         policy=concrete,
         device=device,
         model=type(model).__name__,
         modules=tuple(_module(path, module, rules, concrete) for path, module in model.named_modules()),
         parameters=parameters,
-        operators=tuple(sorted(operator_rules(concrete, device).items())),
+        operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
         notes=tuple(n for n in notes if n),
     )
 

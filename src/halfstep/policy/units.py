@@ -65,7 +65,7 @@ def units(device_type: str) -> Units:
 def check_device_type(device_type: str) -> None:
     """Raise PolicyError unless `device_type` is a bare device type that torch.autocast knows, such as "cuda"."""
     try:
-        known = torch.amp.is_autocast_available(device_type)
+        known = ":" not in device_type and torch.amp.is_autocast_available(device_type)
     except (RuntimeError, TypeError):  # not even a device type
         known = False
     if not known:

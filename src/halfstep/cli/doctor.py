@@ -1,0 +1,237 @@
+"""``halfstep doctor``: what this machine can do for mixed precision, measured, and what to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+import halfstep as hs
+from halfstep.cli.terminal import complain, console, device_type, item, say, table, writable, write_json
+from halfstep.tasks import machine
+from halfstep.tasks.advice import Advice, advise
+from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
+from halfstep.tasks.pitfalls import cores_granted, pitfalls, threads_to_use, usable_cores
+from halfstep.tasks.speed import DeviceSpeed, Sizes, Speed, WorkSpeed, measure_speed, sizes_for
+
+__all__ = ["run_doctor"]
+
+SizesOf = Callable[[str], Sizes]
+
+
+def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: SizesOf | None = None) -> int:
+    """Run the command; return its exit code: 0, or 2 for bad input, after which nothing was measured.
+
+    Args:
+        device: the only device type to look at; "" for the CPU and the accelerator, if there is one.
+        json_path: where to write everything, or None.
+        quick: small sizes and few rounds.
+        sizes: device type -> how much to compute; None: what `quick` says.
+    """
+    out, err = console(), console(stderr=True)
+    try:
+        main = device_type(device)
+        writable(json_path)
+    except hs.HalfstepError as error:
+        return complain(error)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    about = {**machine(), **_versions()}
+    devices = [main] if device or main == "cpu" else [main, "cpu"]
+    _print_machine(out, about)
+    units = [hs.units(each) for each in devices]
+    _print_units(out, units)
+    threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
+    with _threads(threads), _Progress(err) as progress:
+        speeds = [measure_speed(each, (sizes or _sizes(quick))(each), on_step=progress.say) for each in devices]
+        progress.say("optimizers")
+        reads = [host_reads(main, kind) for kind in optimizer_classes()]
+    advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
+    found = pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ)
+    for speed in speeds:
+        _print_speeds(out, speed, threads)
+    if quick:
+        say(out, "an indication: small sizes and few rounds; without --quick it takes about 10 seconds")
+    for each in advice:
+        _print_advice(out, each)
+    _print_reads(out, reads, main)
+    _print_pitfalls(out, found)
+    words = ["halfstep", "doctor", *(["--device", device] if device else []), *(["--quick"] if quick else [])]
+    report = {
+        "command": shlex.join([*words, *(["--json", str(json_path)] if json_path else [])]),
+        "halfstep": hs.__version__,
+        "quick": quick,
+        "machine": about,
+        "threads": threads,
+        "units": [dataclasses.asdict(each) for each in units],
+        "speeds": [dataclasses.asdict(each) for each in speeds],
+        "advice": [dataclasses.asdict(each) for each in advice],
+        "optimizers": [dataclasses.asdict(each) for each in reads],
+        "pitfalls": list(found),
+    }
+    write_json(out, json_path, report)
+    return 0
+
+
+def _sizes(quick: bool) -> SizesOf:
+    return lambda device: sizes_for(device, quick=quick)
+
+
+@contextmanager
+def _threads(wanted: int) -> Iterator[None]:
+    """Let torch use so many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Progress:
+    """A line on a terminal that says what is being measured and leaves no trace; elsewhere one plain line."""
+
+    def __init__(self, err: Console) -> None:
+        if not err.is_terminal:
+            say(err, "measuring ...")
+        self._status = err.status("", spinner="line", refresh_per_second=1) if err.is_terminal else None
+
+    def __enter__(self) -> _Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, what: str) -> None:
+        if self._status is not None:
+            self._status.update(f"measuring: {what}")
+
+
+def _versions() -> dict[str, Any]:
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
+
+
+def _print_machine(out: Console, about: dict[str, Any]) -> None:
+    threads = f"{about['torch_threads']} {'thread' if about['torch_threads'] == 1 else 'threads'}"
+    on = f"; {about['accelerator']}" if about["accelerator"] else ""
+    say(out, f"{about['cpu']}, {about['cores']} cores, {threads} of torch{on}; {platform.system()}")
+    build = [f"CUDA {about['cuda']}"] if about["cuda"] else [f"HIP {about['hip']}"] if about["hip"] else []
+    build += [f"cuDNN {about['cudnn']}"] if about["cudnn"] else []
+    say(
+        out,
+        ", ".join(
+            [f"torch {about['torch']}", *(build or ["built for CPUs"]), f"Python {about['python']}"]
+            + [f"halfstep {hs.__version__}"]
+        ),
+    )
+
+
+def _print_units(out: Console, units: Sequence[hs.Units]) -> None:
+    made = table(out, "device", "bf16 units", "fp16 units", "how this is known")
+    for each in units:
+        made.add_row(each.device, *(_yes(there) for there in (each.bf16, each.fp16)), each.reason)
+    out.print(made)
+
+
+def _yes(there: bool) -> Text:
+    return Text("yes", style="green") if there else Text("no", style="yellow")
+
+
+def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
+    on = (
+        f"{speed.device}, {threads} {'thread' if threads == 1 else 'threads'}"
+        if speed.device == "cpu"
+        else speed.device
+    )
+    say(out)
+    say(out, f"Speed on {on}, forward and backward", style="bold")
+    made = table(out, "work", "format", "GFLOP/s", "speed / fp32", "90 % interval", right=(2, 3, 4))
+    for work in speed.works:
+        for each in work.speeds:
+            named = each.faster is None or not out.is_terminal
+            made.add_row(
+                f"{work.work} {work.size}" if named else "",
+                each.label,
+                f"{each.gflops:,.0f}" if each.gflops >= 10 else f"{each.gflops:.2g}",
+                *_ratio(work, each),
+                end_section=out.is_terminal and each is work.speeds[-1],
+            )
+    out.print(made)
+    say(out, "medians of paired ratios, in turns; undecided: finer than the same fp32 program run twice")
+    there = hs.units(speed.device)
+    lacking = [name for name, has in (("bf16", there.bf16), ("fp16", there.fp16)) if not has]
+    if lacking:
+        say(out, f"{' and '.join(lacking)} without units (torch's own kernels) ran in a small size, beside fp32 in it")
+    if speed.device == "cuda":
+        say(out, "fp32 is IEEE fp32; unless told, torch runs convolutions in tf32 and matrix products in fp32")
+
+
+def _ratio(work: WorkSpeed, speed: Speed) -> tuple[Text, str]:
+    if speed.faster is None:
+        return Text(""), ""
+    ratio = speed.faster
+    interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    if not work.decided(speed):
+        return Text(f"undecided ({ratio.median:.2f})", style="yellow"), interval
+    return Text(f"{ratio.median:.2f}", style="green" if ratio.median > 1 else "red"), interval
+
+
+def _print_advice(out: Console, advice: Advice) -> None:
+    say(out)
+    what = "stay in fp32, preset `O0`" if advice.dtype == "fp32" else f"`{advice.preset}` in {advice.dtype}"
+    say(out, f"Use on {advice.device}: {what}", style="bold green")
+    say(out, f"    step = hs.TrainStep(model, optimizer, loss_fn, {advice.code})")
+    for line in advice.why:
+        item(out, line)
+    for case, what in advice.also:
+        item(out, f"if {case}: {what}")
+
+
+def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
+    """Print the optimizers that behave alike on one row."""
+    groups: dict[tuple[int, int, str], list[str]] = {}
+    for each in reads:
+        groups.setdefault((each.later, each.first, each.problem), []).append(each.optimizer)
+    say(out)
+    say(
+        out, f"Does a step under a loss scale (fp16) wait for the device? torch's optimizers, tried on {device}", "bold"
+    )
+    made = table(out, "reads a step", "what that means", "optimizers")
+    for key, names in sorted(groups.items(), key=lambda group: (bool(group[0][2]), group[0])):
+        later, first, problem = key
+        made.add_row("-" if problem else str(later), _meaning(later, first, problem), ", ".join(names))
+    out.print(made)
+    item(out, "hs.TrainStep reads as often in every format, and fuses Adam and its like by itself")
+    item(
+        out,
+        "in a loop of your own hs.GradScaler needs fused=True for 0 reads; without a scaler (bf16, fp32) none are made",
+    )
+
+
+def _meaning(later: int, first: int, problem: str) -> Text:
+    if problem:
+        return Text(f"cannot step under a loss scale: {problem}", style="yellow")
+    if later == 0:
+        return Text(
+            "no: it takes the verdict on the device" + (f"; {first} in the first step" if first else ""), "green"
+        )
+    return Text("yes: the host reads whether gradients are finite")
+
+
+def _print_pitfalls(out: Console, found: Sequence[str]) -> None:
+    say(out)
+    say(out, "Pitfalls" if found else "Pitfalls: none found", style="bold")
+    for line in found:
+        item(out, line, style="yellow")

@@ -1,0 +1,258 @@
+"""``halfstep ops``: which rule each operator has under a policy and why; what differs between two; a model's plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.cli.optables import (
+    RULES,
+    Changed,
+    Ruled,
+    ordered,
+    print_changes,
+    print_fields,
+    print_head,
+    print_operators,
+    print_parameters,
+    print_ruled_modules,
+)
+from halfstep.cli.terminal import complain, console, device_type, item, say, writable, write_json
+from halfstep.tasks import Task, TaskError
+from halfstep.tasks.candidates import Candidate, candidates
+from halfstep.tasks.source import load_model
+from halfstep.tasks.used import Used, used_operators
+
+__all__ = ["run_ops"]
+
+OWN = "::"  # in the names of custom operators, as in torch.library's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What the command line asked for, checked."""
+
+    candidate: Candidate
+    policy: hs.Policy
+    other: Candidate | None
+    source: Task | nn.Module | None
+    plan: hs.Plan
+    names: tuple[str, ...]
+
+
+def run_ops(
+    *,
+    policy: str,
+    patterns: Sequence[str],
+    diff: str,
+    model: str,
+    device: str,
+    json_path: Path | None,
+) -> int:
+    """Run the command; return its exit code: 0, or 2 for bad input.
+
+    Args:
+        policy: label of a policy, as in ``halfstep compare``.
+        patterns: operators to show, by name or pattern; none: those with a rule.
+        diff: label of a policy to compare with, or "".
+        model: ``path/to/file.py:function`` or a task's name, or "".
+        device: device type, "" for the accelerator, if there is one, else the CPU.
+        json_path: where to write everything, or None.
+    """
+    out = console()
+    try:
+        where = device or device_type("")
+        asked = _check(policy, patterns, diff, model, where)
+        writable(json_path)
+    except (hs.HalfstepError, NotImplementedError) as error:
+        return complain(error)
+    words = {"--policy": policy, "--diff": diff, "--model": model, "--device": device, "--json": json_path}
+    options = [str(word) for option, value in words.items() if value for word in (option, value)]
+    report: dict[str, Any] = {
+        "command": shlex.join(["halfstep", "ops", *options, *patterns]),
+        "halfstep": hs.__version__,
+        "device": where,
+        "label": asked.candidate.label,
+        "policy": asked.policy.to_toml(),
+    }
+    if asked.other is not None:
+        report |= _show_difference(out, asked, asked.other, where)
+    else:
+        report |= _show_plan(out, asked, where, patterns)
+    write_json(out, json_path, report)
+    return 0
+
+
+def _check(policy: str, patterns: Sequence[str], diff: str, model: str, device: str) -> _Asked:
+    """Check and load everything before anything is printed.
+
+    Raises:
+        HalfstepError: what cannot be understood.
+    """
+    if diff and model:
+        raise TaskError("--diff compares two policies and --model shows one; leave one of them out")
+    if ":" in device:
+        raise TaskError(f"--device {device!r}: rules are the same for every index; write {device.partition(':')[0]!r}")
+    hs.units(device)  # refuses what is no device type
+    mine = _candidate(policy, device)
+    other = _candidate(diff, device) if diff else None
+    source = load_model(model) if model else None  # may register custom operators
+    chosen = mine.policy or hs.Policy.of(policy)
+    instance = source.model() if isinstance(source, Task) else source
+    if instance is None:
+        plan = hs.resolve(chosen.replace(modules=()), nn.Identity(), device)
+    else:
+        plan = hs.resolve(chosen, instance, device)
+    names = _matching(patterns, plan)
+    return _Asked(candidate=mine, policy=chosen, other=other, source=source, plan=plan, names=names)
+
+
+def _candidate(label: str, device: str) -> Candidate:
+    """Return the policy called `label`, with the format that ``halfstep compare`` would give it."""
+    found = [c for c in candidates([label], device) if c.policy is not None]
+    if not found:
+        instead = "preset 'O0' keeps everything in fp32" if label.startswith("fp32") else "preset 'torch' has its lists"
+        raise TaskError(f"{label!r} is a training loop without halfstep and has no policy; {instead}")
+    name, colon, _ = label.rpartition(":")
+    path = Path(name if colon and name.endswith(".toml") else label)
+    if path.suffix != ".toml":
+        return found[0]
+    return dataclasses.replace(found[0], label=f"{path.name} {found[0].dtype}")  # its own name may be its preset's
+
+
+def _matching(patterns: Iterable[str], plan: hs.Plan) -> tuple[str, ...]:
+    """Return the operators that `patterns` stand for, each once.
+
+    Raises:
+        HalfstepError: a pattern stands for none; the message names the nearest.
+    """
+    names: list[str] = []
+    for pattern in patterns:
+        if OWN in pattern:
+            own = [name for name, _ in plan.operators if OWN in name]
+            found = tuple(name for name in own if fnmatchcase(name, pattern))
+            if not found:
+                raise TaskError(
+                    f"no custom operator {pattern!r} is registered; registered are {', '.join(own) or 'none'}"
+                )
+        else:
+            found = hs.operators(pattern)
+        names += found
+    return tuple(dict.fromkeys(names))
+
+
+# ------------------------------------------------------------------ one policy
+
+
+def _show_plan(out: Any, asked: _Asked, device: str, patterns: Sequence[str]) -> dict[str, Any]:
+    used, problem = _used(asked, device)
+    rules = dict(asked.plan.operators)
+    names = asked.names or tuple(used or rules)
+    if used and patterns:
+        names = tuple(name for name in asked.names if name in used)
+    rows = ordered(_ruled(name, rules, used) for name in names)
+    notes = [*asked.plan.notes, *_remarks(asked)]
+    print_head(out, asked.candidate.label, asked.plan, is_model=asked.source is not None)
+    for note in notes:
+        item(out, note, style="yellow")
+    if asked.source is not None:
+        print_ruled_modules(out, asked.plan)
+        print_parameters(out, asked.plan)
+    if problem:
+        say(out)
+        item(out, problem, style="yellow")
+    total = len(hs.operators("*"))
+    print_operators(out, rows, asked.plan, total=total, used=used is not None, chosen=bool(patterns))
+    shown: dict[str, Any] = {"notes": notes, "operators": [dataclasses.asdict(row) for row in rows]}
+    if asked.source is not None:
+        shown["modules"] = [dataclasses.asdict(module) for module in asked.plan.modules]
+        shown["parameters"] = [dataclasses.asdict(parameter) for parameter in asked.plan.parameters]
+    return shown
+
+
+def _ruled(name: str, rules: dict[str, Any], used: dict[str, Used] | None) -> Ruled:
+    decision = rules.get(name)
+    calls = used.get(name) if used else None
+    return Ruled(
+        operator=name,
+        rule=decision.rule if decision else "",
+        decided_by=decision.origin if decision else "",
+        reason=decision.reason if decision else "no rule: runs in its inputs' format",
+        calls=calls.calls if calls else 0,
+        gives=calls.gives if calls else (),
+    )
+
+
+def _used(asked: _Asked, device: str) -> tuple[dict[str, Used] | None, str]:
+    """Return the operators that a task's first step calls, or None and why they are not known."""
+    if asked.source is None:
+        return None, ""
+    if not isinstance(asked.source, Task):
+        return None, "operators that the model calls are counted if the function returns an hs.Task, which has a batch"
+    try:
+        device_type(device)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "policy .* on ")  # the plan's notes say it
+            return used_operators(asked.source, asked.policy, device), ""
+    except Exception as error:  # of the user's model: its plan is worth showing all the same
+        first = (str(error).splitlines() or [""])[0]
+        return None, f"operators are not counted: the first step raised {type(error).__name__}: {first}"
+
+
+def _remarks(asked: _Asked) -> list[str]:
+    remarks = []
+    if asked.plan.policy.dtype == "fp32" and asked.plan.operators:
+        remarks.append("the low format is fp32, so no rule changes anything")
+    if asked.policy.table == "torch":
+        remarks.append(
+            "torch.autocast's lists as halfstep has them written down; a region uses those of the torch that runs it, "
+            f"{torch.__version__} here"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hs.prepare(nn.Linear(1, 1), policy=asked.policy.replace(modules=()))
+    except NotImplementedError as error:
+        remarks.append(str(error))
+    if asked.policy.modules and asked.source is None:
+        remarks.append("the policy has rules for modules too, which win over those of operators; --model shows them")
+    return remarks
+
+
+# ------------------------------------------------------------------ two policies
+
+
+def _show_difference(out: Any, asked: _Asked, other: Candidate, device: str) -> dict[str, Any]:
+    theirs = other.policy
+    assert theirs is not None
+    plan = hs.resolve(theirs.replace(modules=()), nn.Identity(), device)
+    left, right = dict(asked.plan.operators), dict(plan.operators)
+    changes = []
+    for name in asked.names or sorted(left.keys() | right.keys()):
+        before, after = _ruled(name, left, None), _ruled(name, right, None)
+        if before.rule != after.rule:
+            changes.append(Changed(before=before, after=after))
+    changes.sort(key=lambda each: (RULES.index(each.before.rule), RULES.index(each.after.rule), each.before.operator))
+    fields = [
+        (field.name, getattr(asked.policy, field.name), getattr(theirs, field.name))
+        for field in dataclasses.fields(hs.Policy)
+        if field.name != "name" and getattr(asked.policy, field.name) != getattr(theirs, field.name)
+    ]
+    labels = (asked.candidate.label, other.label)
+    print_fields(out, labels, fields)
+    print_changes(out, labels, changes, device)
+    return {
+        "other": {"label": other.label, "policy": theirs.to_toml()},
+        "fields": [name for name, _, _ in fields],
+        "operators": [dataclasses.asdict(change) for change in changes],
+    }

@@ -1,0 +1,101 @@
+"""Terminal: what commands share: consoles, tables, input that is checked, and JSON that is JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from halfstep.errors import did_you_mean
+from halfstep.tasks import TaskError
+
+__all__ = ["WRONG_USE", "complain", "console", "device_type", "item", "say", "table", "writable", "write_json"]
+
+PLAIN_WIDTH = 400  # columns of a table that no terminal cuts
+WRONG_USE = 2  # exit code for bad input
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that cuts nothing where nobody is watching."""
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH, soft_wrap=True)
+
+
+def say(out: Console, line: str = "", style: str | None = None) -> None:
+    """Print one line as it is."""
+    out.print(line, style=style, markup=False, highlight=False)
+
+
+def item(out: Console, line: str, style: str | None = None) -> None:
+    """Print one entry of a list; on a terminal its further lines are indented."""
+    width = out.width if out.is_terminal else PLAIN_WIDTH * 10
+    for part in textwrap.wrap(f"- {line}", width, subsequent_indent="  ", break_on_hyphens=False):
+        say(out, part, style)
+
+
+def complain(error: BaseException) -> int:
+    """Say in red, on one line of stderr, what was wrong; return the exit code for bad input."""
+    words = " ".join(f"error: {error}".split())
+    console(stderr=True).print(words, style="red", markup=False, highlight=False)
+    return WRONG_USE
+
+
+def table(out: Console, *headers: str, right: tuple[int, ...] = ()) -> Table:
+    """Return an empty table, in Markdown where the console is no terminal; columns `right` are flush right."""
+    made = Table(box=box.ROUNDED if out.is_terminal else box.MARKDOWN)
+    for place, header in enumerate(headers):
+        made.add_column(header, justify="right" if place in right else "left")
+    return made
+
+
+def device_type(wanted: str) -> str:
+    """Return `wanted` if this machine has it; for "" the accelerator, if there is one, else "cpu".
+
+    Raises:
+        TaskError: it is not here.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = ("cpu",) if accelerator is None else (accelerator.type, "cpu")
+    if not wanted:
+        return there[0]
+    if wanted not in there:
+        raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
+    return wanted
+
+
+def writable(path: Path | None) -> None:
+    """Make sure that a report can be written to `path`.
+
+    Raises:
+        TaskError: it cannot.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise TaskError(f"--json {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def write_json(out: Console, path: Path | None, report: dict[str, Any]) -> None:
+    """Write `report` to `path`, if there is one, and say so."""
+    if path is not None:
+        path.write_text(json.dumps(_plain(report), indent=1) + "\n", encoding="utf-8")
+        say(out, f"written: {path}")
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with the floats JSON has no word for (nan, inf) as None."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

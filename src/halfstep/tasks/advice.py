@@ -1,0 +1,147 @@
+"""Advice: which preset and format suit a device, and why, from its units and what was measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+import halfstep as hs
+from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
+
+__all__ = ["Advice", "advise", "rows_for_o2"]
+
+WORTH_IT = 1.1  # a format has to be a tenth faster in the kernels: casts and everything else take their share
+CLEARLY = 1.2  # fp16 has to be this much faster than bf16 to be worth a loss scale
+PASSES = 3  # a product costs as much again for the gradient of its input and of its weight
+SHARE = 0.2  # of the products' time: when casting weights takes more, keep low weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What to use on a device.
+
+    Attributes:
+        device: its type.
+        preset: name of a preset.
+        dtype: "bf16", "fp16" or "fp32".
+        code: the argument to write.
+        why: the measured reasons.
+        also: (case, what to use then), for what one number cannot decide.
+    """
+
+    device: str
+    preset: str
+    dtype: str
+    code: str
+    why: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()
+
+
+def advise(there: hs.Units, speed: DeviceSpeed) -> Advice:
+    """Return what to use on the device that `there` and `speed` describe."""
+    has = {"bf16": there.bf16, "fp16": there.fp16}
+    gains = {label: _gains(speed, label) for label in has}
+    best = {label: max(gains[label].values(), default=0.0) if has[label] else 0.0 for label in has}
+    if max(best.values()) < WORTH_IT:
+        return _stay(there, speed, gains)
+    dtype = "fp16" if best["fp16"] > CLEARLY * best["bf16"] else "bf16"
+    why = [f"{dtype} reaches {_words(gains[dtype])}, forward and backward"]
+    if dtype == "bf16":
+        why.append("bf16 has fp32's range: no loss scale is needed and no step is skipped for an overflow")
+        if best["fp16"] >= WORTH_IT:
+            why.append(f"fp16 is not clearly faster ({_words(gains['fp16'])}) and needs a loss scale")
+    else:
+        why.append(f"bf16 would need no loss scale, but reaches only {_words(gains['bf16'])} ({there.reason})")
+    also = []
+    slow = [work for work, gain in gains[dtype].items() if gain < WORTH_IT]
+    if slow:
+        also.append((f"the model is mostly {slow[0]}s", f"`O0`, which stays in fp32: {dtype} gains nothing there"))
+    rows = rows_for_o2(speed, dtype)
+    if rows:
+        also.append(
+            (
+                f"weights dominate (fewer than about {rows} rows, batch times positions, in a step)",
+                f"`O2` in {dtype}, which keeps low weights: under `mixed` casting weights down and gradients up would "
+                f"take over {SHARE:.0%} of the products' time",
+            )
+        )
+    if not there.fp16:
+        also += _rehearsal(speed)
+    return Advice(
+        device=speed.device,
+        preset="mixed",
+        dtype=dtype,
+        code=_code("mixed", dtype, speed.device),
+        why=tuple(why),
+        also=tuple(also),
+    )
+
+
+def _stay(there: hs.Units, speed: DeviceSpeed, gains: dict[str, dict[str, float]]) -> Advice:
+    """Advise fp32: no low format is faster here."""
+    why = [there.reason]
+    why += [f"{label} reaches {_words(found)}, forward and backward" for label, found in gains.items() if found]
+    memory = ("memory is short", "`mixed` in bf16 saves half the bytes for backward, at the speed above")
+    return Advice(
+        device=speed.device,
+        preset="O0",
+        dtype="fp32",
+        code=_code("O0", "fp32", speed.device),
+        why=tuple(why),
+        also=(memory, *(() if there.fp16 else _rehearsal(speed))),
+    )
+
+
+def _rehearsal(speed: DeviceSpeed) -> list[tuple[str, str]]:
+    emulated = _words(_gains(speed, "fp16 emulated"))
+    native = _words(_gains(speed, "fp16"))
+    beside = f"; torch's own fp16 kernels reach {native}" if native else ""
+    return [
+        (
+            "you test fp16 training (overflows, the loss scale) here",
+            f"`mixed` in fp16, emulated with a GPU's numerics, reaches {emulated}{beside}",
+        )
+    ]
+
+
+def rows_for_o2(speed: DeviceSpeed, dtype: str) -> int:
+    """Return below how many rows a step casting weights costs more than `SHARE` of the matrix products, or 0.
+
+    An element of a weight takes part in 2 operations a row in each of the 3 products of a step, and is cast once.
+    """
+    found = _find(speed, "matrix product", dtype)
+    if found is None:
+        return 0
+    rows = speed.cast_seconds * found[1].gflops * 1e9 / (2 * PASSES * SHARE)
+    return int(float(f"{rows:.1g}"))
+
+
+def _gains(speed: DeviceSpeed, label: str) -> dict[str, float]:
+    """Return work -> how many times fp32's speed, 1 where the difference is finer than this machine resolves."""
+    gains = {}
+    for work in speed.works:
+        for each in work.speeds:
+            if each.label == label and each.faster is not None:
+                gains[work.work] = each.faster.median if work.decided(each) else 1.0
+    return gains
+
+
+def _words(gains: dict[str, float]) -> str:
+    """Return "2.1 times fp32's speed in a matrix product, 2.4 times in a convolution"."""
+    words: list[str] = []
+    for work, gain in gains.items():
+        times = f"{gain:.1f} times" if gain >= 1.0 else f"{gain:.2g} times"
+        words.append(f"{times} in a {work}" if words else f"{times} fp32's speed in a {work}")
+    return ", ".join(words)
+
+
+def _find(speed: DeviceSpeed, name: str, label: str) -> tuple[WorkSpeed, Speed] | None:
+    pairs = ((work, each) for work in speed.works if work.work == name for each in work.speeds)
+    return next((pair for pair in pairs if pair[1].label == label), None)
+
+
+def _code(preset: str, dtype: str, device: str) -> str:
+    """Return the policy argument, with a format only where "auto" would choose another."""
+    auto = hs.resolve(hs.Policy.of(preset), nn.Identity(), device).policy.dtype
+    return f'policy="{preset}"' if auto == dtype else f'policy=hs.Policy.of("{preset}", dtype="{dtype}")'

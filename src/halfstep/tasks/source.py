@@ -1,0 +1,74 @@
+"""Source: what ``path/to/file.py:function`` returns."""
+
+from __future__ import annotations
+
+import importlib.util
+import traceback
+from pathlib import Path
+
+from torch import nn
+
+from halfstep.errors import did_you_mean
+from halfstep.tasks.registry import load_task, task_names
+from halfstep.tasks.task import Task, TaskError
+
+__all__ = ["call_function", "load_model"]
+
+
+def load_model(name: str) -> Task | nn.Module:
+    """Return the task called `name`, or what ``path/to/file.py:function`` returns: an hs.Task or a model.
+
+    Raises:
+        TaskError: no such task, file or function, it raises, or it returns something else.
+    """
+    path, colon, _ = name.rpartition(":")
+    if not (colon and path.endswith(".py")):
+        if name.endswith(".py"):
+            raise TaskError(f"model {name!r} names no function; write {name}:function")
+        if name not in task_names():
+            raise TaskError(
+                f"unknown model {name!r}{did_you_mean(name, task_names())}; expected path/to/file.py:function, "
+                f"which returns an hs.Task or a torch.nn.Module, or one of {', '.join(task_names())}"
+            )
+        return load_task(name)
+    made = call_function(name)
+    if not isinstance(made, (Task, nn.Module)):
+        raise TaskError(f"{name} must return an hs.Task or a torch.nn.Module and returned {type(made).__name__}")
+    return made
+
+
+def call_function(name: str) -> object:
+    """Return what the function at ``path/to/file.py:function`` returns.
+
+    Raises:
+        TaskError: no such file or function, or it raises; the message says on which line.
+    """
+    text, _, function = name.rpartition(":")
+    path = Path(text)
+    if not path.is_file():
+        raise TaskError(f"file {text!r} does not exist")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # a .py suffix always finds the source loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise TaskError(_raised(path, error)) from error
+    make = getattr(module, function, None)
+    if not callable(make):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise TaskError(f"{path} has no function {function!r}{did_you_mean(function, names)}")
+    try:
+        made: object = make()
+    except Exception as error:
+        raise TaskError(_raised(path, error)) from error
+    return made
+
+
+def _raised(path: Path, error: Exception) -> str:
+    """Return what went wrong in a user's file and on which of its lines."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename) == path:
+            line = frame.lineno
+    return f"{path}{f':{line}' if line else ''} raised {type(error).__name__}: {error}"

@@ -1,0 +1,288 @@
+"""Speed: what each format brings on this machine, in a matrix product and a convolution, forward and backward.
+
+Formats run in turns with fp32, in an order shuffled each round, so that ratios are paired (`paired_ratio`); fp32
+runs twice, and what the two differ by is what cannot be resolved. A format without units can take hundreds of times
+fp32's time (torch's fp16 kernels on a CPU), so it is measured beside fp32 in a small size.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.tasks.measure import Ratio, paired_ratio
+
+__all__ = ["DeviceSpeed", "Sizes", "Speed", "WorkSpeed", "measure_speed", "sizes_for"]
+
+PASSES = 3  # the gradients of input and weight cost a forward pass each
+LEAST, MOST = 5, 100  # rounds, whatever the time allows
+MOST_SMALL = 15
+KERNEL = 3  # of convolutions
+TF32_FROM = (8, 0)  # CUDA compute capability
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much is computed, and for how long.
+
+    Attributes:
+        product: rows and columns of the matrices.
+        small_product: the same, for formats without units.
+        image: (batch, channels, height = width) of a convolution's input; as many channels come out.
+        small_image: the same, for formats without units.
+        seconds: for each of the two kinds of work.
+    """
+
+    product: int
+    small_product: int
+    image: tuple[int, int, int]
+    small_image: tuple[int, int, int]
+    seconds: float
+
+
+def sizes_for(device: str, *, quick: bool = False) -> Sizes:
+    """Return sizes that keep a device of this type busy; `quick` halves them and takes a tenth of the time."""
+    if device == "cpu":
+        image = (4, 64, 28) if quick else (8, 64, 56)
+        product, seconds = (512, 0.2) if quick else (1024, 1.8)
+    else:
+        image = (16, 128, 28) if quick else (32, 256, 56)
+        product, seconds = (2048, 0.2) if quick else (4096, 1.5)
+    small = (256, (1, 64, 28)) if device == "cpu" else (512, (2, 64, 28))
+    return Sizes(product=product, small_product=small[0], image=image, small_image=small[1], seconds=seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """One format in one kind of work.
+
+    Attributes:
+        label: "fp32", "tf32", "bf16", "fp16" or "fp16 emulated".
+        gflops: 1e9 floating-point operations a second, from the median time of forward and backward.
+        faster: fp32's time over this format's in the same round: 2 is twice as fast; None for fp32 itself.
+    """
+
+    label: str
+    gflops: float
+    faster: Ratio | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkSpeed:
+    """Formats that ran in turns on the same numbers.
+
+    Attributes:
+        work: "matrix product" or "convolution".
+        size: its size, in words.
+        control: fp32 over fp32: the ratio of identical programs here.
+        speeds: fp32 first.
+    """
+
+    work: str
+    size: str
+    control: Ratio
+    speeds: tuple[Speed, ...]
+
+    def decided(self, speed: Speed) -> bool:
+        """Return whether `speed` differs from fp32's by a larger factor than identical programs here."""
+        ratio = speed.faster
+        if ratio is None or ratio.low <= 1.0 <= ratio.high:
+            return False
+        return max(ratio.median, 1 / ratio.median) > max(self.control.high, 1 / self.control.low)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpeed:
+    """What was measured on one device type.
+
+    Attributes:
+        device: its type.
+        works: what ran in full size, then what had to run in a small one.
+        cast_seconds: to cast one element of a weight down to bf16 and its gradient up again.
+    """
+
+    device: str
+    works: tuple[WorkSpeed, ...]
+    cast_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """A format and how to compute in it: tensors of `dtype`, tf32 allowed or not, in halfstep's fp16 region or not."""
+
+    label: str
+    dtype: torch.dtype
+    tf32: bool = False
+    region: bool = False
+
+
+FP32 = _Way(label="fp32", dtype=torch.float32)
+AGAIN = replace(FP32, label="fp32 again")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """A computation: its operator, the shapes of activation and weight, and its operations forward."""
+
+    name: str
+    size: str
+    call: Callable[[Tensor, Tensor], Tensor]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    operations: float
+
+
+def measure_speed(device: str, sizes: Sizes, *, on_step: Callable[[str], None] = lambda what: None) -> DeviceSpeed:
+    """Measure every format that can run on `device`.
+
+    Args:
+        device: device type.
+        sizes: how much and for how long.
+        on_step: called with what is about to be measured.
+    """
+    ways, slow_ways = _ways(device)
+    works, slow = [], []
+    for large, small in _works(sizes):
+        on_step(f"{large.name} on {device}")
+        works.append(_in_turns(large, ways, device, sizes.seconds, MOST))
+        if slow_ways:
+            slow.append(_in_turns(small, slow_ways, device, sizes.seconds / 2, MOST_SMALL))
+    on_step(f"casts on {device}")
+    return DeviceSpeed(device=device, works=(*works, *slow), cast_seconds=_cast_seconds(device, sizes))
+
+
+def _ways(device: str) -> tuple[list[_Way], list[_Way]]:
+    """Return the formats besides fp32 that `device` has units for (or emulates), and those it lacks units for."""
+    there = hs.units(device)
+    bf16, fp16 = _Way(label="bf16", dtype=torch.bfloat16), _Way(label="fp16", dtype=torch.float16)
+    has: list[_Way] = []
+    lacks: list[_Way] = []
+    if device == "cuda" and torch.cuda.get_device_capability() >= TF32_FROM:
+        has.append(_Way(label="tf32", dtype=torch.float32, tf32=True))
+    (has if there.bf16 else lacks).append(bf16)
+    (has if there.fp16 else lacks).append(fp16)
+    if not there.fp16:
+        has.append(_Way(label="fp16 emulated", dtype=torch.float16, region=True))
+    return has, lacks
+
+
+def _works(sizes: Sizes) -> list[tuple[_Work, _Work]]:
+    return [
+        (_product(sizes.product), _product(sizes.small_product)),
+        (_convolution(*sizes.image), _convolution(*sizes.small_image)),
+    ]
+
+
+def _product(n: int) -> _Work:
+    return _Work(
+        name="matrix product",
+        size=f"{n} x {n} x {n}",
+        call=torch.matmul,
+        shapes=((n, n), (n, n)),
+        operations=2.0 * n**3,
+    )
+
+
+def _convolution(batch: int, channels: int, side: int) -> _Work:
+    return _Work(
+        name="convolution",
+        size=f"{batch} x {channels} x {side} x {side}, {KERNEL}x{KERNEL}",
+        call=lambda x, weight: F.conv2d(x, weight, padding=KERNEL // 2),
+        shapes=((batch, channels, side, side), (channels, channels, KERNEL, KERNEL)),
+        operations=2.0 * batch * channels * side**2 * channels * KERNEL**2,
+    )
+
+
+def _in_turns(work: _Work, ways: Sequence[_Way], device: str, seconds: float, most: int) -> WorkSpeed:
+    """Run fp32 twice and every one of `ways` once a round, for about `seconds`."""
+    runs = {way.label: _runner(work, way, device) for way in (FP32, AGAIN, *ways)}
+    times: dict[str, list[float]] = {label: [] for label in runs}
+    order = list(runs)
+    shuffle = random.Random(0)
+    for run in runs.values():
+        run()  # allocations, and kernels chosen on first use
+    end = time.perf_counter() + seconds
+    while len(times["fp32"]) < LEAST or (len(times["fp32"]) < most and time.perf_counter() < end):
+        shuffle.shuffle(order)
+        for label in order:
+            times[label].append(_seconds(runs[label], device))
+    control = paired_ratio(times.pop(AGAIN.label), times[FP32.label])
+    speeds = tuple(
+        Speed(
+            label=label,
+            gflops=PASSES * work.operations / statistics.median(taken) / 1e9,
+            faster=None if label == FP32.label else paired_ratio(times[FP32.label], taken),
+        )
+        for label, taken in times.items()
+    )
+    return WorkSpeed(work=work.name, size=work.size, control=control, speeds=speeds)
+
+
+def _runner(work: _Work, way: _Way, device: str) -> Callable[[], None]:
+    """Return a function that runs `work` forward and backward once."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator).to(device, way.dtype).requires_grad_() for shape in work.shapes
+    )
+    region = hs.autocast(device, dtype=torch.float16) if way.region else nullcontext()
+    with torch.no_grad():
+        seed = torch.ones_like(work.call(x, weight)) if not way.region else None
+
+    def run() -> None:
+        with _tf32(device, allowed=way.tf32):
+            with region:
+                out = work.call(x, weight)
+            torch.autograd.grad(out, (x, weight), torch.ones_like(out) if seed is None else seed)
+
+    return run
+
+
+def _seconds(run: Callable[[], None], device: str) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _cast_seconds(device: str, sizes: Sizes) -> float:
+    weight = torch.zeros(2 * sizes.product, 2 * sizes.product, device=device)  # more than caches hold
+    low = weight.bfloat16()
+
+    def run() -> None:
+        weight.bfloat16()
+        low.float()
+
+    run()
+    return statistics.median(_seconds(run, device) for _ in range(2 * LEAST)) / weight.numel()
+
+
+@contextmanager
+def _tf32(device: str, *, allowed: bool) -> Iterator[None]:
+    """Say whether CUDA may compute fp32 products and convolutions in tf32; put the setting back afterwards."""
+    if device != "cuda":
+        yield
+        return
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision

@@ -1,0 +1,103 @@
+"""Used: which operators a task's model and loss really call under a policy, how often, and what format they give."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+import halfstep as hs
+from halfstep.tasks.task import Task
+
+__all__ = ["Used", "used_operators"]
+
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "low", torch.float16: "low"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Used:
+    """One operator in one forward pass.
+
+    Attributes:
+        calls: how often it was called.
+        gives: (format of its result, how often), the most frequent first: "low", "fp32", or a dtype rules never touch.
+    """
+
+    calls: int
+    gives: tuple[tuple[str, int], ...]
+
+
+class _Recorder(TorchFunctionMode):
+    """Counts operators while it is `on`.
+
+    It has to be entered before the policy's region: then it sees what the region's rules call, with the arguments they
+    have cast and with composites taken apart, and not what the user wrote.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+        self.results: dict[str, Counter[str]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = hs.operator_of(func) if self.on else None
+        if name is not None:
+            self.results.setdefault(name, Counter())[_format(result)] += 1
+        return result
+
+
+def _format(result: Any) -> str:
+    for leaf in _pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            return FORMATS.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
+    return "none"
+
+
+def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
+    """Train a new model of `task` for one step under `policy` and return what forward pass and loss called.
+
+    fp16 runs as bf16 here: the rules are the same, and emulation would show its own operators.
+
+    Args:
+        task: its model, first batch, loss and optimizer.
+        policy: what to carry out; its `dtype` is bf16, fp16 or fp32.
+        device: where.
+
+    Raises:
+        HalfstepError, NotImplementedError: the policy cannot be bound to this model.
+    """
+    if policy.dtype == "fp16":
+        policy = hs.Policy.of(policy, dtype="bf16")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return _count(task, policy, device)
+
+
+def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
+    model = copy.deepcopy(task.model()).to(device)
+    batch = _pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, task.batches(0, 0))
+    recorder = _Recorder()
+
+    def loss_fn(model: nn.Module, *batch: Any) -> Any:
+        recorder.on = True
+        try:
+            return task.loss_fn(model, *batch)
+        finally:
+            recorder.on = False
+
+    step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
+    with recorder:
+        step(*batch)
+    return {
+        name: Used(calls=found.total(), gives=tuple(found.most_common())) for name, found in recorder.results.items()
+    }

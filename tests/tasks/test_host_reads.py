@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
+
+
+class Refuses(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("not today\nnor tomorrow")
+
+
+def test_every_optimizer_of_torch_is_asked() -> None:
+    names = [kind.__name__ for kind in optimizer_classes()]
+    assert {"Adam", "AdamW", "SGD", "LBFGS", "Muon", "SparseAdam"} <= set(names)
+    assert "Optimizer" not in names and len(names) == len(set(names))
+
+
+def test_fused_optimizers_take_the_verdict_on_the_device() -> None:
+    assert host_reads("cpu", torch.optim.AdamW) == HostReads(optimizer="AdamW", first=0, later=0)
+    assert host_reads("cpu", torch.optim.SGD) == HostReads(optimizer="SGD, momentum=0.9", first=1, later=0)
+
+
+def test_others_cost_a_read_a_step() -> None:
+    assert host_reads("cpu", torch.optim.RMSprop) == HostReads(optimizer="RMSprop", first=1, later=1)
+    assert host_reads("cpu", torch.optim.SparseAdam) == HostReads(optimizer="SparseAdam", first=1, later=1)
+
+
+def test_what_an_optimizer_objects_to_is_the_answer() -> None:
+    assert "closure" in host_reads("cpu", torch.optim.LBFGS).problem
+    assert host_reads("cpu", Refuses).problem == "RuntimeError: not today"
