@@ -4,7 +4,7 @@ One frozen `Policy` says in which number format every operator, module, paramete
 `GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
 """
 
-from halfstep.cast import autocast
+from halfstep.cast import autocast, operator
 from halfstep.errors import HalfstepError
 from halfstep.events import HostStepResult, StepResult
 from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
@@ -31,6 +31,7 @@ __all__ = [
     "Units",
     "autocast",
     "edit_weights",
+    "operator",
     "operator_of",
     "operators",
     "prepare",

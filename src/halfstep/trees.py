@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -34,32 +36,39 @@ def opened(value: Any) -> tuple[list[tuple[str, Any]], Rebuild] | None:
     if isinstance(value, (list, tuple)):
         named = [(f"[{index}]", item) for index, item in enumerate(value)]
         return named, (lambda items: kind(*items)) if hasattr(value, "_fields") else kind
-    if isinstance(value, MutableMapping):
-        return [(f"[{key!r}]", item) for key, item in value.items()], lambda items: _refilled(value, items)
-    if isinstance(value, Mapping):
-        named = [(f"[{key!r}]", item) for key, item in value.items()]
-        return named, lambda items: kind(dict(zip(value, items, strict=True)))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        return [(f".{name}", getattr(value, name)) for name in fields], lambda items: _refielded(value, fields, items)
+    if kind is dict or kind is OrderedDict:
+        return _entries(value), lambda items: kind(zip(value, items, strict=True))
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
         parts, context = node.flatten_fn(value)
         return [(f"<{index}>", part) for index, part in enumerate(parts)], lambda items: node.unflatten_fn(
             list(items), context
         )
+    if isinstance(value, MutableMapping):
+        return _entries(value), lambda items: _refilled(value, items)
+    if isinstance(value, Mapping):
+        return _entries(value), lambda items: kind(dict(zip(value, items, strict=True)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        return [(f".{name}", getattr(value, name)) for name in fields], lambda items: _refielded(value, fields, items)
     return None
 
 
+def _entries(mapping: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    return [(f"[{key!r}]", item) for key, item in mapping.items()]
+
+
 def _refilled(mapping: MutableMapping[Any, Any], items: Sequence[Any]) -> Any:
-    result = copy.copy(mapping)  # keeps a default_factory, an order and other attributes
+    result = copy.copy(mapping)  # keeps its other attributes
     for key, item in zip(mapping, items, strict=True):
         result[key] = item
     return result
 
 
 def _refielded(record: Any, fields: Sequence[str], items: Sequence[Any]) -> Any:
-    result = copy.copy(record)  # not dataclasses.replace: that calls __init__ and __post_init__ again
+    result = object.__new__(type(record))  # not dataclasses.replace: that calls __init__ and __post_init__ again
+    for name, value in getattr(record, "__dict__", {}).items():
+        object.__setattr__(result, name, value)
     for name, item in zip(fields, items, strict=True):
         object.__setattr__(result, name, item)  # a frozen one too: nobody has seen the copy yet
     return result
@@ -78,6 +87,8 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
         return tree
     named, rebuild = node
     items = [map_tensors(item, function) for _, item in named]
+    if torch.compiler.is_compiling():  # Dynamo cannot ask whether two tensors are one
+        return rebuild(items)
     if all(new is old for new, (_, old) in zip(items, named, strict=True)):
         return tree
     return rebuild(items)

@@ -1,5 +1,6 @@
-"""Casting: regions, operator rules and emulation."""
+"""Regions, what they do to operators, and rules for one's own."""
 
-from halfstep.cast.region import Recipe, autocast, recipe_for
+from halfstep.cast.custom import operator
+from halfstep.cast.region import autocast
 
-__all__ = ["Recipe", "autocast", "recipe_for"]
+__all__ = ["autocast", "operator"]

@@ -1,16 +1,18 @@
-"""Low copies of fp32 weights, each made once per region.
+"""Low copies of fp32 weights, each made once per region, and of frozen weights once and for all.
 
 torch's own cache is keyed by the tensor alone, so it returns a stale copy after an in-place update and the wrong format
-where regions of two formats nest. Here the key is tensor, version and format; the cache belongs to one thread and ends
-with its outermost region.
+where regions of two formats nest; and it never keeps a frozen weight, which is cast at every use. Here the key is
+tensor, version and format. `WeightCasts` belongs to one thread and ends with its outermost region; `FrozenCasts`
+belongs to the policy of prepared models and keeps a low copy as long as its weight lives.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["WeightCasts"]
+__all__ = ["FrozenCasts", "WeightCasts"]
 
 
 class WeightCasts:
@@ -40,3 +42,25 @@ class WeightCasts:
     def clear(self) -> None:
         """Forget every cast."""
         self._casts.clear()
+
+
+class FrozenCasts:
+    """Low copies of weights that require no gradient; 2 bytes a frozen parameter, for no cast in later steps."""
+
+    __slots__ = ("_casts",)
+
+    def __init__(self) -> None:
+        self._casts = WeakTensorKeyDictionary()
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `weight` in `dtype`, without autograd edge; made anew where the weight has changed since."""
+        known = self._casts.get(weight)
+        if known is not None and known[0] == weight._version and known[1].dtype is dtype:
+            low: Tensor = known[1]
+            return low
+        if weight.is_inference():  # it has no version that would tell of a change
+            return weight.to(dtype)
+        with torch.inference_mode(False):  # a copy made in inference mode could not serve training later
+            low = weight.detach().to(dtype)
+        self._casts[weight] = (weight._version, low)
+        return low

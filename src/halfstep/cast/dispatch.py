@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,22 +23,47 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from halfstep.cast.cache import FrozenCasts
 from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED, emulation_of
+from halfstep.cast.simulate import simulated
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
+from halfstep.formats import Format
 from halfstep.policy.operators import callables, name_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules
 from halfstep.policy.units import units
 
-__all__ = ["RuleMode", "emulates", "handlers"]
+__all__ = ["FLOATS", "Lowering", "RuleMode", "cast_tensor", "emulates", "handlers", "run", "target_of"]
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # what rules apply to: never fp64, complex, integer
 LOWS = frozenset({torch.float16, torch.bfloat16})
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
+WEIGHTED = frozenset(
+    {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "addmm"}
+)  # products with the weights of a layer
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lowering:
+    """How a region carries out low operators where a device's own kernels do not serve.
+
+    Attributes:
+        emulating: device types without units for the low format: fp16 in, fp32 compute, one rounding.
+        simulated: a format that no dtype stores: values rounded to it, kept in fp32.
+    """
+
+    emulating: frozenset[str] = frozenset()
+    simulated: Format | None = None
+
+
+NATIVELY = Lowering()
+
+Target = Callable[[str, list[Tensor]], "torch.dtype | None"]
+"""(device type, eligible tensors) -> the format they take; None: as they are."""
 
 Handler = Callable[["RuleMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -54,16 +80,24 @@ def _tensors(values: Iterable[Any], devices: frozenset[str]) -> list[Tensor]:
     return found
 
 
-def _cast(value: Any, dtype: torch.dtype, devices: frozenset[str]) -> Any:
+def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
+    """Return `tensor` in `dtype` if it is eligible; weights from the caches."""
+    if tensor.dtype is dtype or tensor.dtype not in FLOATS or tensor.device.type not in mode.devices:
+        return tensor
+    if tensor.is_leaf and dtype in LOWS and not torch.compiler.is_compiling():
+        if tensor.requires_grad:
+            return STATE.casts.cast(tensor, dtype)
+        if isinstance(tensor, nn.Parameter):
+            return (mode.frozen or STATE.casts).cast(tensor, dtype)
+    return tensor.to(dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype, mode: RuleMode) -> Any:
     """Cast every eligible tensor in `value` (a tensor, list, tuple or anything else) to `dtype`."""
     if isinstance(value, Tensor):
-        if value.dtype is dtype or value.dtype not in FLOATS or value.device.type not in devices:
-            return value
-        if value.requires_grad and value.is_leaf and dtype in LOWS and not torch.compiler.is_compiling():
-            return STATE.casts.cast(value, dtype)
-        return value.to(dtype)
+        return cast_tensor(value, dtype, mode)
     if isinstance(value, (list, tuple)):
-        items = [_cast(v, dtype, devices) for v in value]
+        items = [_cast(v, dtype, mode) for v in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
@@ -71,12 +105,30 @@ def _cast(value: Any, dtype: torch.dtype, devices: frozenset[str]) -> Any:
 
 
 class RuleMode(TorchFunctionMode):
-    """Applies a table of handlers to the operators called in one region, as long as that region is the innermost."""
+    """Applies a table of handlers to the operators called in one region, as long as that region is the innermost.
 
-    def __init__(self, devices: tuple[str, ...], handlers: Mapping[Callable[..., Any], Handler]) -> None:
+    Attributes:
+        devices: device types of the region.
+        handlers: callable -> handler, as `handlers` makes them.
+        how: how low operators are carried out.
+        overrides: rules for custom operators.
+        frozen: keeps low copies of frozen weights beyond the region; None: they end with it.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[str, ...],
+        handlers: Mapping[Callable[..., Any], Handler],
+        how: Lowering = NATIVELY,
+        overrides: tuple[tuple[str, str], ...] = (),
+        frozen: FrozenCasts | None = None,
+    ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
         self.handlers = handlers
+        self.how = how
+        self.overrides = overrides
+        self.frozen = frozen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,19 +145,20 @@ class RuleMode(TorchFunctionMode):
             return device if torch.is_autocast_enabled(device) else None
         return None
 
-    def run(self, device: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the operator with autocast off for this one call."""
-        if torch.compiler.is_compiling():
-            with torch.autocast(device, enabled=False):
-                return func(*args, **kwargs)
-        torch.set_autocast_enabled(device, False)
-        try:
+
+def run(device: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `func` with autocast, and with it every rule, off for this one call."""
+    if torch.compiler.is_compiling():
+        with torch.autocast(device, enabled=False):
             return func(*args, **kwargs)
-        finally:
-            torch.set_autocast_enabled(device, True)
+    torch.set_autocast_enabled(device, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device, True)
 
 
-def _handler(target: Callable[[RuleMode, str, list[Tensor]], torch.dtype | None], *, gathers: bool = False) -> Handler:
+def _handler(target: Target, *, gathers: bool = False) -> Handler:
     """Make the handler of a rule from the function that says which format its tensors take (None: as they are)."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,16 +167,16 @@ def _handler(target: Callable[[RuleMode, str, list[Tensor]], torch.dtype | None]
         if device is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         if isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(a, torch.dtype) for a in args):
-            return mode.run(device, func, args, kwargs)  # an explicit dtype wins
-        dtype = target(mode, device, tensors)
+            return run(device, func, args, kwargs)  # an explicit dtype wins
+        dtype = target(device, tensors)
         if dtype is None:
-            return mode.run(device, func, args, kwargs)
+            return run(device, func, args, kwargs)
         if gathers:
-            return _cast(mode.run(device, func, args, kwargs), dtype, mode.devices)
-        args = tuple([_cast(a, dtype, mode.devices) for a in args])
+            return _cast(run(device, func, args, kwargs), dtype, mode)
+        args = tuple([_cast(a, dtype, mode) for a in args])
         if kwargs:
-            kwargs = {k: _cast(v, dtype, mode.devices) for k, v in kwargs.items()}
-        return mode.run(device, func, args, kwargs)
+            kwargs = {k: _cast(v, dtype, mode) for k, v in kwargs.items()}
+        return run(device, func, args, kwargs)
 
     return handle
 
@@ -136,24 +189,24 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
         return _LOW(mode, func, args, kwargs)
     if mode.active(tensors) is None:
         return func(*args, **kwargs)
-    low = _cast(tensors[0], torch.get_autocast_dtype("cpu"), mode.devices)
+    low = _cast(tensors[0], torch.get_autocast_dtype("cpu"), mode)
     if args:
-        return mode.run("cpu", func, (low, *args[1:]), kwargs)
-    return mode.run("cpu", func, args, {**kwargs, "input": low})
+        return run("cpu", func, (low, *args[1:]), kwargs)
+    return run("cpu", func, args, {**kwargs, "input": low})
 
 
-def _to_low(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _to_low(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
 _LOW = _handler(_to_low)
 
 
-def _to_fp32(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _to_fp32(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     return torch.float32
 
 
-def _to_first(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _to_first(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     """keep: the first activation decides; a parameter decides only if there is nothing else."""
     if len(tensors) == 1:
         return None
@@ -163,17 +216,17 @@ def _to_first(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype
     return tensors[0].dtype
 
 
-def _to_widest(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _to_widest(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     first = tensors[0].dtype
     return None if all(t.dtype is first for t in tensors) else torch.float32
 
 
-def _as_it_is(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _as_it_is(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     return None
 
 
-def _banned(name: str) -> Handler:
-    def target(mode: RuleMode, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+def _banned(name: str) -> Target:
+    def target(device: str, tensors: list[Tensor]) -> torch.dtype | None:
         low = [t.dtype for t in tensors if t.dtype in LOWS]
         if low:
             raise BannedOperatorError(
@@ -183,7 +236,7 @@ def _banned(name: str) -> Handler:
             )
         return None
 
-    return _handler(target)
+    return target
 
 
 def _emulated(emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
@@ -197,9 +250,21 @@ def _emulated(emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Ha
         dtype = torch.get_autocast_dtype(device)
         if dtype is not torch.float16:  # somebody's inner region asks for a format the device has
             return func(*args, **kwargs)
-        args = tuple([_cast(a, dtype, mode.devices) for a in args])
-        kwargs = {k: _cast(v, dtype, mode.devices) for k, v in kwargs.items()}
-        return mode.run(device, emulation, args, kwargs)
+        args = tuple([_cast(a, dtype, mode) for a in args])
+        kwargs = {k: _cast(v, dtype, mode) for k, v in kwargs.items()}
+        return run(device, emulation, args, kwargs)
+
+    return handle
+
+
+def _simulated(form: Format, *, gathers: bool) -> Handler:
+    """Make the handler of a low operator in a format that no dtype stores."""
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = mode.active(_tensors(args, mode.devices) + _tensors(kwargs.values(), mode.devices))
+        if device is None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        return run(device, simulated(func, form, inputs=not gathers), args, kwargs)
 
     return handle
 
@@ -212,19 +277,25 @@ def _composite(twin: Callable[..., Any]) -> Handler:
     return handle
 
 
-_TARGETS = {"fp32": _to_fp32, "keep": _to_first, "widest": _to_widest, INPUT: _as_it_is}
+_TARGETS = {"low": _to_low, "fp32": _to_fp32, "keep": _to_first, "widest": _to_widest, INPUT: _as_it_is}
 
 
-def _rule_handler(name: str, rule: str, func: Callable[..., Any], emulating: frozenset[str]) -> Handler:
+def target_of(rule: str, name: str, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    """Return the format that `rule` gives the eligible `tensors` of the operator `name`; None: as they are."""
+    return _banned(name)(device, tensors) if rule == "banned" else _TARGETS[rule](device, tensors)
+
+
+def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering) -> Handler:
     if rule == "low":
-        emulation = emulation_of(name, func) if emulating else None
+        if how.simulated is not None:
+            return _simulated(how.simulated, gathers=name in GATHERS)
+        emulation = emulation_of(name, func) if how.emulating else None
         if emulation is not None:
-            return _emulated(emulation, emulating)
+            return _emulated(emulation, how.emulating)
         if name in MIXED_NORMS:
             return _low_norm
-        return _handler(_to_low, gathers=name in GATHERS)
     if rule == "banned":
-        return _banned(name)
+        return _handler(_banned(name))
     return _handler(_TARGETS[rule], gathers=name in GATHERS)
 
 
@@ -239,24 +310,25 @@ def _native(name: str, rule: str, devices: tuple[str, ...]) -> bool:
 
 
 def handlers(
-    policy: Policy, devices: tuple[str, ...], emulating: frozenset[str] = frozenset()
+    policy: Policy, devices: tuple[str, ...], how: Lowering = NATIVELY
 ) -> Mapping[Callable[..., Any], Handler]:
     """Compile `policy` for `devices` into the table callable -> handler.
 
     Args:
         policy: what is wanted.
         devices: device types of the region, e.g. ("cuda", "cpu"); a rule is handled if torch differs on any of them.
-        emulating: those of `devices` that run low operators emulated.
+        how: how low operators are carried out.
 
     Returns:
-        The handlers of all operators that torch.autocast alone would treat differently; empty if there are none.
+        The handlers of all operators that torch.autocast alone would treat differently, and then also of those whose
+        weights it would cast: our cache serves them. Empty if there are none.
     """
     decisions: dict[str, Decision] = {}
     for device in reversed(devices):
         decisions.update(operator_rules(policy, device))
     rules: dict[str, str] = {}
     for name, decision in decisions.items():
-        if emulating and decision.rule == "low" and (name in EMULATED or name in WIDENED):
+        if decision.rule == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
             rules[name] = "low"
         elif policy.table == "torch" and decision.origin == "table":
             continue  # the real autocast region underneath is the table
@@ -265,13 +337,15 @@ def handlers(
     if policy.table != "torch":
         listed = {name for device in devices for name in table("torch", device)}
         rules.update(dict.fromkeys(listed - decisions.keys(), INPUT))
-    if emulating and policy.table == "torch":
+    if how.emulating and policy.table == "torch":
         # torch lowers them on CUDA; on the CPU their insides would run in fp16 kernels that are slow or do not exist
         rules.update(dict.fromkeys(RECURRENT - decisions.keys(), "low"))
+    if rules:
+        rules.update({name: "low" for name in WEIGHTED if name in decisions and decisions[name].rule == "low"})
     compiled: dict[Callable[..., Any], Handler] = {}
     for name, rule in rules.items():
         for func in callables(name):
-            compiled[func] = _rule_handler(name, rule, func, emulating)
+            compiled[func] = _rule_handler(name, rule, func, how)
     for composite in _composites(frozenset(rules)):
         if composite not in compiled and name_of(composite) not in decisions:
             compiled[composite] = _composite(_unreported(composite))

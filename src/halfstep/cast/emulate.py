@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of"]
+__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of", "widened"]
 
 _aten = torch.ops.aten
 
@@ -371,7 +371,7 @@ def _attention(
 LOWS = frozenset({torch.float16, torch.bfloat16})
 
 
-def _widened(func: Callable[..., Any]) -> Callable[..., Any]:
+def widened(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return `func` computed in fp32 from low tensors, every result rounded once (sequences, rare products).
 
     The widening and the rounding are recorded by autograd, so gradients are rounded once where they leave; what `func`
@@ -412,13 +412,13 @@ EMULATED: Mapping[str, Callable[..., Tensor]] = {
 RECURRENT = frozenset(
     {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 )
-"""Emulated by `_widened`: a whole sequence is computed in fp32 and rounded at its end."""
+"""Emulated by `widened`: a whole sequence is computed in fp32 and rounded at its end."""
 
 WIDENED = RECURRENT | {
     *("addr", "bilinear", "chain_matmul", "conv_tbc", "convolution", "grouped_mm", "inner", "tensordot"),
     *("linalg.multi_dot", "linalg.vecdot"),
 }
-"""Operators emulated by `_widened`: recurrent ones and rare products."""
+"""Operators emulated by `widened`: recurrent ones and rare products."""
 
 REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     torch.Tensor.__rmatmul__: _rmatmul,
@@ -431,5 +431,5 @@ def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | No
     if func in REFLECTED:
         return REFLECTED[func]
     if name in WIDENED:
-        return _widened(func)
+        return widened(func)
     return EMULATED.get(name)

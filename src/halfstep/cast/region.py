@@ -33,9 +33,12 @@ from torch import (
 from torch._C._dynamo import eval_frame
 from torch.overrides import _pop_mode, _push_mode
 
-from halfstep.cast.dispatch import RuleMode, emulates, handlers
+from halfstep.cast.cache import FrozenCasts
+from halfstep.cast.dispatch import Lowering, RuleMode, emulates, handlers
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
+from halfstep.formats import Format, format_of
+from halfstep.policy.custom import overrides
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import require_engine, resolve_dtype
 from halfstep.policy.units import default_device_types, units
@@ -68,9 +71,21 @@ class Recipe:
 
 @functools.cache
 def recipe_for(
-    policy: Policy, device_types: tuple[str, ...], *, enabled: bool = True, cache: bool | None = None
+    policy: Policy,
+    device_types: tuple[str, ...],
+    *,
+    enabled: bool = True,
+    cache: bool | None = None,
+    keep_frozen: bool = False,
 ) -> Recipe:
     """Compile `policy` for `device_types`.
+
+    Args:
+        policy: what is wanted.
+        device_types: the devices entered.
+        enabled: False makes a region in which nothing is cast.
+        cache: whether torch may cache weight casts; None: as it does outside.
+        keep_frozen: whether low copies of frozen weights outlive the region.
 
     Raises:
         NotImplementedError: the policy needs an engine that is not built yet; the message says which.
@@ -78,19 +93,25 @@ def recipe_for(
     """
     require_engine(policy)
     devices, lowered, emulating = [], [], set()
+    simulated: Format | None = None
     for device in device_types:
         name, note = resolve_dtype(policy, device)
         on = enabled and name != "fp32"
+        if name not in DTYPES:
+            simulated = format_of(name)
         if enabled and device == device_types[0] and _lacks_units(policy, device, name):
             warnings.warn(f"policy {policy.name!r} on {device}: {note}", stacklevel=5)
         # a region that is off keeps torch's low dtype: others read that state
-        devices.append((device, DTYPES[name] if on else torch.get_autocast_dtype(device), on))
+        devices.append((device, DTYPES.get(name, torch.float32) if on else torch.get_autocast_dtype(device), on))
         if on:
             lowered.append(device)
             if emulates(policy.emulate, device, name):
                 emulating.add(device)
-    rules = handlers(policy, tuple(lowered), frozenset(emulating)) if lowered else {}
-    mode = RuleMode(tuple(lowered), rules) if rules else None
+    how = Lowering(emulating=frozenset(emulating), simulated=simulated)
+    rules = handlers(policy, tuple(lowered), how) if lowered else {}
+    custom = overrides(policy.ops) if lowered else ()
+    frozen = FrozenCasts() if keep_frozen else None
+    mode = RuleMode(tuple(lowered), rules, how, custom, frozen) if rules or custom else None
     use_cache = torch.is_autocast_cache_enabled() if cache is None else cache
     return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=use_cache)
 
@@ -210,7 +231,13 @@ def _take_from_stack(mode: RuleMode) -> None:
 
 
 def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` in the region of `recipe` in the words `torch.compile` traces: torch.autocast objects in `with`."""
+    """Call `func` in the region of `recipe` in the words `torch.compile` traces: torch.autocast objects in `with`.
+
+    Raises:
+        RegionError: the policy simulates a format.
+    """
+    if recipe.mode is not None and recipe.mode.how.simulated is not None:
+        raise RegionError(f"format {recipe.policy.dtype!r} is simulated, which torch.compile cannot trace; run eagerly")
     state = STATE
     outer = state.mode
     state.mode = recipe.mode

@@ -10,17 +10,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from halfstep.errors import PolicyError, did_you_mean
+from halfstep.errors import FormatError, PolicyError, did_you_mean
+from halfstep.formats import FORMATS, format_of
 from halfstep.policy.custom import check_pattern, is_custom
 from halfstep.policy.operators import canonical, expand
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
-__all__ = ["MODULE_RULES", "Policy", "Rules"]
+__all__ = ["DTYPES", "MODULE_RULES", "Policy", "Rules"]
 
 Rules = tuple[tuple[str, str], ...]
 
 MODULE_RULES = ("low", "fp32", "keep")
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+"""Values of `Policy.dtype` that run in torch's own dtypes; any other format is simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -32,8 +35,9 @@ class Policy:
 
     Attributes:
         name: what reports call it.
-        dtype: the low format. auto: bf16 where the device has units for it, else fp16 on accelerators; a CPU without
-            bf16 units stays fp32, with a note.
+        dtype: the low format: auto, bf16, fp16 or fp32 (nothing is lowered), or any other format by name, which is
+            simulated: "fp8_e4m3", "tf32", "e3m4", ... (`halfstep.formats`). auto: bf16 where the device has units for
+            it, else fp16 on accelerators; a CPU without bf16 units stays fp32, with a note.
         params: format of the model's parameters. low: an optimizer steps precise values kept beside them (`master`).
         norms: under ``params="low"``, format of the parameters of normalisation layers (classes ``*Norm*``).
         master: where precise weights are kept when parameters are low. auto: "master", an fp32 copy. none: nowhere.
@@ -52,7 +56,8 @@ class Policy:
         state: format of the optimizer's state.
         scale: loss scale. auto: the rule "halfstep" if the low format is fp16, else none. A number is a static scale,
             a name one of `SCALE_RULES`.
-        emulate: whether fp16 operators are emulated in fp32 arithmetic. auto: on devices without fp16 units.
+        emulate: whether fp16 operators are emulated in fp32 arithmetic. auto: on devices without fp16 units. A format
+            that no dtype stores is always simulated.
 
     Raises:
         PolicyError: a value is not one of those above, an operator does not exist, or a pattern matches no operator;
@@ -60,7 +65,7 @@ class Policy:
     """
 
     name: str = ""
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    dtype: str = "auto"
     params: Literal["fp32", "low"] = "fp32"
     norms: Literal["fp32", "low"] = "fp32"
     master: Literal["auto", "none", "master", "split", "kahan", "stochastic"] = "auto"
@@ -85,6 +90,7 @@ class Policy:
                 raise PolicyError(_not_an_option(field, value, options))
         if not isinstance(self.name, str):
             raise PolicyError(f"policy: name={self.name!r}; expected a string")
+        _check_dtype(self.dtype)
         object.__setattr__(self, "ops", _pairs("ops", self.ops, RULES))
         object.__setattr__(self, "modules", _pairs("modules", self.modules, MODULE_RULES))
         object.__setattr__(self, "scale", _scale(self.scale))
@@ -210,6 +216,19 @@ def _choices() -> Mapping[str, tuple[str, ...]]:
     """Return the fields that take one of a few words, and the words."""
     hints = get_type_hints(Policy)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype in DTYPES:
+        return
+    try:
+        if not isinstance(dtype, str):
+            raise FormatError("not a name")
+        format_of(dtype)
+    except FormatError as error:
+        options = (*DTYPES, *(name for name in FORMATS if name not in DTYPES))
+        described = f" ({error})" if isinstance(dtype, str) and dtype.startswith("e") else ""
+        raise PolicyError(f"{_not_an_option('dtype', dtype, options)}, or eXmY to simulate{described}") from None
 
 
 def _not_an_option(field: str, value: object, options: Iterable[str]) -> str:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.formats import FP32, format_of
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
 from halfstep.policy.operators import expand
 from halfstep.policy.optable import losses, table
 from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
-from halfstep.policy.policy import Policy
+from halfstep.policy.policy import DTYPES, Policy
 from halfstep.policy.presets import PRESETS
 from halfstep.policy.scale_rule import SCALE_RULES
 from halfstep.policy.units import default_device_types, units
@@ -40,12 +41,16 @@ def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
     """Return the low format of `policy` on a device, and a note: why, or what happens instead of missing units.
 
     Returns:
-        ("bf16" | "fp16" | "fp32", note); "fp32" means nothing is lowered. The note is "" if there is nothing to say.
+        ("bf16" | "fp16" | "fp32" | a simulated format, note); "fp32" means nothing is lowered. The note is "" if there
+        is nothing to say.
 
     Raises:
         PolicyError: torch.autocast does not exist for this device type.
     """
     there = units(device_type)
+    if policy.dtype not in DTYPES:
+        words = f"{policy.dtype} is simulated: operators take and give its numbers, in fp32 tensors and arithmetic"
+        return policy.dtype, words
     if policy.dtype == "auto":
         if there.bf16:
             return "bf16", f"dtype auto: {there.reason}"
@@ -81,13 +86,14 @@ def resolved(policy: Policy, device_type: str) -> Policy:
     elif master == "auto":
         master = "master"
     scale = policy.scale
-    if scale == "auto":
-        scale = SCALE_RULES["halfstep"] if dtype == "fp16" else "none"
+    if scale == "auto":  # what has fewer exponents than fp32 needs its gradients moved to where it has numbers
+        scale = SCALE_RULES["halfstep"] if format_of(dtype).exponent_bits < FP32.exponent_bits else "none"
     elif isinstance(scale, str) and scale != "none":
         scale = SCALE_RULES[scale]
     emulate = policy.emulate
     if emulate == "auto":
-        emulate = "always" if dtype == "fp16" and not units(device_type).fp16 else "never"
+        lacking = dtype not in DTYPES or (dtype == "fp16" and not units(device_type).fp16)
+        emulate = "always" if lacking else "never"
     return policy.replace(dtype=dtype, master=master, scale=scale, emulate=emulate)
 
 
@@ -100,6 +106,11 @@ def require_engine(policy: Policy) -> None:
     missing = ""
     if policy == PRESETS["fp8"]:
         missing = "products in fp8 (formats, scaling of tensors, casts)"
+    elif policy.params == "low" and policy.dtype not in DTYPES:
+        raise NotImplementedError(
+            f"policy {policy.name!r}: parameters cannot be held in {policy.dtype!r}, which no dtype stores; use "
+            "params='fp32': operators see them rounded to it"
+        )
     elif policy.params == "low" and policy.norms == "low" and policy.master != "none":
         missing = "losses that read low logits and accumulate in fp32, which low norms and low outputs need"
     elif policy.params == "low" and policy.master in {"split", "kahan", "stochastic"}:

@@ -89,11 +89,11 @@ def _rebuild_binding(
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`: low = every operator low but losses, fp32 = off, keep = by input."""
     if rule == "low":
-        return recipe_for(policy.replace(table="all-low", loss="fp32", modules=()), device_types)
+        return recipe_for(policy.replace(table="all-low", loss="fp32", modules=()), device_types, keep_frozen=True)
     if rule == "keep":
         every = (("*", "keep"),)
         return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32", modules=()), device_types)
-    return recipe_for(policy.replace(modules=()), device_types, enabled=rule != "fp32")
+    return recipe_for(policy.replace(modules=()), device_types, enabled=rule != "fp32", keep_frozen=True)
 
 
 def binding_of(module: nn.Module) -> Binding | None:

@@ -1,0 +1,124 @@
+"""Weight casts: one for a value, never stale; those of frozen weights outlive the region of a prepared model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep as hs
+from halfstep.cast.cache import FrozenCasts
+
+BF16 = torch.bfloat16
+MIXED = hs.Policy.of("mixed", dtype="bf16")
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of tensors of one shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::_to_copy" and tuple(args[0].shape) == self.shape and out.dtype is BF16:
+            self.count += 1
+        return out
+
+
+def frozen_layer() -> nn.Linear:
+    return nn.Linear(5, 7, bias=False).requires_grad_(False)
+
+
+def test_a_frozen_weight_of_a_prepared_model_is_cast_once_and_for_all() -> None:
+    model = hs.prepare(nn.Sequential(frozen_layer(), nn.Linear(7, 2)), policy=MIXED)
+    with Casts((7, 5)) as seen:
+        for _ in range(3):
+            model(torch.randn(4, 5)).sum().backward()
+    assert seen.count == 1
+
+
+def test_a_frozen_weight_is_cast_once_in_a_region() -> None:
+    layer = frozen_layer()
+    with Casts((7, 5)) as seen:
+        for _ in range(2):
+            with hs.autocast(policy=MIXED):
+                _ = layer(torch.randn(4, 5)), layer(torch.randn(4, 5))
+    assert seen.count == 2
+
+
+def test_torch_casts_it_at_every_use() -> None:
+    layer = frozen_layer()
+    with Casts((7, 5)) as seen, torch.autocast("cpu", dtype=BF16):
+        _ = layer(torch.randn(4, 5)), layer(torch.randn(4, 5))
+    assert seen.count == 2
+
+
+def test_a_changed_frozen_weight_is_cast_again() -> None:
+    model = hs.prepare(nn.Sequential(frozen_layer()), policy=MIXED)
+    x = torch.randn(4, 5)
+    before = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[operator]  # a child is Tensor or Module to mypy
+    assert torch.equal(model(x), before * 2)
+
+
+def test_inference_mode_leaves_a_copy_that_training_can_use() -> None:
+    model = hs.prepare(nn.Sequential(frozen_layer(), nn.Linear(7, 2)), policy=MIXED)
+    with torch.inference_mode():
+        model(torch.randn(4, 5))
+    x = torch.randn(4, 5, requires_grad=True)
+    with Casts((7, 5)) as seen:
+        model(x).sum().backward()
+    assert seen.count == 0 and x.grad is not None
+
+
+def test_a_weight_that_thaws_gets_its_gradient() -> None:
+    model = hs.prepare(nn.Sequential(frozen_layer()), policy=MIXED)
+    model(torch.randn(4, 5))
+    model[0].weight.requires_grad = True
+    model(torch.randn(4, 5)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_copies_and_pickles_work_and_hold_no_casts() -> None:
+    model = hs.prepare(nn.Sequential(frozen_layer()), policy=MIXED)
+    x = torch.randn(4, 5)
+    out = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), out)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), out)
+    assert list(model.state_dict()) == ["0.weight"]
+
+
+def test_copies_go_with_their_weights() -> None:
+    casts, weight = FrozenCasts(), nn.Parameter(torch.ones(3), requires_grad=False)
+    casts.cast(weight, BF16)
+    assert len(casts._casts) == 1
+    del weight
+    gc.collect()
+    assert len(casts._casts) == 0
+
+
+def test_an_update_in_the_middle_of_a_region_is_seen() -> None:
+    layer, x = nn.Linear(5, 7, bias=False), torch.randn(4, 5)
+    with hs.autocast(policy=MIXED):
+        before = layer(x)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        after: Tensor = layer(x)
+    assert torch.equal(after, before * 2)
+
+
+def test_a_weight_used_many_times_is_cast_once() -> None:
+    layer = nn.Linear(5, 5, bias=False)
+    x = torch.randn(4, 5)
+    with Casts((5, 5)) as seen, hs.autocast(policy=MIXED):
+        for _ in range(3):
+            x = layer(x)
+    assert seen.count == 1
