@@ -31,6 +31,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("blocks", "formats"): "a block format is made of an element format",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("cli", "tasks"): "the command line works on tasks",
+    ("cli", "report"): "the command line composes documents and has them rendered",
     ("__main__", "cli"): "python -m halfstep is the command line",
 }
 """Part -> part that the layers forbid and the design allows, with the reason."""

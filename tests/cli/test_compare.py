@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.tasks import lenet
+from tests.report.reader import Page
 
 TASK = """
 from tests.tasks.small import small_task
@@ -58,6 +59,7 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
     assert [row["label"] for row in result["rows"]] == ["fp32", "torch.amp bf16", "mixed bf16", "O2 fp16"]
     assert len(result["rows"][2]["metrics"]) == 2 and result["rows"][2]["to_amp"]["rounds"] == 8
     assert hs.Policy.from_toml(result["rows"][2]["policy"]).name == "mixed"
+    assert result["loss_steps"] == list(range(1, 10)) and len(result["rows"][2]["losses"]) == 9
 
 
 def test_an_excerpt_says_that_it_is_one(task: str) -> None:
@@ -83,6 +85,8 @@ def test_the_same_task_asked_for_twice_runs_once(task: str) -> None:
         (["--policies", "none.toml"], "cannot read the policy file 'none.toml'"),
         (["--device", "cdua"], "device 'cdua' is not here"),
         (["--json", "."], "--json '.' cannot be written"),
+        (["--html", "."], "--html '.' cannot be written"),
+        (["--json", "one", "--html", "./one"], "--json and --html name the same file 'one'"),
     ],
 )
 def test_bad_input_is_named_and_nothing_runs(task: str, words: list[str], complaint: str) -> None:
@@ -92,6 +96,51 @@ def test_bad_input_is_named_and_nothing_runs(task: str, words: list[str], compla
     assert complaint in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(task: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "new" / "report.html"
+    done = run("--task", task, "--policies", "O2:fp16", "--steps", "9", "--seeds", "2", "--html", str(report))
+    assert done.exit_code == 0, done.output
+    assert f"written: {report}" in done.stdout
+    page = Page(report.read_text(encoding="utf-8"))
+    assert page.problems == [] and page.fetches() == []
+    assert len(page.pictures()) == 6 and all(p["aria-label"] for p in page.pictures())
+    command = shlex.join(
+        ["halfstep", "compare", "--task", task, "--policies", "O2:fp16", "--steps", "9", "--seeds", "2"]
+        + ["--html", str(report)]
+    )
+    assert command in page.texts
+    for words in ("small", "fp32", "torch.amp bf16", "O2 fp16", "How it was measured"):
+        assert words in page.texts
+    assert "An indication, not a verdict: 2 runs of each policy. A verdict takes 5." in page.texts
+
+
+@pytest.mark.parametrize("module", ["matplotlib.figure", "jinja2"])
+def test_without_what_draws_nothing_runs_and_nothing_is_left(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    words = ["--task", task, "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "o.html")]
+    done = run(*words)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert (
+        f"--html needs {module.partition('.')[0]}, which is not installed; pip install 'halfstep[plot]'" in done.stderr
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py"]
+
+
+def test_a_path_that_cannot_be_written_leaves_no_other_file(task: str, tmp_path: Path) -> None:
+    done = run("--task", task, "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "mine.py" / "o.html"))
+    assert done.exit_code == 2 and "cannot be written" in done.stderr and done.stdout == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py"]
+
+
+def test_a_report_that_is_there_survives_an_error(task: str, tmp_path: Path) -> None:
+    (tmp_path / "o.json").write_text("old")
+    assert run("--task", task, "--json", str(tmp_path / "o.json"), "--html", str(tmp_path)).exit_code == 2
+    assert (tmp_path / "o.json").read_text() == "old"
 
 
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--seeds", "-1"], ["--steps", "many"], ["--polices", "O1"]])

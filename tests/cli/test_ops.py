@@ -54,6 +54,12 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
+@pytest.fixture(autouse=True)
+def no_custom_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what other test files register when they are imported."""
+    monkeypatch.setattr("halfstep.policy.custom._registered", {})
+
+
 def run(*words: str) -> Any:
     device = [] if "--device" in words else ["--device", "cpu"]
     return CliRunner().invoke(app, ["ops", *words, *device], catch_exceptions=False)

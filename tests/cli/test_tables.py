@@ -6,49 +6,8 @@ import io
 from rich.console import Console
 
 from halfstep.cli.tables import print_comparison
-from halfstep.tasks.compare import Comparison, Row
-from halfstep.tasks.measure import Ratio, difference
-
-CONTROL = Ratio(median=1.002, low=0.99, high=1.012, rounds=100)
-FAST = Ratio(median=0.7, low=0.69, high=0.71, rounds=100)
-SAME = Ratio(median=1.008, low=1.005, high=1.01, rounds=100)
-
-
-def row(label: str, metrics: tuple[float, ...], to_fp32: Ratio | None, to_amp: Ratio | None) -> Row:
-    return Row(
-        label=label,
-        policy="",
-        notes=("fp16 is emulated",) if "fp16" in label else (),
-        metrics=metrics,
-        difference=difference(metrics, (97.0,) * len(metrics), 1.0, higher=True),
-        milliseconds=12.3456,
-        to_fp32=to_fp32,
-        to_amp=to_amp,
-        state_bytes=2_500_000,
-        saved_bytes=1_000,
-        skipped=tuple(range(len(metrics))),
-        scale=(65536.0,) * len(metrics),
-    )
-
-
-def comparison(seeds: int) -> Comparison:
-    return Comparison(
-        task="toy",
-        about="a toy",
-        metric="accuracy, %",
-        higher_is_better=True,
-        margin=1.0,
-        device="cpu",
-        steps=100,
-        seeds=tuple(range(seeds)),
-        control=CONTROL,
-        repeatable=True,
-        rows=(
-            row("fp32", (97.0,) * seeds, None, SAME),
-            row("torch.amp bf16", (97.0,) * seeds, SAME, None),
-            row("O2 fp16", (90.0,) * seeds, FAST, FAST),
-        ),
-    )
+from halfstep.tasks.compare import Comparison
+from tests.cli.small_comparison import comparison
 
 
 def shown(what: Comparison, *, terminal: bool = False) -> str:
@@ -86,3 +45,11 @@ def test_runs_that_do_not_repeat_are_not_passed_over() -> None:
 def test_on_a_terminal_it_has_colours_and_lines() -> None:
     text = shown(comparison(5), terminal=True)
     assert "\x1b[31m" in text and "╭" in text
+
+
+def test_without_times_the_column_still_names_torch_amp() -> None:
+    short = comparison(5)
+    short = dataclasses.replace(
+        short, control=None, rows=tuple(dataclasses.replace(r, to_fp32=None, to_amp=None) for r in short.rows)
+    )
+    assert "time / torch.amp bf16" in shown(short) and "no times: a run is too short" in shown(short)

@@ -90,7 +90,7 @@ def square_backward(ctx: Any, grad: Tensor) -> Tensor:
     return grad @ x.mT + x.mT @ grad
 
 
-@pain(17, torch_fails_with=None, pending="Dynamo traces the backward pass of a custom operator")
+@pain(17, torch_fails_with=None)
 def test_a_custom_function_compiles_to_one_graph(amp: Any) -> None:
     """Cured in torch (pytorch#114693)."""
     torch._dynamo.reset()
@@ -135,7 +135,7 @@ def test_a_registered_operator_follows_the_format_of_the_region(amp: Any) -> Non
         assert found is dtype, f"it ran in {found} in an {name} region"
 
 
-@pain(18, torch_fails_with=RuntimeError, saying="same dtype", pending="the row grouped_mm stands for torch._grouped_mm")
+@pain(18, torch_fails_with=RuntimeError, saying="same dtype")
 def test_a_grouped_product_is_on_a_list(amp: Any) -> None:
     x, experts = torch.randn(8, 8), torch.randn(2, 8, 8)
     with amp.region("bf16"):
@@ -152,12 +152,7 @@ def test_operators_take_a_low_tensor_beside_an_fp32_one(amp: Any) -> None:
     assert not names, f"refused with mixed formats: {', '.join(names)}"
 
 
-@pain(
-    19,
-    torch_fails_with=AssertionError,
-    saying=r"buffer\[i\] = low, index_add_.*addmm_",
-    pending="an operator in place casts its sources to the format of its destination",
-)
+@pain(19, torch_fails_with=AssertionError, saying=r"buffer\[i\] = low, index_add_.*addmm_")
 def test_an_fp32_buffer_takes_low_values(amp: Any) -> None:
     with amp.region("bf16"):
         low = F.linear(torch.randn(4, 8), torch.eye(8))
@@ -165,12 +160,7 @@ def test_an_fp32_buffer_takes_low_values(amp: Any) -> None:
     assert not names, f"refused to write low values into an fp32 buffer: {', '.join(names)}"
 
 
-@pain(
-    20,
-    torch_fails_with=AssertionError,
-    saying="not say .*Double and BFloat16",
-    pending="naming the remedy",
-)
+@pain(20, torch_fails_with=AssertionError, saying="not say .*Double and BFloat16")
 def test_a_float64_input_is_taken_or_explained(amp: Any) -> None:
     model = amp.bind(nn.Sequential(nn.Linear(8, 8)), "bf16")
     try:

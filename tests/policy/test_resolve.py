@@ -273,10 +273,13 @@ class TestPlan:
         assert set(got.values()) == {"bf16"}
 
     @pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed"])
-    def test_of_fp32_parameters_converts_nothing(self, name: str) -> None:
-        model = Net().to(torch.bfloat16)  # a bf16 checkpoint: also left as it is
+    def test_of_fp32_parameters_widens_a_low_checkpoint_and_leaves_what_is_frozen(self, name: str) -> None:
+        model = Net().to(torch.bfloat16)
+        model.embedding.weight.requires_grad_(False)
         plan = resolve(PRESETS[name], model, "cpu")
-        assert set(formats(plan).values()) == {"bf16"}
+        named = dict(model.named_parameters(remove_duplicate=False))
+        assert all(p.format == ("fp32" if named[p.name].requires_grad else "bf16") for p in plan.parameters)
+        assert {p.format for p in plan.parameters} == {"fp32", "bf16"}
         assert not any(p.low for p in plan.parameters)
 
     def test_of_modules(self) -> None:

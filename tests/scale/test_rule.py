@@ -227,7 +227,7 @@ def test_a_state_goes_to_the_host_and_back() -> None:
     rule = ScaleRule(hysteresis=3, delay=2, patience=7)
     host = state_to_host(initial_state(rule, "cpu"))
     assert host == initial_host(rule)
-    assert [type(value) for value in host.values()] == [float, int, int, int, int, int, bool]
+    assert [type(value) for value in host.values()] == [float, *[int] * 6, bool]
     host.update(scale=0.1, good=2**31 - 2, slack=1, streak=5, alarm=True)
     assert state_to_host(load_host(host, "cpu")) == {**host, "scale": f32(0.1)}
 

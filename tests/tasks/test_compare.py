@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import WARM_UP, Comparison, check, compare, rounds_of
-from tests.tasks.small import loss_fn, small_task
+from halfstep.tasks.compare import CURVE_POINTS, WARM_UP, Comparison, check, compare, rounds_of, thinned
+from tests.tasks.small import batches, loss_fn, small_task
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,44 @@ def test_the_state_of_the_random_generator_is_the_same_for_all() -> None:
     compare(small_task(loss_fn=watched), compared, steps=4, seeds=1)
     counts = Counter(draws[2 * len(compared) :])
     assert set(counts.values()) == {len(compared) + 1} and len(counts) == 4
+
+
+def test_the_curve_of_a_row_is_the_mean_loss_over_the_seeds() -> None:
+    seen: dict[bool, list[float]] = {False: [], True: []}
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_fn(model, x, y)
+        seen[torch.is_autocast_enabled("cpu")].append(float(loss.detach()))
+        return loss
+
+    found = compare(small_task(loss_fn=watched), candidates([], "cpu"), steps=6, seeds=2)
+    assert found.loss_steps == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    fp32 = seen[False][2:]  # two steps of the count of bytes come first
+    means = [(a + b) / 2 for a, b in zip(fp32[:6], fp32[6:], strict=True)]
+    assert found.rows[0].losses == tuple(float(f"{mean:.6g}") for mean in means)
+    amp = seen[True][2::2]  # torch.amp runs twice, with equal losses
+    assert found.rows[1].losses == pytest.approx([(a + b) / 2 for a, b in zip(amp[:6], amp[6:], strict=True)], rel=1e-5)
+
+
+def test_a_long_curve_is_thinned_to_means_of_consecutive_steps() -> None:
+    steps = thinned(range(1, 951))
+    assert len(steps) == 190 <= CURVE_POINTS and steps[:2] == (3.0, 8.0) and steps[-1] == 948.0
+    assert thinned(range(1, 202))[-2:] == (199.5, 201.0)  # the last mean is of what is left
+    assert thinned([1 / 3]) == (0.333333,)
+    gap = thinned([1.0, float("inf"), 2.0, float("-inf"), float("nan")])
+    assert str(gap) == "(1.0, nan, 2.0, nan, nan)"
+    assert str(thinned([*[1.0] * 200, float("-inf"), float("inf")])[-2:]) == "(1.0, nan)"
+
+
+def test_which_steps_were_skipped_is_known() -> None:
+    def exploding(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(model, x, y) * (float("inf") if float(x.sum()) in bad else 1.0)
+
+    bad = {float(batches(seed, step)[0].sum()) for seed, step in ((0, 3), (1, 2), (1, 5))}
+    found = compare(small_task(loss_fn=exploding), candidates(["mixed:fp16"], "cpu"), steps=7, seeds=2)
+    mixed = found.rows[2]
+    assert mixed.skipped_steps == ((3,), (2, 5)) and mixed.skipped == (1, 2)
+    assert [step for step, loss in enumerate(mixed.losses) if loss != loss] == [2, 3, 5]
 
 
 def test_a_relative_margin_is_a_share_of_fp32s_metric() -> None:

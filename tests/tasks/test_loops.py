@@ -49,7 +49,7 @@ def test_the_baselines_are_what_one_writes_by_hand(label: str) -> None:
     for i in range(5):
         loop(batches(0, i))
     assert torch.equal(weights(model), by_hand(net(), 5, low=label != "fp32"))
-    assert (loop.skipped(), loop.scale()) == (0, 1.0)
+    assert (loop.skipped(), loop.scale()) == ((), 1.0)
 
 
 def explode(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_a_skipped_step_is_counted_and_does_not_move_the_learning_rate(candidate
         assert torch.equal(before, weights(model)) is (i == 1)
     if isinstance(loop, AmpLoop):
         assert made[0].last_epoch == 3
-    assert loop.skipped() == 1
+    assert loop.skipped() == (1,)
     assert loop.scale() == 2.0**15
 
 
@@ -126,3 +126,26 @@ def test_every_loop_evaluates_as_its_user_would() -> None:
         make_loop(candidate, task, copy.deepcopy(net()), 1).evaluate(task)
     # under a policy the model opens its own region, so outside it autocast is off; outputs are fp32 by the policy
     assert seen == [(False, torch.float32), (True, torch.bfloat16), (False, torch.float32)]
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [*candidates(["mixed", "O2:fp16"], "cpu"), Candidate(label="torch.amp fp16", dtype="fp16")],
+    ids=lambda c: c.label,
+)
+def test_the_loss_handed_out_is_the_one_of_the_step_unscaled_and_without_its_graph(candidate: Candidate) -> None:
+    seen: list[float] = []
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x).float(), y)
+        seen.append(float(loss.detach()))
+        return loss
+
+    loop = make_loop(candidate, small_task(loss_fn=watched), net(), 3)
+    assert torch.isnan(loop.loss)
+    kept = []
+    for i in range(3):
+        loop(batches(0, i))
+        kept.append(loop.loss)
+    assert all(loss.dim() == 0 and not loss.requires_grad for loss in kept)
+    assert [float(loss) for loss in kept] == seen  # none is overwritten by a later step

@@ -1,66 +1,81 @@
-"""Low copies of fp32 weights, each made once per region, and of frozen weights once and for all.
+"""Low copies of fp32 weights, frozen ones too, each made once per region.
 
 torch's own cache is keyed by the tensor alone, so it returns a stale copy after an in-place update and the wrong format
 where regions of two formats nest; and it never keeps a frozen weight, which is cast at every use. Here the key is
-tensor, version and format. `WeightCasts` belongs to one thread and ends with its outermost region; `FrozenCasts`
-belongs to the policy of prepared models and keeps a low copy as long as its weight lives.
+tensor, version, address and format. The cache belongs to one thread and ends with its outermost region: nothing tells
+of a write through ``.data``, which is how momentum encoders are updated, so no copy may outlive a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["FrozenCasts", "WeightCasts"]
+__all__ = ["WeightCasts"]
+
+
+def _witness(source: Tensor, low: Tensor) -> Hashable:
+    """Return what changes when `source` gets another value, or its copy is written into."""
+    return source._version, source.data_ptr(), -1 if low.is_inference() else low._version
 
 
 class WeightCasts:
-    """The casts of one thread: (weight, version, format) -> low tensor with its autograd edge to the weight."""
+    """The casts of one thread: (weight or view of one, version, format) -> low tensor with its autograd edge.
 
-    __slots__ = ("_casts",)
+    Beside them it holds the one activation cast last, for what three layers read one after the other: query, key and
+    value, or the two halves of a gated unit. Their gradients then meet in the low format. Only what autograd computed
+    is held: nobody else writes into its memory. A low copy that somebody wrote into is not handed out again.
+    """
+
+    __slots__ = ("_casts", "_latest")
 
     def __init__(self) -> None:
-        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+        self._casts: dict[Hashable, tuple[Tensor, Hashable, Tensor]] = {}
+        self._latest: tuple[Tensor, Hashable, bool, Tensor] | None = None
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `weight` in `dtype`, from the cache if this very value was cast before.
 
         The cast is recorded by autograd even under `torch.no_grad`, so that a later use with gradients finds its edge.
+        Casts made in inference mode serve inference mode only.
         """
-        key = (id(weight), dtype)
-        known = self._casts.get(key)
-        if known is not None and known[0] is weight and known[1] == weight._version:
-            return known[2]
-        if torch.is_inference_mode_enabled():  # the copy could not be used outside inference mode
+        inference = torch.is_inference_mode_enabled()
+        if inference and weight.is_inference():  # it has no version that would tell of a change
             return weight.to(dtype)
+        return self._kept((id(weight), dtype, inference), weight, weight, dtype)
+
+    def cast_view(self, view: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `view`, a view of `weight`, in `dtype`; the same part of the same value is cast once."""
+        inference = torch.is_inference_mode_enabled()
+        if inference and weight.is_inference():
+            return view.to(dtype)
+        place = (view.storage_offset(), view.shape, view.stride(), view.requires_grad)
+        return self._kept((id(weight), dtype, inference, place), weight, view, dtype)
+
+    def _kept(self, key: Hashable, weight: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+        known = self._casts.get(key)
+        if known is not None and known[0] is weight and known[1] == _witness(weight, known[2]):
+            return known[2]
         with torch.enable_grad():
-            low = weight.to(dtype)
-        self._casts[key] = (weight, weight._version, low)
+            low = value.to(dtype)
+        self._casts[key] = (weight, _witness(weight, low), low)
+        return low
+
+    def cast_latest(self, activation: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `activation` in `dtype`, from the cache if it was the activation cast last."""
+        if activation.grad_fn is None:
+            return activation.to(dtype)
+        known, recording = self._latest, torch.is_grad_enabled()
+        if known is not None and known[0] is activation and known[3].dtype is dtype:
+            if known[1] == _witness(activation, known[3]) and known[2] is recording:
+                return known[3]
+        low = activation.to(dtype)
+        self._latest = (activation, _witness(activation, low), recording, low)
         return low
 
     def clear(self) -> None:
         """Forget every cast."""
         self._casts.clear()
-
-
-class FrozenCasts:
-    """Low copies of weights that require no gradient; 2 bytes a frozen parameter, for no cast in later steps."""
-
-    __slots__ = ("_casts",)
-
-    def __init__(self) -> None:
-        self._casts = WeakTensorKeyDictionary()
-
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `weight` in `dtype`, without autograd edge; made anew where the weight has changed since."""
-        known = self._casts.get(weight)
-        if known is not None and known[0] == weight._version and known[1].dtype is dtype:
-            low: Tensor = known[1]
-            return low
-        if weight.is_inference():  # it has no version that would tell of a change
-            return weight.to(dtype)
-        with torch.inference_mode(False):  # a copy made in inference mode could not serve training later
-            low = weight.detach().to(dtype)
-        self._casts[weight] = (weight._version, low)
-        return low
+        self._latest = None

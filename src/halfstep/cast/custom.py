@@ -202,8 +202,8 @@ def _function_class(original: type[Function], op: CustomOperator) -> type:
         return made.apply(*args, **kwargs)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if regions and torch.compiler.is_compiling() and STATE.mode is None:
-            with passive:  # Dynamo lets a backward pass push a mode only if there is one already
+        if regions and torch.compiler.is_compiling():
+            with passive:  # Dynamo lets a backward pass push a mode only where the forward pass did
                 return _apply(op, inner, args, kwargs)
         return _apply(op, inner, args, kwargs)  # casts outside the Function: autograd undoes them
 

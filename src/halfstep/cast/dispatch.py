@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from halfstep.cast.cache import FrozenCasts
 from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED, emulation_of
 from halfstep.cast.simulate import simulated
 from halfstep.cast.state import STATE
@@ -43,6 +43,7 @@ MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low in
 WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "addmm"}
 )  # products with the weights of a layer
+PLAIN = frozenset({Tensor, nn.Parameter})  # tensor subclasses (DTensor, functional wrappers) have their own lives
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
 
@@ -84,12 +85,14 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
     """Return `tensor` in `dtype` if it is eligible; weights from the caches."""
     if tensor.dtype is dtype or tensor.dtype not in FLOATS or tensor.device.type not in mode.devices:
         return tensor
-    if tensor.is_leaf and dtype in LOWS and not torch.compiler.is_compiling():
-        if tensor.requires_grad:
+    if dtype not in LOWS or torch.compiler.is_compiling() or type(tensor) not in PLAIN or peek_interpreter_stack():
+        return tensor.to(dtype)  # what is made inside a torch.func transform must not be found outside it
+    if tensor.is_leaf:
+        if tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return STATE.casts.cast(tensor, dtype)
-        if isinstance(tensor, nn.Parameter):
-            return (mode.frozen or STATE.casts).cast(tensor, dtype)
-    return tensor.to(dtype)
+    elif isinstance(tensor._base, nn.Parameter):
+        return STATE.casts.cast_view(tensor, tensor._base, dtype)
+    return STATE.casts.cast_latest(tensor, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype, mode: RuleMode) -> Any:
@@ -112,7 +115,6 @@ class RuleMode(TorchFunctionMode):
         handlers: callable -> handler, as `handlers` makes them.
         how: how low operators are carried out.
         overrides: rules for custom operators.
-        frozen: keeps low copies of frozen weights beyond the region; None: they end with it.
     """
 
     def __init__(
@@ -121,14 +123,12 @@ class RuleMode(TorchFunctionMode):
         handlers: Mapping[Callable[..., Any], Handler],
         how: Lowering = NATIVELY,
         overrides: tuple[tuple[str, str], ...] = (),
-        frozen: FrozenCasts | None = None,
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
         self.handlers = handlers
         self.how = how
         self.overrides = overrides
-        self.frozen = frozen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -277,6 +277,22 @@ def _composite(twin: Callable[..., Any]) -> Handler:
     return handle
 
 
+def _into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write into args[0]: the destination is never cast, what is written takes its format."""
+    found = _tensors(args[:1], mode.devices)
+    device = mode.active(found)
+    if device is None:
+        return func(*args, **kwargs)
+    (destination,) = found
+    dtype = destination.dtype
+    args = (destination, *(_cast(a, dtype, mode) for a in args[1:]))
+    return run(device, func, args, {k: _cast(v, dtype, mode) for k, v in kwargs.items()})
+
+
+IN_PLACE = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_scatter_",
+            "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")  # fmt: skip
+"""Methods of Tensor that refuse to mix formats."""
+
 _TARGETS = {"low": _to_low, "fp32": _to_fp32, "keep": _to_first, "widest": _to_widest, INPUT: _as_it_is}
 
 
@@ -343,6 +359,9 @@ def handlers(
     if rules:
         rules.update({name: "low" for name in WEIGHTED if name in decisions and decisions[name].rule == "low"})
     compiled: dict[Callable[..., Any], Handler] = {}
+    if rules:
+        spellings = (getattr(space, name, None) for name in ("__setitem__", *IN_PLACE) for space in (Tensor, torch))
+        compiled.update({spelled: _into_destination for spelled in spellings if spelled is not None})
     for name, rule in rules.items():
         for func in callables(name):
             compiled[func] = _rule_handler(name, rule, func, how)

@@ -33,7 +33,6 @@ from torch import (
 from torch._C._dynamo import eval_frame
 from torch.overrides import _pop_mode, _push_mode
 
-from halfstep.cast.cache import FrozenCasts
 from halfstep.cast.dispatch import Lowering, RuleMode, emulates, handlers
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
@@ -76,7 +75,6 @@ def recipe_for(
     *,
     enabled: bool = True,
     cache: bool | None = None,
-    keep_frozen: bool = False,
 ) -> Recipe:
     """Compile `policy` for `device_types`.
 
@@ -85,7 +83,6 @@ def recipe_for(
         device_types: the devices entered.
         enabled: False makes a region in which nothing is cast.
         cache: whether torch may cache weight casts; None: as it does outside.
-        keep_frozen: whether low copies of frozen weights outlive the region.
 
     Raises:
         NotImplementedError: the policy needs an engine that is not built yet; the message says which.
@@ -110,8 +107,7 @@ def recipe_for(
     how = Lowering(emulating=frozenset(emulating), simulated=simulated)
     rules = handlers(policy, tuple(lowered), how) if lowered else {}
     custom = overrides(policy.ops) if lowered else ()
-    frozen = FrozenCasts() if keep_frozen else None
-    mode = RuleMode(tuple(lowered), rules, how, custom, frozen) if rules or custom else None
+    mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
     use_cache = torch.is_autocast_cache_enabled() if cache is None else cache
     return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=use_cache)
 

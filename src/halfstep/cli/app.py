@@ -39,7 +39,9 @@ def main(
 def compare(
     task: Annotated[
         list[str] | None,
-        typer.Option("--task", help="lenet5, gpt or path/to/file.py:function; again for more. Default: both."),
+        typer.Option(
+            "--task", help="lenet5, resnet, gpt or path/to/file.py:function; again for more. Default: all three."
+        ),
     ] = None,
     policies: Annotated[
         list[str] | None,
@@ -54,6 +56,9 @@ def compare(
         int | None, typer.Option(min=1, help="Runs of each policy. Default: 5, the fewest for a verdict.")
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a report with pictures: one file, to look at and to send.")
+    ] = None,
     excerpt: Annotated[
         bool, typer.Option("--excerpt", help="Three seeds and few steps: a look, in a minute or two.")
     ] = False,
@@ -73,6 +78,7 @@ def compare(
             steps=steps,
             seeds=seeds,
             json_path=json,
+            html_path=html,
             excerpt=excerpt,
             device=device,
         )

@@ -1,22 +1,22 @@
-"""``halfstep compare``: load tasks and policies, check all of it, train, print, write JSON."""
+"""``halfstep compare``: load tasks and policies, check all of it, train, print, write JSON and HTML."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
+import datetime
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import halfstep as hs
+from halfstep.cli.page import comparison_page
 from halfstep.cli.tables import print_comparison
-from halfstep.errors import did_you_mean
+from halfstep.cli.terminal import complain, console, device_type, say, writable, write_json
+from halfstep.report import render, require_extra
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import Candidate, candidates, default_labels
 from halfstep.tasks.compare import Comparison, check, compare, rounds_of
@@ -25,8 +25,6 @@ from halfstep.tasks.measure import ENOUGH_SEEDS
 __all__ = ["run_compare"]
 
 EXCERPT_SEEDS = 3
-PLAIN_WIDTH = 200  # columns of a table that no terminal cuts
-WRONG_USE = 2  # exit code for bad input
 
 
 def run_compare(
@@ -36,6 +34,7 @@ def run_compare(
     steps: int | None,
     seeds: int | None,
     json_path: Path | None,
+    html_path: Path | None,
     excerpt: bool,
     device: str,
 ) -> int:
@@ -46,65 +45,62 @@ def run_compare(
         labels: policies; none: the default list.
         steps: of each run; None: the task's.
         seeds: None: 5, or 3 in an excerpt.
-        json_path: where to write the report, or None.
+        json_path: where to write everything measured, or None.
+        html_path: where to write the report with pictures, or None.
         excerpt: few steps and seeds.
         device: device type, "" for the accelerator, if any.
     """
-    out, err = _console(), _console(stderr=True)
+    out, err = console(), console(stderr=True)
     try:
-        where = _device(device)
+        where = device_type(device)
         loaded = _load(tasks, err)
         compared = candidates(labels or default_labels(where), where)
         for task in loaded:
             check(task, compared, where)
-        if json_path is not None:
-            _writable(json_path)
+        _check_outputs(json_path, html_path)
     except (hs.HalfstepError, NotImplementedError) as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False)
-        return WRONG_USE
+        return complain(error)
     runs = seeds or (EXCERPT_SEEDS if excerpt else ENOUGH_SEEDS)
     about = machine()
     if excerpt:
-        out.print(
-            f"An excerpt: few steps, {runs} seeds. The full comparison is `halfstep compare` without --excerpt.",
-            highlight=False,
-        )
+        say(out, f"An excerpt: few steps, {runs} seeds. The full comparison is `halfstep compare` without --excerpt.")
     _say_machine(out, about)
     comparisons = []
     for task in loaded:
         length = steps or (task.excerpt_steps if excerpt else task.steps)
         comparisons.append(_compare(task, compared, length, runs, where, err))
         print_comparison(out, comparisons[-1])
-    if json_path is not None:
-        command = _command(
-            tasks=tasks,
-            labels=labels,
-            steps=steps,
-            seeds=seeds,
-            json_path=json_path,
-            excerpt=excerpt,
-            device=device,
-        )
-        report = _report(comparisons, about, command, excerpt=excerpt)
-        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        out.print(f"written: {json_path}", highlight=False, markup=False)
+    command = _command(
+        tasks=tasks,
+        labels=labels,
+        steps=steps,
+        seeds=seeds,
+        json_path=json_path,
+        html_path=html_path,
+        excerpt=excerpt,
+        device=device,
+    )
+    write_json(out, json_path, _report(comparisons, about, command, excerpt=excerpt))
+    if html_path is not None:
+        today = datetime.date.today()
+        page = comparison_page(comparisons, about=about, command=command, excerpt=excerpt, day=today)
+        html_path.write_text(render(page), encoding="utf-8")
+        say(out, f"written: {html_path}")
     return 0
 
 
-def _console(*, stderr: bool = False) -> Console:
-    """Return a console that cuts nothing where nobody is watching."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH, soft_wrap=True)
+def _check_outputs(json_path: Path | None, html_path: Path | None) -> None:
+    """Make sure that all that was asked for can be written, before hours of training.
 
-
-def _device(wanted: str) -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    there = ("cpu",) if accelerator is None else (accelerator.type, "cpu")
-    if not wanted:
-        return there[0]
-    if wanted not in there:
-        raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
-    return wanted
+    Raises:
+        TaskError, MissingExtraError: it cannot.
+    """
+    if html_path is not None:
+        require_extra("--html")
+        if json_path is not None and json_path.resolve() == html_path.resolve():
+            raise TaskError(f"--json and --html name the same file {str(html_path)!r}; give them two")
+    writable(json_path, "--json")
+    writable(html_path, "--html")
 
 
 def _load(names: Sequence[str], err: Console) -> list[Task]:
@@ -120,18 +116,10 @@ def _load(names: Sequence[str], err: Console) -> list[Task]:
     return loaded
 
 
-def _writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise TaskError(f"--json {str(path)!r} cannot be written: {error.strerror}") from error
-
-
 def _say_machine(out: Console, about: dict[str, Any]) -> None:
     on = f", {about['accelerator']}" if about["accelerator"] else ""
     line = f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}"
-    out.print(line, highlight=False, markup=False)
+    say(out, line)
 
 
 def _compare(
@@ -154,6 +142,7 @@ def _command(
     steps: int | None,
     seeds: int | None,
     json_path: Path | None,
+    html_path: Path | None,
     excerpt: bool,
     device: str,
 ) -> str:
@@ -164,6 +153,7 @@ def _command(
         "--seeds": seeds,
         "--device": device,
         "--json": json_path,
+        "--html": html_path,
     }
     words = [word for task in tasks for word in ("--task", task)]
     words += [str(word) for option, value in options.items() if value for word in (option, value)]
@@ -176,14 +166,5 @@ def _report(comparisons: Sequence[Comparison], about: dict[str, Any], command: s
         "halfstep": hs.__version__,
         "excerpt": excerpt,
         "machine": about,
-        "tasks": [_plain(dataclasses.asdict(c)) for c in comparisons],
+        "tasks": [dataclasses.asdict(c) for c in comparisons],
     }
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` with the floats JSON has no word for (nan, inf) as None."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

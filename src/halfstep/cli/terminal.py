@@ -70,19 +70,22 @@ def device_type(wanted: str) -> str:
     return wanted
 
 
-def writable(path: Path | None) -> None:
-    """Make sure that a report can be written to `path`.
+def writable(path: Path | None, option: str = "--json") -> None:
+    """Make sure that a report can be written to `path`, the value of `option`; what was not there is not left there.
 
     Raises:
         TaskError: it cannot.
     """
     if path is None:
         return
+    new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a", encoding="utf-8").close()
+        if new:
+            path.unlink()
     except OSError as error:
-        raise TaskError(f"--json {str(path)!r} cannot be written: {error.strerror}") from error
+        raise TaskError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def write_json(out: Console, path: Path | None, report: dict[str, Any]) -> None:

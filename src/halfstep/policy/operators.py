@@ -175,6 +175,9 @@ def _spellings() -> Iterator[tuple[str, Function]]:
             listed = space is functional or (prefix + name).replace(".", "_") in computing
             if listed and isinstance(function, plain):
                 yield prefix + name, function
+    grouped = getattr(torch, "_grouped_mm", None)  # functional.grouped_mm does not report itself to modes
+    if grouped is not None:
+        yield "grouped_mm", grouped
     for method, name in DUNDERS.items():
         function = getattr(torch.Tensor, method, None)
         if function is not None:

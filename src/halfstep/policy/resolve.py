@@ -245,7 +245,13 @@ def _parameter(
     if rule is not None and rule[1] == "keep":
         return False, now, f"modules: {rule[0]!r} = 'keep'"
     if concrete.params == "fp32":
-        return False, now, "params='fp32': the policy converts no parameter"
+        if now == "fp32" or not parameter.requires_grad:
+            return (
+                False,
+                now,
+                "params='fp32': nothing to convert" if now == "fp32" else "frozen: stays as it was loaded",
+            )
+        return False, "fp32", "params='fp32': a low checkpoint; updates smaller than its rounding would be lost"
     if rule is None and concrete.norms == "fp32" and matches(NORMS, "", owner):
         return False, "fp32", "norms='fp32': it belongs to a normalisation layer"
     return True, concrete.dtype, "params='low'"

@@ -27,6 +27,7 @@ class HeldScale:
         self._enabled = enabled
         self._host = initial_host(rule)  # the state until there are tensors
         self._state: ScaleState | None = None
+        self._scalings = 0  # how often the scale was asked for on a device
 
     @property
     def rule(self) -> ScaleRule:
@@ -106,6 +107,7 @@ class HeldScale:
         """
         if not self._enabled:
             return torch.ones((), dtype=torch.float32, device=device)
+        self._scalings += 1
         return self._state_on(device).scale.to(device=device, non_blocking=True)
 
     def _state_on(self, device: torch.device | str) -> ScaleState:

@@ -44,6 +44,7 @@ class ScaleState(NamedTuple):
         steps: int32, steps since the scale last moved; kept only under a `tolerance`.
         misses: int32, bad steps since the scale last went down; kept only under a `tolerance`.
         streak: int32, bad steps in a row; kept only under a `patience`.
+        bad: int32, all bad steps so far.
         alarm: bool, the last step was bad and the scale could not go down for it, or patience ran out. A device cannot
             raise, so the scaler reads this flag and warns or raises.
     """
@@ -54,10 +55,11 @@ class ScaleState(NamedTuple):
     steps: Tensor
     misses: Tensor
     streak: Tensor
+    bad: Tensor
     alarm: Tensor
 
 
-_DTYPES = (torch.float32, *[torch.int32] * 5, torch.bool)  # in the order of the fields
+_DTYPES = (torch.float32, *[torch.int32] * 6, torch.bool)  # in the order of the fields
 
 
 def initial_host(rule: ScaleRule) -> dict[str, Any]:
@@ -69,6 +71,7 @@ def initial_host(rule: ScaleRule) -> dict[str, Any]:
         "steps": 0,
         "misses": 0,
         "streak": 0,
+        "bad": 0,
         "alarm": False,
     }
 
@@ -114,7 +117,7 @@ def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState
     Returns:
         A new state; fields that the rule does not use are the same tensors as in `state`.
     """
-    scale, good, slack, steps, misses, streak, _ = state
+    scale, good, slack, steps, misses, streak, total, _ = state
     bad = found_inf.reshape(()) != 0
     counted = good + 1
     grow = ~bad & (counted >= rule.interval)
@@ -154,6 +157,7 @@ def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState
         steps=steps,
         misses=misses,
         streak=streak,
+        bad=total + bad,
         alarm=alarm,
     )
 
@@ -172,6 +176,7 @@ def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
                 old.copy_(new)
         return
     torch.logical_and(found_inf, state.scale <= rule.floor, out=state.alarm)
+    state.bad.add_(found_inf != 0)
     torch._amp_update_scale_(state.scale, state.good, found_inf, rule.growth, rule.backoff, rule.interval)
     if rule.floor > 0.0 or rule.ceiling < FP32_MAX:
         state.scale.clamp_(rule.floor, rule.ceiling)

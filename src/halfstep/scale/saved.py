@@ -16,7 +16,7 @@ __all__ = ["host_from_state_dict", "rule_from_state_dict", "state_dict_from"]
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "halfstep"  # torch's load_state_dict ignores keys it does not know
-_OWN_COUNTERS = ("slack", "steps", "misses", "streak")
+_OWN_COUNTERS = ("slack", "steps", "misses", "streak", "bad")
 
 
 def state_dict_from(rule: ScaleRule, host: Mapping[str, Any]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class GradScaler(HeldScale):
         if not self._enabled:
             return
         state = self._started("unscale_")
-        turn = self._turns.of(optimizer, "unscale_")
+        turn = self._turns.again(optimizer, self._scalings)
         kind = type(optimizer).__name__
         if turn.stage is Stage.UNSCALED:
             raise ScaleError(
@@ -188,7 +188,7 @@ class GradScaler(HeldScale):
             into_fp32=getattr(optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
             check_scale=self._rule.floor < _SMALLEST_INVERTIBLE,
         )
-        turn.stage = Stage.UNSCALED
+        turn.mark_unscaled(self._scalings)
 
     # --- stepping --------------------------------------------------------------------------------------------------
 
@@ -362,6 +362,7 @@ class GradScaler(HeldScale):
         """Rebuild from `__getstate__`."""
         self._device, self._enabled = state["device"], state["enabled"]
         self._rule, self._host, self._state = state["rule"], state["host"], None
+        self._scalings = 0
         self._warned, self.host_reads = state["warned"], state["host_reads"]
         self._begin()
 

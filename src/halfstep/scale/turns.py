@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from halfstep.errors import ScaleError
 
@@ -30,12 +31,33 @@ class Turn:
         stage: how far it has come.
         found: 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients.
         bad: what the host read of `found`; None = nobody has read it.
+        unscaled: the first gradient that was unscaled, as long as it lives.
+        scalings: how often the scale had been asked for by then.
     """
 
     optimizer: torch.optim.Optimizer
     stage: Stage = Stage.READY
     found: Tensor | None = None
     bad: bool | None = None
+    unscaled: TensorWeakRef | None = None
+    scalings: int = 0
+
+    def mark_unscaled(self, scalings: int) -> None:
+        """Remember that the gradients there are now have been unscaled, after so many requests for the scale."""
+        self.stage, self.scalings = Stage.UNSCALED, scalings
+        first = _first_gradient(self.optimizer)
+        self.unscaled = None if first is None else TensorWeakRef(first)
+
+    def is_over(self, scalings: int) -> bool:
+        """Return whether gradients were unscaled, never stepped, and others, scaled since, are in their place."""
+        if self.stage is not Stage.UNSCALED or self.unscaled is None or scalings == self.scalings:
+            return False
+        first = _first_gradient(self.optimizer)
+        return first is not None and self.unscaled() is not first
+
+
+def _first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    return next((p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
 
 
 class Turns:
@@ -58,6 +80,15 @@ class Turns:
                 f"{method}(optimizer): got {kind}, which has no param_groups; pass a torch.optim.Optimizer"
             )
         return self._turns.setdefault(id(optimizer), Turn(optimizer))
+
+    def again(self, optimizer: torch.optim.Optimizer, scalings: int) -> Turn:
+        """Return the turn of `optimizer` for unscaling: a new one if the last was skipped by hand after unscaling."""
+        turn = self.of(optimizer, "unscale_")
+        if turn.is_over(scalings):  # its verdict counts, its gradients are gone
+            if turn.found is not None:
+                self.record(turn.found)
+            turn = self._turns[id(optimizer)] = Turn(optimizer)
+        return turn
 
     def record(self, found: Tensor) -> None:
         """Add a verdict that belongs to no optimizer: 0-dim fp32 on the scale's device."""

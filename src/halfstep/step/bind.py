@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from halfstep.cast.region import Recipe, call_traced, close_recipe, open_recipe, recipe_for
 from halfstep.cast.state import STATE
-from halfstep.errors import WeightsError
+from halfstep.errors import RegionError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights.master import MasterWeights
 
-__all__ = ["Binding", "binding_of", "bound_class", "is_bound", "original_class"]
+__all__ = ["Binding", "binding_of", "bound_class", "explained", "is_bound", "original_class"]
 
 KEY = "_halfstep"
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -89,11 +89,11 @@ def _rebuild_binding(
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`: low = every operator low but losses, fp32 = off, keep = by input."""
     if rule == "low":
-        return recipe_for(policy.replace(table="all-low", loss="fp32", modules=()), device_types, keep_frozen=True)
+        return recipe_for(policy.replace(table="all-low", loss="fp32", modules=()), device_types)
     if rule == "keep":
         every = (("*", "keep"),)
         return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32", modules=()), device_types)
-    return recipe_for(policy.replace(modules=()), device_types, enabled=rule != "fp32", keep_frozen=True)
+    return recipe_for(policy.replace(modules=()), device_types, enabled=rule != "fp32")
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -120,6 +120,18 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 def _first_float(tree: Any) -> torch.dtype | None:
     return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in FLOATS), None)
+
+
+def explained(error: RuntimeError, tree: Any) -> RegionError | None:
+    """Return an error that says what to do if `error` is about a float64 tensor of `tree` among others, else None."""
+    if "Double" not in str(error) or isinstance(error, RegionError):
+        return None
+    if all(tensor.dtype is not torch.float64 for tensor in tensors(tree)):
+        return None
+    return RegionError(
+        "a float64 input met weights of another format, and no rule touches float64; if it came from numpy, whose "
+        f"default that is, pass x.float(). torch says: {error}"
+    )
 
 
 def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, Any, torch.dtype | None]:
@@ -158,6 +170,10 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
         try:
             result = forward(module, *args, **kwargs)
             failing = False
+        except RuntimeError as error:
+            if (better := explained(error, (args, kwargs))) is None:
+                raise
+            raise better from error
         finally:
             close_recipe(binding.recipe, owner, failing=failing)
     return result if output is None else _cast_floats(result, output)

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from halfstep.kernels.pick import norms_for, total_norm
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
-__all__ = ["Verdict", "apply", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
+__all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -36,6 +36,11 @@ class Verdict:
     norms: Tensor
     norm: Tensor
     bad: Tensor
+
+
+def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return what gradients hold, for elementwise work in place: their values, if they are sparse (and coalesced)."""
+    return [g._values() if g.is_sparse else g for g in gradients]
 
 
 def judge(gradients: Sequence[Tensor], divisor: Tensor | None) -> Verdict:
@@ -61,7 +66,7 @@ def clip_divisor(norm: Tensor, clip_norm: float) -> Tensor:
 
 def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: float) -> None:
     """Unscale `gradients` in place by `divisor` and clamp every element to [-limit, limit]."""
-    dense = list(gradients)
+    dense = stored(gradients)
     if divisor is not None:
         torch._foreach_mul_(dense, divisor.reciprocal())
     torch._foreach_clamp_min_(dense, -limit)
@@ -112,6 +117,6 @@ def apply(optimizer: Optimizer, gradients: Sequence[Tensor], divisor: Tensor | N
         return False
     if not bool(bad):
         if divisor is not None:
-            torch._foreach_mul_(list(gradients), divisor.reciprocal())
+            torch._foreach_mul_(stored(gradients), divisor.reciprocal())
         optimizer.step()
     return True

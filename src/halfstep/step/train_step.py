@@ -9,6 +9,7 @@ produced it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,7 +29,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import tail
-from halfstep.step.bind import binding_of
+from halfstep.step.bind import binding_of, explained
 from halfstep.step.checkpoint import load_step, save_step
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 
@@ -36,6 +37,7 @@ __all__ = ["TrainStep"]
 
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
+NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 class TrainStep:
@@ -101,7 +103,8 @@ class TrainStep:
             for parameter in self._store.parameters():
                 parameter.grad_dtype = torch.float32
         self._refuse_replaced_parameters()
-        tail.prefer_fused(optimizer, self._stepped_parameters())
+        if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
+            tail.prefer_fused(optimizer, self._stepped_parameters())
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -113,6 +116,7 @@ class TrainStep:
         """
         self._settle()
         if self._window == 0:
+            self.optimizer.zero_grad(set_to_none=True)  # another step's loss, or a failed one, may have left gradients
             self._keep_statistics()
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
@@ -142,6 +146,10 @@ class TrainStep:
         try:
             returned = self.loss_fn(self.model, *batch, **named)
             failing = False
+        except RuntimeError as error:
+            if (better := explained(error, (batch, named))) is None:
+                raise
+            raise better from error
         finally:
             close_recipe(recipe, owner, failing=failing)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
@@ -164,15 +172,29 @@ class TrainStep:
     # ------------------------------------------------------------------ one update
 
     def flush(self) -> StepResult | None:
-        """Update with the micro-batches of an unfinished window (their mean); None if there are none."""
+        """Update with the micro-batches of an unfinished window (their mean); None if there are none.
+
+        Also reads the last verdict and advances the scheduler: after it, everything is up to date.
+        """
+        self._settle()
         if self._window == 0:
             return None
-        self._settle()
+        self._reduce_gradients()
         device = next(iter(unwrap(self.model).parameters())).device
         scale = self.scaler.scale_on(device).clone()
         norm, bad, culprits = self._update(self._window)
         loss = torch.full((), float("nan"), device=device)
         return StepResult(self._step, loss, None, scale, norm, bad, ~bad, culprits)
+
+    def _reduce_gradients(self) -> None:
+        """Average gradients over the ranks of DistributedDataParallel, whose own reduction waits for a last batch."""
+        if self._no_sync is None or not torch.distributed.is_initialized():
+            return
+        group = getattr(self.model, "process_group", None)
+        for parameter in unwrap(self.model).parameters():
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad, group=group)
+                parameter.grad.div_(torch.distributed.get_world_size(group))
 
     def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
         parameters, gradients = self._gradients()
@@ -218,6 +240,9 @@ class TrainStep:
                 "no parameter of the optimizer received a gradient; check that loss_fn uses the model and that its "
                 "parameters require gradients"
             )
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # a norm is one of sums
         if self._store is None:
             return parameters, [p.grad for p in parameters if p.grad is not None]
         return parameters, self._store.lift(self.optimizer)
@@ -308,6 +333,12 @@ def _validate(
         raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
     if not isinstance(optimizer, Optimizer):
         raise StepError(f"optimizer must be a torch optimizer and is {type(optimizer).__name__}")
+    if inspect.signature(optimizer.step).parameters.get("closure", NOTHING).default is inspect.Parameter.empty:
+        raise StepError(
+            f"{type(optimizer).__name__} evaluates the loss itself, through a closure, and TrainStep hands it "
+            "gradients; prepare the model with hs.prepare(model, optimizer, policy=...) in bf16 or fp32 and call "
+            "optimizer.step(closure) yourself"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise StepError(
             "ReduceLROnPlateau needs a metric at each step; leave it out of TrainStep and call scheduler.step(metric) "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import statistics
 import time
@@ -20,9 +21,10 @@ from halfstep.tasks.loops import Loop, make_loop
 from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
 from halfstep.tasks.task import Task
 
-__all__ = ["Comparison", "Row", "check", "compare", "rounds_of"]
+__all__ = ["Comparison", "Row", "check", "compare", "rounds_of", "thinned"]
 
 WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
+CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
 PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted
 STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
 
@@ -43,7 +45,11 @@ class Row:
         state_bytes: of parameters, buffers, optimizer state, precise weights and lasting gradient buffers.
         saved_bytes: kept by autograd between forward and backward of one step, parameters excepted.
         skipped: steps not applied, one number a seed.
+        skipped_steps: which those were, counted from 0, one list a seed.
         scale: loss scale at the end, one number a seed.
+        losses: training loss, the mean over the seeds and over the steps that the comparison's `loss_steps` stand for,
+            to six digits; nan where it was not finite. Every candidate sees the same batches, so curves can be
+            subtracted.
     """
 
     label: str
@@ -57,7 +63,9 @@ class Row:
     state_bytes: int
     saved_bytes: int
     skipped: tuple[int, ...]
+    skipped_steps: tuple[tuple[int, ...], ...]
     scale: tuple[float, ...]
+    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +81,8 @@ class Comparison:
         device: the device type everything ran on.
         steps: of each run.
         seeds: of the runs.
+        loss_steps: where the points of each row's `losses` lie, counted from 1: the middles of groups of consecutive
+            steps, as large as it takes to have no more than 200 points.
         control: torch.amp over torch.amp: the ratio of identical programs on this machine; None if nothing was timed.
         repeatable: whether those two identical runs ended with the same metric, bit for bit, with every seed.
         rows: one a candidate, fp32 and torch.amp first.
@@ -86,6 +96,7 @@ class Comparison:
     device: str
     steps: int
     seeds: tuple[int, ...]
+    loss_steps: tuple[float, ...]
     control: Ratio | None
     repeatable: bool
     rows: tuple[Row, ...]
@@ -138,12 +149,14 @@ def compare(
     runners = [*candidates, twin]
     bytes_of = {c.label: _probe(task, c, device) for c in candidates}
     times: dict[str, list[float]] = {c.label: [] for c in runners}
-    ends: dict[str, list[tuple[float, int, float]]] = {c.label: [] for c in runners}
+    ends: dict[str, list[tuple[float, tuple[int, ...], float]]] = {c.label: [] for c in runners}
+    curves: dict[str, list[list[float]]] = {c.label: [] for c in runners}
     for seed in range(seeds):
         model = _start(task, seed, device)
         loops = {c.label: make_loop(c, task, copy.deepcopy(model), steps) for c in runners}
-        _train(task, loops, seed, steps, device, times, on_step)
+        losses = _train(task, loops, seed, steps, device, times, on_step)
         for label, loop in loops.items():
+            curves[label].append(losses[label])
             ends[label].append((_evaluate(task, loop, seed), loop.skipped(), loop.scale()))
     reference = [metric for metric, _, _ in ends[FP32]]
     margin = task.margin * abs(statistics.fmean(reference)) if task.relative_margin else task.margin
@@ -154,7 +167,7 @@ def compare(
     rows = []
     for candidate in candidates:
         label = candidate.label
-        metrics, skipped, scales = (tuple(column) for column in zip(*ends[label], strict=True))
+        metrics, skipped_steps, scales = (tuple(column) for column in zip(*ends[label], strict=True))
         rows.append(
             Row(
                 label=label,
@@ -167,8 +180,10 @@ def compare(
                 to_amp=ratio(label, amp.label),
                 state_bytes=bytes_of[label][0],
                 saved_bytes=bytes_of[label][1],
-                skipped=skipped,
+                skipped=tuple(map(len, skipped_steps)),
+                skipped_steps=skipped_steps,
                 scale=scales,
+                losses=thinned([_mean(values) for values in zip(*curves[label], strict=True)]),
             )
         )
     return Comparison(
@@ -180,10 +195,24 @@ def compare(
         device=device,
         steps=steps,
         seeds=tuple(range(seeds)),
+        loss_steps=thinned(range(1, steps + 1)),
         control=ratio(twin.label, amp.label),
         repeatable=[repr(e) for e in ends[twin.label]] == [repr(e) for e in ends[amp.label]],
         rows=tuple(rows),
     )
+
+
+def thinned(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the means of consecutive values, as many to a mean as leave no more than `CURVE_POINTS`, to six digits.
+
+    A mean in which a value is not finite is nan: a loss that overflowed is a gap in its curve, not a point.
+    """
+    width = math.ceil(len(values) / CURVE_POINTS)
+    return tuple(float(f"{_mean(values[i : i + width]):.6g}") for i in range(0, len(values), width))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _start(task: Task, seed: int, device: str) -> nn.Module:
@@ -222,8 +251,10 @@ def _train(
     device: str,
     times: dict[str, list[float]],
     on_step: Callable[[], None],
-) -> None:
+) -> dict[str, list[float]]:
+    """Train every loop to its end, add the seconds of its steps to `times`, and return the loss of each step."""
     order = list(loops)
+    losses: dict[str, list[torch.Tensor]] = {label: [] for label in order}
     shuffle = random.Random(seed)
     for step in range(steps):
         shuffle.shuffle(order)
@@ -236,7 +267,9 @@ def _train(
             _wait(device)
             if step >= WARM_UP:
                 times[label].append(time.perf_counter() - start)
+            losses[label].append(loops[label].loss)  # read on the host when the run is over: nothing waits for it
             on_step()
+    return {label: torch.stack(found).double().flatten().tolist() for label, found in losses.items()}
 
 
 def _wait(device: str) -> None:

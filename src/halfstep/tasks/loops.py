@@ -22,9 +22,12 @@ class Loop(Protocol):
 
     Attributes:
         model: the model in training.
+        loss: of the last step: a 0-dim tensor, detached and unscaled; before the first step nan. Every loop detaches it
+            inside the call, as hs.TrainStep does, so that handing it out costs all of them the same.
     """
 
     model: nn.Module
+    loss: Tensor
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
@@ -32,8 +35,8 @@ class Loop(Protocol):
     def evaluate(self, task: Task) -> float:
         """Return the task's metric as somebody who trains this way would compute it."""
 
-    def skipped(self) -> int:
-        """Return how many steps were not applied so far."""
+    def skipped(self) -> tuple[int, ...]:
+        """Return which steps were not applied so far, counted from 0."""
 
     def scale(self) -> float:
         """Return the loss scale, 1.0 without scaling."""
@@ -85,10 +88,12 @@ class Fp32Loop:
         self.optimizer = fused(task.optimizer(model))
         self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
         self.parameters = list(model.parameters())
+        self.loss = torch.tensor(torch.nan)
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
         loss = self.loss_fn(self.model, *batch)
+        self.loss = loss.detach()
         loss.backward()
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
@@ -101,9 +106,9 @@ class Fp32Loop:
         """Return the metric of the fp32 model."""
         return task.metric(self.model)
 
-    def skipped(self) -> int:
-        """Return 0: fp32 skips nothing."""
-        return 0
+    def skipped(self) -> tuple[int, ...]:
+        """Return (): fp32 skips nothing."""
+        return ()
 
     def scale(self) -> float:
         """Return 1.0: fp32 scales nothing."""
@@ -122,12 +127,13 @@ class AmpLoop(Fp32Loop):
         self.dtype = dtype
         self.device = next(model.parameters()).device.type
         self.scaler = torch.amp.GradScaler(self.device) if dtype is torch.float16 else None
-        self.skips = 0
+        self.applied: list[bool] = []
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
         with torch.autocast(self.device, dtype=self.dtype):
             loss = self.loss_fn(self.model, *batch)
+        self.loss = loss.detach()
         if self.scaler is None:
             loss.backward()
         else:
@@ -144,7 +150,7 @@ class AmpLoop(Fp32Loop):
             self.scaler.step(self.optimizer)
             self.scaler.update()
             applied = self.scaler.get_scale() >= before
-            self.skips += not applied
+        self.applied.append(applied)
         if self.scheduler is not None and applied:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -154,9 +160,9 @@ class AmpLoop(Fp32Loop):
         with torch.autocast(self.device, dtype=self.dtype):
             return task.metric(self.model)
 
-    def skipped(self) -> int:
+    def skipped(self) -> tuple[int, ...]:
         """Return the steps after which the scale fell."""
-        return self.skips
+        return tuple(step for step, applied in enumerate(self.applied) if not applied)
 
     def scale(self) -> float:
         """Return the GradScaler's scale."""
@@ -173,19 +179,22 @@ class PolicyLoop:
             model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler
         )
         self.model = model
+        self.loss = torch.tensor(torch.nan)
         self.skips: list[Tensor] = []
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
-        self.skips.append(self.step(*batch).skipped)
+        result = self.step(*batch)
+        self.loss = result.loss
+        self.skips.append(result.skipped)
 
     def evaluate(self, task: Task) -> float:
         """Return the metric; the model brings its policy along."""
         return task.metric(self.step.model)
 
-    def skipped(self) -> int:
+    def skipped(self) -> tuple[int, ...]:
         """Return the steps whose gradients were not finite."""
-        return int(torch.stack(self.skips).sum()) if self.skips else 0
+        return tuple(torch.stack(self.skips).nonzero().flatten().tolist()) if self.skips else ()
 
     def scale(self) -> float:
         """Return the scaler's scale."""

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from halfstep.errors import HalfstepError
+from halfstep.report import (
+    Bar,
+    BarChart,
+    Bullets,
+    Cell,
+    Code,
+    Details,
+    Document,
+    Fact,
+    Facts,
+    Figure,
+    Gallery,
+    Key,
+    LineChart,
+    MissingExtraError,
+    Note,
+    Paragraph,
+    Section,
+    Series,
+    Table,
+    render,
+    require_extra,
+)
+from tests.report.reader import Page
+
+EVIL = "<b>&\"'</style></svg><script>alert(1)</script> {{ 7 * 7 }} $x$ --> %"
+
+
+def document(text: str = "words", **changes: object) -> Document:
+    """Return a document with every kind of block, `text` in every place of each."""
+    key = Key(colour=2, light=True)
+    lines = LineChart(x_label=text, series=(Series(label=text, x=(1, 2), y=(3.0, 4.0), marks=(1.5,), key=key),))
+    bars = BarChart(x_label=text, bars=(Bar(label=text, text=text, value=1.0, low=0.9, high=1.1),))
+    blocks = (
+        Paragraph(text=text),
+        Bullets(items=(text, text)),
+        Note(text=text),
+        Facts(facts=(Fact(heading=text, text=text, more=(text,), tone="good"),)),
+        Table(caption=text, headers=("name", text), rows=((Cell(text=text), Cell(text=text, tone="bad")),)),
+        Gallery(
+            figures=(
+                Figure(heading=text, caption=text, alt=text, chart=lines),
+                Figure(heading=text, caption=text, alt=text, chart=bars),
+            ),
+            legend=((text, key),),
+        ),
+        Details(summary=text, blocks=(Code(text=text), Details(summary="deeper", blocks=(Note(text=text),)))),
+    )
+    return Document(title=text, lead=text, sections=(Section(heading=text, blocks=blocks),), footer=text)
+
+
+def test_a_page_is_whole_html_and_every_block_is_in_it() -> None:
+    page = Page(render(document()))
+    assert page.problems == []
+    assert [len(page.all(tag)) for tag in ("html", "title", "h1", "h2", "main", "table", "details", "figure")] == [
+        1, 1, 1, 1, 1, 1, 2, 2,
+    ]  # fmt: skip
+    assert len(page.all("figcaption")) == 2 and len(page.all("pre")) == 1
+    assert page.all("html") == [{"lang": "en"}] and {"charset": "utf-8"} in page.all("meta")
+    assert {"class": "bad"} in page.all("td") and {"class": "fact good"} in page.all("div")
+
+
+def test_a_page_fetches_nothing_and_runs_nothing() -> None:
+    assert Page(render(document())).fetches() == []
+
+
+def test_the_reader_sees_what_would_be_fetched() -> None:
+    bad = (
+        '<link href="a.css"><script src="b.js"></script><img src="http://c"><a href="https://d">e</a>'
+        '<style>@import "f"; p { background: url(g.png) }</style><p onclick="h()" style="fill: url(#i)">j</p><b>'
+    )
+    page = Page(bad)
+    assert len(page.fetches()) == 10 and page.problems == ["<b> is never closed"]
+
+
+def test_text_is_text_wherever_it_stands() -> None:
+    rendered = render(document(EVIL))
+    page = Page(rendered)
+    assert page.problems == [] and page.fetches() == []
+    assert page.all("script") == [] and page.all("b") == []
+    assert "49" not in "".join(page.texts)  # no template inside a template
+    assert sum(EVIL[:8] in text for text in page.texts) >= 15
+    assert all(picture["aria-label"] == EVIL for picture in page.pictures())
+
+
+def test_every_picture_has_words_for_who_does_not_see_it() -> None:
+    pictures = Page(render(document("a line that rises"))).pictures()
+    assert len(pictures) == 2
+    assert all(p["role"] == "img" and p["aria-label"] == "a line that rises" for p in pictures)
+
+
+def test_no_name_occurs_twice_although_pictures_are_alike() -> None:
+    chart = LineChart(x_label="step", series=(Series(label="a", x=(1.0, 2.0), y=(1.0, 2.0), marks=(1.0,)),))
+    twins = tuple(Figure(heading="", caption="", alt="twin", chart=chart) for _ in range(3))
+    blocks = (Gallery(figures=twins),)
+    page = Page(render(Document(title="t", lead="", sections=(Section(heading="s", blocks=blocks),))))
+    names = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    used = [a["href"][1:] for _, a in page.elements if "href" in a]
+    assert len(names) == len(set(names)) >= 3
+    assert used and set(used) <= set(names)
+
+
+def test_a_page_is_made_for_phones_and_for_both_colour_schemes() -> None:
+    text = render(document())
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert "@media screen and (prefers-color-scheme: dark)" in text and "color-scheme: light dark" in text
+    assert ".scroll { overflow-x: auto;" in text and '<div class="scroll" role="region" tabindex="0"' in text
+
+
+def test_equal_documents_give_equal_pages() -> None:
+    assert render(document()) == render(document())
+
+
+def test_a_number_and_its_unit_stay_on_one_line_but_code_is_left_alone() -> None:
+    text = render(document("1.5 MB, 37 % less"))
+    assert "<p>1.5\N{NO-BREAK SPACE}MB, 37\N{NO-BREAK SPACE}% less</p>" in text
+    assert "<pre>1.5 MB, 37 % less</pre>" in text
+
+
+@pytest.mark.parametrize(("module", "name"), [("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2")])
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"--html needs {name}, .* pip install 'halfstep\[plot\]'"):
+        require_extra("--html")
+    with pytest.raises(ImportError, match="an HTML report needs"):
+        render(document())
+    assert issubclass(MissingExtraError, HalfstepError)

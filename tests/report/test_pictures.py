@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from halfstep.report import Bar, BarChart, Dot, DotChart, Key, LineChart, Series
+from halfstep.report.charts import COLOURS, Chart
+from halfstep.report.pictures import PAINT, Drawing, draw
+
+LINES = LineChart(
+    x_label="step",
+    series=(
+        Series(label="a", x=(1.0, 2.0, 3.0), y=(1.0, math.nan, 3.0), marks=(2.0,)),
+        Series(label="b", x=(1.0, 2.0, 3.0), y=(2.0, 1.0, 1.0), key=Key(colour=1, light=True)),
+    ),
+)
+BARS = BarChart(
+    x_label="time",
+    bars=(
+        Bar(label="one", text="1.00", value=1.0, low=0.9, high=1.1, key=Key(colour=1)),
+        Bar(label="none", text="not run", value=None),
+        Bar(label="far", text="28.9", value=28.9, low=28.0, high=30.0, key=Key(colour=8)),
+    ),
+    line=1.0,
+    band=(0.98, 1.02),
+)
+DOTS = DotChart(
+    x_label="minus fp32",
+    dots=(
+        Dot(label="near", text="0.2", value=0.2, low=-0.1, high=0.5, key=Key(colour=2)),
+        Dot(label="open", text="0.9", value=0.9, low=-0.2, high=2.0, mark="hollow"),
+        Dot(label="far", text="-80", value=-80.0, low=-90.0, high=-70.0, mark="cross"),
+        Dot(label="lost", text="diverged", value=None, mark="cross"),
+    ),
+    margin=1.0,
+)
+
+
+def parsed(drawing: Drawing) -> ElementTree.Element:
+    return ElementTree.fromstring(f"<svg>{drawing.body}</svg>")
+
+
+def words(drawing: Drawing) -> list[str]:
+    return ["".join(text.itertext()) for text in parsed(drawing).iter("text")]
+
+
+def widths(drawing: Drawing) -> dict[str, list[float]]:
+    """Return the widths of filled shapes by their paint."""
+    found: dict[str, list[float]] = {}
+    for path in parsed(drawing).iter("path"):
+        fill = re.search(r"fill: (var\(--\w+\))", path.get("style", ""))
+        xs = [float(x) for x in re.findall(r"[ML] ([-\d.]+) [-\d.]+", path.get("d", ""))]
+        if fill and xs:
+            found.setdefault(fill[1], []).append(max(xs) - min(xs))
+    return found
+
+
+@pytest.mark.parametrize("chart", [LINES, BARS, DOTS], ids=lambda c: type(c).__name__)
+def test_a_picture_has_no_colour_font_or_style_of_its_own(chart: Chart) -> None:
+    drawing = draw(chart)
+    root = parsed(drawing)
+    assert "var(--ink)" in drawing.body
+    assert not re.search(r"#[0-9a-fA-F]{6}|#[0-9a-fA-F]{3}\b|rgb|DejaVu|http|xmlns", drawing.body)
+    assert not [element for element in root.iter() if element.tag in {"style", "metadata", "image", "script"}]
+    assert not any(e.get(name) for e in root.iter() for name in ("class", "font-family"))
+    assert {e.get("id", "@")[0] for e in root.iter()} == {"@"}
+    named = {e.get("id") for e in root.iter()}
+    assert all(e.get("href", "")[1:] in named for e in root.iter("use"))
+
+
+@pytest.mark.parametrize("chart", [LINES, BARS, DOTS], ids=lambda c: type(c).__name__)
+def test_equal_charts_give_equal_pictures(chart: Chart) -> None:
+    assert draw(chart) == draw(chart)
+
+
+def test_a_dollar_is_a_dollar_and_markup_is_text() -> None:
+    label = 'font: 9px x; $x^2$ <b>& --> " id="a" 混合'
+    chart = BarChart(x_label=label, bars=(Bar(label=label, text=label[:3], value=1.0),))
+    assert words(draw(chart)).count(label) == 2
+    assert "a b c" in words(draw(BarChart(x_label="a\nb\0c", bars=())))
+
+
+def test_bars_begin_at_zero_and_are_as_long_as_their_values() -> None:
+    chart = BarChart(
+        x_label="MB",
+        bars=(
+            Bar(label="a", text="4", value=4.0, key=Key(colour=1)),
+            Bar(label="b", text="1", value=1.0, key=Key(colour=2)),
+        ),
+    )
+    found = widths(draw(chart))
+    assert found["var(--hue1)"][0] == pytest.approx(4 * found["var(--hue2)"][0], rel=0.01)
+
+
+def test_a_bar_off_the_scale_does_not_flatten_the_others() -> None:
+    drawing = draw(BARS)
+    found = widths(drawing)
+    assert max(found["var(--hue1)"]) > 0.8 * drawing.width
+    assert {"one", "1.00", "none", "not run", "far", "28.9"} <= set(words(drawing))
+
+
+def test_colours_start_again_when_they_are_used_up() -> None:
+    assert Key(colour=COLOURS + 2).hue == 2 and Key(colour=0).hue == 0
+    assert set(PAINT.values()) >= {f"var(--hue{i})" for i in range(1, COLOURS + 1)}
+
+
+def test_a_dot_far_outside_is_an_arrow_at_the_edge() -> None:
+    assert words(draw(DOTS))[-4:] == ["far", "-80", "lost", "diverged"]
+    ticks = [w for w in words(draw(DOTS)) if w in {"−1", "0", "+1"}]
+    assert ticks == ["−1", "0", "+1"]
+    places = {float(e.get("x", "nan")) for e in parsed(draw(DOTS)).iter("use") if e.get("x")}
+    assert 12.0 in places and max(places) < 338.0  # the left edge of the axes; nothing at the right one
+
+
+def test_a_value_that_is_not_finite_is_a_gap() -> None:
+    chart = LineChart(
+        x_label="step",
+        series=(Series(label="a", x=(1, 2, 3, 4, 5), y=(1.0, 2.0, math.inf, 2.0, 1.0), key=Key(colour=3)),),
+    )
+    (curve,) = (p.get("d", "") for p in parsed(draw(chart)).iter("path") if "hue3" in p.get("style", ""))
+    assert curve.count("M") == 2
+    nothing = LineChart(x_label="step", series=(Series(label="a", x=(1.0,), y=(math.nan,), marks=(1.0,)),))
+    assert "no finite value" in words(draw(nothing))
+
+
+def test_small_numbers_share_one_power_of_ten() -> None:
+    chart = LineChart(x_label="step", series=(Series(label="a", x=(1.0, 2.0), y=(0.0, 5e-5)),), zero_line=True)
+    assert "× 10⁻⁵" in words(draw(chart)) and not any("e-" in word for word in words(draw(chart)))
+
+
+def test_a_log_scale_needs_positive_values() -> None:
+    up = Series(label="a", x=(1.0, 2.0), y=(0.1, 10.0))
+    assert {"0.1", "1", "10"} <= set(words(draw(LineChart(x_label="", series=(up,), log=True))))
+    down = Series(label="a", x=(1.0, 2.0), y=(-1.0, 10.0))
+    assert "5" in words(draw(LineChart(x_label="", series=(down,), log=True)))
+
+
+def test_charts_without_rows_are_drawn_too() -> None:
+    assert draw(BarChart(x_label="x", bars=())).height > 0
+    assert draw(DotChart(x_label="x", dots=(), margin=1.0)).height > 0
+    assert draw(LineChart(x_label="x", series=())).height > 0
+
+
+def test_long_labels_are_shortened_before_they_meet_the_number() -> None:
+    (label, *_) = (
+        w for w in words(draw(BarChart(x_label="x", bars=(Bar(label="n" * 90, text="1.000", value=1.0),)))) if "n" in w
+    )
+    assert label.endswith("…") and len(label) == 40
