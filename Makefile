@@ -24,8 +24,8 @@ $(READY): pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[tasks,dev]'
 	touch $@
 
-demo: $(READY)  ## compare precision policies on both tasks: an excerpt, at most 3 minutes on 2 cores
-	$(BIN)/halfstep compare --excerpt
+demo: $(READY)  ## compare precision policies on three tasks: an excerpt, some 3 minutes on 2 cores -> out/report.html
+	$(BIN)/halfstep compare --excerpt --html out/report.html
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest
@@ -46,7 +46,8 @@ bench: $(READY)  ## time and bytes beside torch.amp -> benchmarks/results/cpu.js
 	$(BIN)/python benchmarks/run.py --json benchmarks/results/cpu.json
 
 compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
-	$(BIN)/halfstep compare --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
+	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
+	$(BIN)/halfstep compare --task resnet --policies $(FULL) --seeds 5 --json benchmarks/results/compare_resnet.json
 
 tables: $(READY)  ## write the numbers of benchmarks/results/ into README and docs
 	$(BIN)/python benchmarks/tables.py

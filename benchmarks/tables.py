@@ -140,11 +140,12 @@ def metrics(task: dict[str, Any]) -> str:
 
 
 def blocks() -> dict[str, str]:
-    bench, full = load("cpu.json"), load("compare.json")
-    tasks = {t["task"]: t for t in full["tasks"]}
+    bench, full, digits = load("cpu.json"), load("compare.json"), load("compare_resnet.json")
+    tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
     return {
         "source bench": source(bench),
         "source compare": source(full),
+        "source compare resnet": source(digits),
         "summary": summary(bench),
         "entry": entry(bench),
         "timings": timings(bench),

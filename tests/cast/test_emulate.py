@@ -240,3 +240,20 @@ def test_rare_products_are_rounded_once(func: Callable[..., Tensor], shapes: tup
         low = func(*inputs, **options)
     assert low.dtype is HALF
     assert torch.equal(low, func(*inputs, **options).to(HALF))
+
+
+def test_operators_take_their_arguments_by_torchs_names() -> None:
+    a, b, batch = torch.randn(3, 4), torch.randn(4, 5), torch.randn(2, 3, 4)
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16", emulate="always")):
+        made = [
+            torch.matmul(input=a, other=b),
+            a.matmul(other=b),
+            torch.mm(input=a, mat2=b),
+            torch.addmm(input=torch.zeros(3, 5), mat1=a, mat2=b, beta=2),
+        ]
+        assert all(torch.equal(m, made[0]) for m in made)
+        assert torch.bmm(input=batch, mat2=b.expand(2, 4, 5)).dtype is HALF
+        assert torch.baddbmm(input=torch.zeros(3, 5), batch1=batch, batch2=b.expand(2, 4, 5)).dtype is HALF
+        assert torch.addbmm(input=torch.zeros(3, 5), batch1=batch, batch2=b.expand(2, 4, 5)).dtype is HALF
+        assert torch.mv(input=a, vec=b[:, 0]).dtype is HALF
+        assert torch.addmv(input=torch.zeros(3), mat=a, vec=b[:, 0]).dtype is HALF

@@ -372,3 +372,22 @@ def test_another_policy_on_a_prepared_model() -> None:
 def test_wrapping_before_preparing() -> None:
     with pytest.raises(BindError, match="hs.prepare.* first, then wrap"):
         hs.prepare(nn.DataParallel(net()), policy=policy("O2"))
+
+
+def test_a_compiled_model_that_raises_leaves_no_region_behind() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, bad: bool = False) -> Tensor:
+            out: Tensor = self.layer(x)
+            if bad:
+                raise ValueError("bad batch")
+            return out
+
+    model = hs.prepare(Picky(), policy=hs.Policy.of("torch", dtype="bf16", outputs="keep"))
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="bad batch"):
+        compiled(torch.ones(2, 4), True)
+    assert model(torch.ones(2, 4)).dtype is torch.bfloat16

@@ -456,3 +456,39 @@ def test_compiled_models_train() -> None:
     x, y = batch(0)
     losses = [float(step(x, y).loss) for _ in range(20)]
     assert losses[-1] < losses[0]
+
+
+def test_float64_parameters_train() -> None:
+    model = nn.Linear(8, 4).double()
+    before = model.weight.detach().clone()
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).sum(), policy="O0")
+    x = torch.ones(2, 8, dtype=torch.float64)
+    result = step(x)
+    assert torch.allclose(model.weight, before - 0.2) and float(result.grad_norm) == pytest.approx(
+        (4 * 8 * 4 + 16) ** 0.5
+    )
+
+
+def test_gradients_somebody_left_are_not_trained_on() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), lambda m, x: m(x).sum(), policy="O0")
+    before = model.weight.detach().clone()
+    (100 * model(torch.ones(1, 2))).sum().backward()
+    step(torch.ones(1, 2))
+    assert torch.equal(model.weight, before - 1.0)
+
+
+def test_an_optimizer_with_a_closure_is_refused_with_the_remedy() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(StepError, match=r"LBFGS evaluates the loss itself.*optimizer.step\(closure\) yourself"):
+        hs.TrainStep(model, torch.optim.LBFGS(model.parameters()), lambda m, x: m(x).sum(), policy="O0")
+
+
+def test_flush_brings_the_scheduler_up_to_date() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step = hs.TrainStep(model, optimizer, lambda m, x: m(x).mean(), policy="O0", scheduler=scheduler)
+    for _ in range(3):
+        step(torch.ones(2, 2))
+    assert step.flush() is None and scheduler.last_epoch == 3

@@ -148,21 +148,6 @@ def test_the_metric_counts_right_answers(lenet: hs.Task) -> None:
     assert lenet.metric(Oracle(37)) == pytest.approx(96.3)
 
 
-def test_the_gpts_learning_rate_warms_up_and_ends_at_zero(gpt: hs.Task) -> None:
-    optimizer = gpt.optimizer(gpt.model())
-    assert gpt.scheduler is not None
-    scheduler = gpt.scheduler(optimizer, 100)
-    peak = optimizer.param_groups[0]["initial_lr"]
-    rates = []
-    for _ in range(101):
-        rates.append(optimizer.param_groups[0]["lr"] / peak)
-        optimizer.step()
-        scheduler.step()
-    assert rates[0] == pytest.approx(1 / 20)
-    assert rates.index(max(rates)) == 19 and max(rates) > 0.9
-    assert rates[19:] == sorted(rates[19:], reverse=True) and rates[100] == pytest.approx(0.0, abs=1e-12)
-
-
 def test_the_residual_network_halves_images_and_adds_what_it_skipped() -> None:
     model = ResNet()
     assert sum(p.numel() for p in model.parameters()) == 77_562

@@ -216,26 +216,30 @@ def _recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable
     return _apply(_Recomputed, compute, twice or compute, *inputs)
 
 
+def _mm(input: Tensor, mat2: Tensor) -> Tensor:
+    return _product(input, mat2)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return _round(a.float() @ b.float(), a)
     return _apply(_Product, a, b)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
     """torch.matmul: the shapes of neural networks take the saved-low path, the rest is recomputed."""
-    if a.dim() == 2 == b.dim():
-        return _product(a, b)
-    if a.dim() >= 3 and b.dim() == 2:
-        return _product(a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
-    if a.dim() >= 3 and a.shape[:-2] == b.shape[:-2]:
-        shape = (*a.shape[:-1], b.shape[-1])
-        return _product(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])).reshape(shape)
-    return _recomputed(torch.matmul, a, b)
+    if input.dim() == 2 == other.dim():
+        return _product(input, other)
+    if input.dim() >= 3 and other.dim() == 2:
+        return _product(input.reshape(-1, input.shape[-1]), other).reshape(*input.shape[:-1], other.shape[-1])
+    if input.dim() >= 3 and input.shape[:-2] == other.shape[:-2]:
+        shape = (*input.shape[:-1], other.shape[-1])
+        return _product(input.reshape(-1, *input.shape[-2:]), other.reshape(-1, *other.shape[-2:])).reshape(shape)
+    return _recomputed(torch.matmul, input, other)
 
 
-def _rmatmul(a: Tensor, b: Tensor) -> Tensor:
-    return _matmul(b, a)
+def _rmatmul(input: Tensor, other: Tensor) -> Tensor:
+    return _matmul(other, input)
 
 
 def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -245,16 +249,24 @@ def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: 
     return _apply(_AddProduct, bias, a, b, beta, alpha)
 
 
-def _mv(a: Tensor, b: Tensor) -> Tensor:
-    return _recomputed(torch.mv, a, b)
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _add_product(input, mat1, mat2, beta=beta, alpha=alpha)
 
 
-def _addmv(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _recomputed(lambda *t: torch.addmv(*t, beta=beta, alpha=alpha), bias, a, b)
+def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _add_product(input, batch1, batch2, beta=beta, alpha=alpha)
 
 
-def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _recomputed(lambda *t: torch.addbmm(*t, beta=beta, alpha=alpha), bias, a, b)
+def _mv(input: Tensor, vec: Tensor) -> Tensor:
+    return _recomputed(torch.mv, input, vec)
+
+
+def _addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _recomputed(lambda *t: torch.addmv(*t, beta=beta, alpha=alpha), input, mat, vec)
+
+
+def _addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _recomputed(lambda *t: torch.addbmm(*t, beta=beta, alpha=alpha), input, batch1, batch2)
 
 
 def _einsum(equation: Any, *operands: Any) -> Tensor:
@@ -391,11 +403,11 @@ def widened(func: Callable[..., Any]) -> Callable[..., Any]:
 EMULATED: Mapping[str, Callable[..., Tensor]] = {
     "linear": _linear,
     "matmul": _matmul,
-    "mm": _product,
-    "bmm": _product,
+    "mm": _mm,
+    "bmm": _mm,
     "mv": _mv,
-    "addmm": _add_product,
-    "baddbmm": _add_product,
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
     "addmv": _addmv,
     "addbmm": _addbmm,
     "einsum": _einsum,

@@ -42,7 +42,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import require_engine, resolve_dtype
 from halfstep.policy.units import default_device_types, units
 
-__all__ = ["Recipe", "autocast", "recipe_for"]
+__all__ = ["Recipe", "autocast", "recipe_for", "run_eagerly"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -237,9 +237,10 @@ def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...],
     state = STATE
     outer = state.mode
     state.mode = recipe.mode
-    result = _call_in(recipe, len(recipe.devices), func, args, kwargs)
-    state.mode = outer
-    return result
+    try:
+        return _call_in(recipe, len(recipe.devices), func, args, kwargs)
+    finally:
+        state.mode = outer
 
 
 def _call_in(recipe: Recipe, depth: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -322,20 +323,21 @@ class autocast:
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 
-def _run_eagerly(function: Callable[..., Any]) -> None:
-    """Keep Dynamo from tracing `function` and what it calls, without importing Dynamo (a second) to say so.
+def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
+    """Keep Dynamo from tracing `function` and, if `below`, what it calls, without importing Dynamo (a second) to say so.
 
     Where it breaks a graph at ``with region:`` it would trace `autocast.__enter__` by itself, and the calls that set
     autocast's state would run once, at trace time, and never again.
     """
     if not hasattr(eval_frame, "set_code_exec_strategy"):  # an older torch: `with` in a compiled function may misbehave
         return
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    action = eval_frame._FrameAction
+    skip = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
-_run_eagerly(autocast.__enter__)
-_run_eagerly(autocast.__exit__)
+for _function in (autocast.__enter__, autocast.__exit__, open_recipe, close_recipe):
+    run_eagerly(_function)
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from torch import Tensor
 from halfstep.kernels import foreach, reference
 from halfstep.kernels.reference import total_norm
 
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
+
 __all__ = ["norms_for", "total_norm"]
 
 
@@ -18,5 +20,5 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return reference.norms(tensors)
     first = tensors[0].device
-    plain = all(t.device == first and t.layout is torch.strided and not t.is_complex() and t.numel() for t in tensors)
+    plain = all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors)
     return foreach.norms(tensors) if plain else reference.norms(tensors)

@@ -28,7 +28,8 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         dense = tensor.coalesce().values() if tensor.is_sparse else tensor.detach()
         values = torch.view_as_real(dense) if dense.is_complex() else dense
-        each.append(torch.linalg.vector_norm(values.float()).to(device))
+        values = values if values.dtype is torch.float64 else values.float()
+        each.append(torch.linalg.vector_norm(values).float().to(device))
     return torch.stack(each)
 
 

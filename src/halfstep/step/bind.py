@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.region import Recipe, call_traced, close_recipe, open_recipe, recipe_for
+from halfstep.cast.region import Recipe, call_traced, close_recipe, open_recipe, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, WeightsError
 from halfstep.policy.policy import Policy
@@ -38,6 +38,7 @@ class Binding:
         policy: the policy the model was prepared with.
         device_types: the devices its region enters.
         path: dotted name of the module under the prepared root; "" is the root.
+        root: whether it is.
         rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
         entrance: whether this module is the outermost one its rule applies to (it casts inputs and outputs).
         opens: whether its forward opens a region (leaves of torch.nn without a rule do not).
@@ -59,6 +60,7 @@ class Binding:
         self.policy = policy
         self.device_types = device_types
         self.path = path
+        self.root = not path  # what is traced asks this: a guard on each path would compile equal layers one by one
         self.rule = rule
         self.entrance = entrance
         self.opens = opens
@@ -140,7 +142,7 @@ def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tupl
     if binding.rule == "fp32" and binding.entrance:
         output = _first_float((args, kwargs))
         args, kwargs = _cast_floats(args, torch.float32), _cast_floats(kwargs, torch.float32)
-    elif binding.path == "":
+    elif binding.root:
         policy = binding.policy
         if policy.inputs == "low":
             for _, dtype, on in binding.recipe.devices:
@@ -179,6 +181,9 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     return result if output is None else _cast_floats(result, output)
 
 
+run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, what is below may still be compiled
+
+
 def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """`_enter` in the words Dynamo traces."""
     state = STATE
@@ -188,8 +193,10 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
         result = forward(module, *args, **kwargs)
     else:
         state.bound = binding.recipe
-        result = call_traced(binding.recipe, forward, (module, *args), kwargs)
-        state.bound = outer
+        try:
+            result = call_traced(binding.recipe, forward, (module, *args), kwargs)
+        finally:
+            state.bound = outer
     return result if output is None else _cast_floats(result, output)
 
 
@@ -203,7 +210,7 @@ def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _enter_compiled(binding, original.forward, self, args, kwargs)
-        if STATE.bound is binding.recipe and binding.path and not binding.entrance:
+        if STATE.bound is binding.recipe and not binding.root and not binding.entrance:
             return original.forward(self, *args, **kwargs)
         return _enter(binding, original.forward, self, args, kwargs)
 
@@ -254,6 +261,7 @@ def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
         "__doc__": original.__doc__,
     }
     if opens:
+        forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
         body["forward"] = forward
     return type(original.__name__, (original,), body)
 

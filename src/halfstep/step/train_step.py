@@ -31,6 +31,7 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step import tail
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.checkpoint import load_step, save_step
+from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 
 __all__ = ["TrainStep"]
@@ -99,6 +100,7 @@ class TrainStep:
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
         self._pending: Tensor | None = None
+        self._metrics: Metrics | None = None
         if self._store is not None and self.policy.grads == "fp32":
             for parameter in self._store.parameters():
                 parameter.grad_dtype = torch.float32
@@ -132,10 +134,25 @@ class TrainStep:
         self._window += 1
         if last:
             norm, bad, culprits = self._update(self.accumulate)
-            return StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
-        nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
-        unknown = torch.full((), float("nan"), device=loss.device)
-        return StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
+            result = StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
+        else:
+            nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
+            unknown = torch.full((), float("nan"), device=loss.device)
+            result = StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
+        if self._metrics is not None:
+            self._metrics.see(result, (batch, named), updated=last)
+        return result
+
+    def metrics(self, *, every: int = 50) -> Metrics:
+        """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
+
+        A second call begins anew; the first object gets no more records.
+
+        Raises:
+            StepError: `every` is no whole number from 1.
+        """
+        self._metrics = Metrics(every)
+        return self._metrics
 
     def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
         recipe = self._binding.recipe
