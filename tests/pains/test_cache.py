@@ -39,14 +39,14 @@ def test_a_weight_used_without_gradients_first_still_gets_one(amp: Any) -> None:
 def test_a_weight_changed_inside_a_region_is_seen(amp: Any) -> None:
     layer = square()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    with amp.region("bf16"):
+    with amp.region("fp16"):
         before = layer(X)
         before.float().square().sum().backward()
         optimizer.step()
         assert not torch.equal(layer(X), before), "stale: the optimizer stepped and the output is the same"
         with torch.no_grad():
             layer.weight.copy_(torch.eye(8))  # an average, or a reference model's weights
-        assert torch.equal(layer(X), X.bfloat16()), "stale: weights were copied and the output is not theirs"
+        assert torch.equal(layer(X), X.half()), "stale: weights were copied and the output is not theirs"
 
 
 @pain(7, torch_fails_with=AssertionError, saying="stale")
@@ -76,7 +76,7 @@ def test_regions_of_two_formats_nest(amp: Any) -> None:
 )
 def test_a_frozen_weight_is_cast_once_a_region(amp: Any) -> None:
     layer = square().requires_grad_(False)
-    with amp.region("bf16"), Casts() as casts:
+    with amp.region("fp16"), Casts() as casts:
         for _ in range(3):
             layer(X)
     assert weight_casts(casts) == 1, f"a frozen weight was cast {weight_casts(casts)} times for 3 calls"
@@ -85,7 +85,7 @@ def test_a_frozen_weight_is_cast_once_a_region(amp: Any) -> None:
 @pain(9, torch_fails_with=AssertionError, saying="view of a weight was cast 3 times")
 def test_a_view_of_a_weight_is_cast_once_a_region(amp: Any) -> None:
     both = nn.Parameter(torch.randn(16, 8))
-    with amp.region("bf16"), Casts() as casts:
+    with amp.region("fp16"), Casts() as casts:
         for _ in range(3):
             nn.functional.linear(X, both[:8])
     assert weight_casts(casts) <= 1, f"a view of a weight was cast {weight_casts(casts)} times for 3 calls"
@@ -94,7 +94,7 @@ def test_a_view_of_a_weight_is_cast_once_a_region(amp: Any) -> None:
 @pain(9, torch_fails_with=AssertionError, saying="a weight was cast 3 times")
 def test_a_weight_is_cast_once_a_region_in_inference_mode(amp: Any) -> None:
     layer = square()
-    with torch.inference_mode(), amp.region("bf16"), Casts() as casts:
+    with torch.inference_mode(), amp.region("fp16"), Casts() as casts:
         for _ in range(3):
             layer(X)
     assert weight_casts(casts) == 1, f"a weight was cast {weight_casts(casts)} times for 3 calls"
@@ -125,7 +125,7 @@ def test_another_threads_region_does_not_empty_the_cache(amp: Any) -> None:
         with amp.autocast("cpu", enabled=False):
             pass
 
-    with amp.region("bf16"), Casts() as casts:
+    with amp.region("fp16"), Casts() as casts:
         layer(X)
         thread = threading.Thread(target=elsewhere)
         thread.start()
@@ -135,7 +135,7 @@ def test_another_threads_region_does_not_empty_the_cache(amp: Any) -> None:
     assert count == 1, f"the weight was cast {count} times because another thread left a region"
 
 
-@pain(13, torch_fails_with=AssertionError, saying="cast 3 times")
+@pain(13, torch_fails_with=AssertionError, saying="cast 3 times", pending="casts of activations are shared in bf16")
 def test_one_activation_for_three_layers_is_cast_once(amp: Any) -> None:
     query, key, value = square(), square(), square()
     x = X * torch.ones((), requires_grad=True)

@@ -58,8 +58,11 @@ class WeightCasts:
         known = self._casts.get(key)
         if known is not None and known[0] is weight and known[1] == _witness(weight, known[2]):
             return known[2]
-        with torch.enable_grad():
+        if torch.is_grad_enabled():
             low = value.to(dtype)
+        else:
+            with torch.enable_grad():
+                low = value.to(dtype)
         self._casts[key] = (weight, _witness(weight, low), low)
         return low
 

@@ -40,9 +40,6 @@ __all__ = ["FLOATS", "Lowering", "RuleMode", "cast_tensor", "emulates", "handler
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # what rules apply to: never fp64, complex, integer
 LOWS = frozenset({torch.float16, torch.bfloat16})
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
-WEIGHTED = frozenset(
-    {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "addmm"}
-)  # products with the weights of a layer
 PLAIN = frozenset({Tensor, nn.Parameter})  # tensor subclasses (DTensor, functional wrappers) have their own lives
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
@@ -336,8 +333,7 @@ def handlers(
         how: how low operators are carried out.
 
     Returns:
-        The handlers of all operators that torch.autocast alone would treat differently, and then also of those whose
-        weights it would cast: our cache serves them. Empty if there are none.
+        The handlers of all operators that torch.autocast alone would treat differently; empty if there are none.
     """
     decisions: dict[str, Decision] = {}
     for device in reversed(devices):
@@ -356,8 +352,6 @@ def handlers(
     if how.emulating and policy.table == "torch":
         # torch lowers them on CUDA; on the CPU their insides would run in fp16 kernels that are slow or do not exist
         rules.update(dict.fromkeys(RECURRENT - decisions.keys(), "low"))
-    if rules:
-        rules.update({name: "low" for name in WEIGHTED if name in decisions and decisions[name].rule == "low"})
     compiled: dict[Callable[..., Any], Handler] = {}
     if rules:
         spellings = (getattr(space, name, None) for name in ("__setitem__", *IN_PLACE) for space in (Tensor, torch))

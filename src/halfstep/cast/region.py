@@ -324,7 +324,7 @@ class autocast:
 
 
 def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
-    """Keep Dynamo from tracing `function` and, if `below`, what it calls, without importing Dynamo (a second) to say so.
+    """Keep Dynamo from tracing `function` and, if `below`, what it calls; Dynamo (a second) is not imported for it.
 
     Where it breaks a graph at ``with region:`` it would trace `autocast.__enter__` by itself, and the calls that set
     autocast's state would run once, at trace time, and never again.
