@@ -20,7 +20,7 @@ def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     found = snippets()
-    assert len(found) == 4
+    assert len(found) == 5
     namespace: dict[str, Any] = {}
     for code in found:
         exec(compile(code, str(README), "exec"), namespace)
