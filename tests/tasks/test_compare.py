@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.tasks.candidates import candidates
-from halfstep.tasks.compare import CURVE_POINTS, WARM_UP, Comparison, check, compare, rounds_of, thinned
+from halfstep.tasks.compare import CURVE_POINTS, WARM_UP, Comparison, Moment, check, compare, thinned
 from tests.tasks.small import batches, loss_fn, small_task
 
 
@@ -44,18 +44,20 @@ def test_training_happened_and_policies_follow_fp32(found: Comparison) -> None:
 
 def test_everybody_gets_the_same_batches_the_same_number_of_times() -> None:
     seen: Counter[float] = Counter()
-    ticks = []
+    ticks: list[Moment] = []
 
     def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         seen[float(x.double().sum())] += 1
         return loss_fn(model, x, y)
 
     compared = candidates(["mixed"], "cpu")
-    compare(small_task(loss_fn=watched), compared, steps=6, seeds=2, on_step=lambda: ticks.append(1))
+    compare(small_task(loss_fn=watched), compared, steps=6, seeds=2, on_step=ticks.append)
     runs = len(compared) + 1  # torch.amp twice
     probed = len(compared)  # two more steps of seed 0 for the count of bytes
     assert sorted(seen.values()) == [runs] * 10 + [runs + probed] * 2
-    assert len(ticks) == rounds_of(compared, 6, 2) == runs * 12
+    assert Counter((tick.seed, tick.step) for tick in ticks) == {(a, b): runs for a in (0, 1) for b in range(1, 7)}
+    assert [tick.last for tick in ticks].count(True) == 2 and ticks[-1].last
+    assert all(tick.samples_per_second > 0 for tick in ticks)
 
 
 def test_everybody_starts_from_the_same_weights() -> None:

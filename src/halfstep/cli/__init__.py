@@ -1,4 +1,4 @@
-"""The command line: ``halfstep compare``."""
+"""The command line: ``halfstep compare``, ``doctor`` and ``ops``."""
 
 from halfstep.cli.app import app
 

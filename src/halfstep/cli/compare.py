@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import halfstep as hs
+from halfstep.cli.live import Live
 from halfstep.cli.page import comparison_page
 from halfstep.cli.tables import print_comparison
 from halfstep.cli.terminal import complain, console, device_type, say, writable, write_json
 from halfstep.report import render, require_extra
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
 from halfstep.tasks.candidates import Candidate, candidates, default_labels
-from halfstep.tasks.compare import Comparison, check, compare, rounds_of
+from halfstep.tasks.compare import Comparison, check, compare
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
 __all__ = ["run_compare"]
@@ -125,14 +125,8 @@ def _say_machine(out: Console, about: dict[str, Any]) -> None:
 def _compare(
     task: Task, compared: tuple[Candidate, ...], steps: int, seeds: int, device: str, err: Console
 ) -> Comparison:
-    total = rounds_of(compared, steps, seeds)
-    if not err.is_terminal:
-        err.print(f"{task.name}: {len(compared) + 1} runs of {steps} steps, {seeds} seeds ...", highlight=False)
-        return compare(task, compared, steps=steps, seeds=seeds, device=device)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
-        bar = progress.add_task(task.name, total=total)
-        return compare(task, compared, steps=steps, seeds=seeds, device=device, on_step=lambda: progress.advance(bar))
+    with Live(err, task.name, runs=len(compared) + 1, steps=steps, seeds=seeds) as live:
+        return compare(task, compared, steps=steps, seeds=seeds, device=device, on_step=live.see)
 
 
 def _command(

@@ -21,12 +21,33 @@ from halfstep.tasks.loops import Loop, make_loop
 from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
 from halfstep.tasks.task import Task
 
-__all__ = ["Comparison", "Row", "check", "compare", "rounds_of", "thinned"]
+__all__ = ["Comparison", "Moment", "Row", "check", "compare", "thinned"]
 
 WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
 PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted
 STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Where a comparison is: some candidate has just made a step. Reading `loop` costs no candidate any time.
+
+    Attributes:
+        seed: of the run, from 0.
+        step: of the run, from 1.
+        label: the candidate.
+        loop: its training loop, to be read, not to be changed.
+        samples_per_second: of this step.
+        last: whether this was the last step of this seed's runs.
+    """
+
+    seed: int
+    step: int
+    label: str
+    loop: Loop
+    samples_per_second: float
+    last: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +123,6 @@ class Comparison:
     rows: tuple[Row, ...]
 
 
-def rounds_of(candidates: Sequence[Candidate], steps: int, seeds: int) -> int:
-    """Return how often `compare` will call `on_step`."""
-    return steps * seeds * (len(candidates) + 1)
-
-
 def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
     """Bind every candidate to the task's model once, so that what cannot run says so before anything is trained.
 
@@ -125,7 +141,7 @@ def compare(
     steps: int,
     seeds: int,
     device: str = "cpu",
-    on_step: Callable[[], None] = lambda: None,
+    on_step: Callable[[Moment], None] = lambda moment: None,
 ) -> Comparison:
     """Train and measure.
 
@@ -250,7 +266,7 @@ def _train(
     steps: int,
     device: str,
     times: dict[str, list[float]],
-    on_step: Callable[[], None],
+    on_step: Callable[[Moment], None],
 ) -> dict[str, list[float]]:
     """Train every loop to its end, add the seconds of its steps to `times`, and return the loss of each step."""
     order = list(loops)
@@ -265,11 +281,26 @@ def _train(
             start = time.perf_counter()
             loops[label](batch)
             _wait(device)
+            seconds = time.perf_counter() - start
             if step >= WARM_UP:
-                times[label].append(time.perf_counter() - start)
+                times[label].append(seconds)
             losses[label].append(loops[label].loss)  # read on the host when the run is over: nothing waits for it
-            on_step()
+            on_step(
+                Moment(
+                    seed=seed,
+                    step=step + 1,
+                    label=label,
+                    loop=loops[label],
+                    samples_per_second=_samples(batch) / seconds,
+                    last=step + 1 == steps and label == order[-1],
+                )
+            )
     return {label: torch.stack(found).double().flatten().tolist() for label, found in losses.items()}
+
+
+def _samples(batch: tuple[Any, ...]) -> int:
+    first = next((leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    return 1 if first is None else first.shape[0]
 
 
 def _wait(device: str) -> None:

@@ -24,10 +24,12 @@ class Loop(Protocol):
         model: the model in training.
         loss: of the last step: a 0-dim tensor, detached and unscaled; before the first step nan. Every loop detaches it
             inside the call, as hs.TrainStep does, so that handing it out costs all of them the same.
+        grad_norm: of the last step, before clipping: a 0-dim tensor; nan where the loop has no use for it.
     """
 
     model: nn.Module
     loss: Tensor
+    grad_norm: Tensor
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
@@ -88,7 +90,7 @@ class Fp32Loop:
         self.optimizer = fused(task.optimizer(model))
         self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
         self.parameters = list(model.parameters())
-        self.loss = torch.tensor(torch.nan)
+        self.loss = self.grad_norm = torch.tensor(torch.nan)
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
@@ -96,7 +98,7 @@ class Fp32Loop:
         self.loss = loss.detach()
         loss.backward()
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -141,7 +143,7 @@ class AmpLoop(Fp32Loop):
         if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         applied = True
         if self.scaler is None:
             self.optimizer.step()
@@ -179,13 +181,13 @@ class PolicyLoop:
             model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler
         )
         self.model = model
-        self.loss = torch.tensor(torch.nan)
+        self.loss = self.grad_norm = torch.tensor(torch.nan)
         self.skips: list[Tensor] = []
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
         result = self.step(*batch)
-        self.loss = result.loss
+        self.loss, self.grad_norm = result.loss, result.grad_norm
         self.skips.append(result.skipped)
 
     def evaluate(self, task: Task) -> float:

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import io
+
+import torch
+from rich.console import Console
+
+from halfstep.cli.live import SECONDS, Live, read
+from halfstep.tasks.candidates import candidates
+from halfstep.tasks.compare import Moment, compare
+from tests.tasks.small import small_task
+
+
+def moments(policy: str = "mixed:fp16") -> list[Moment]:
+    found: list[Moment] = []
+    compare(small_task(clip_norm=1.0), candidates([policy], "cpu"), steps=3, seeds=2, on_step=found.append)
+    return found
+
+
+def test_the_numbers_are_those_of_the_loop_that_made_the_step() -> None:
+    moment = next(m for m in moments()[::-1] if m.label == "mixed fp16")
+    record = read(moment)
+    assert record.step == moment.step and record.scale == moment.loop.scale() == 2.0**16 and record.skipped == 0
+    assert record.loss == float(moment.loop.loss) and record.grad_norm == float(moment.loop.grad_norm) > 0
+
+
+def test_where_nobody_watches_there_is_one_plain_line_a_seed() -> None:
+    file = io.StringIO()
+    found = moments()
+    with Live(Console(file=file, width=400), "small", runs=4, steps=3, seeds=2) as live:
+        for moment in found:
+            live.see(moment)
+    first, *rest = file.getvalue().splitlines()
+    assert first == "small: 4 runs of 3 steps, 2 seeds ..."
+    assert len(rest) == 2 and rest[1].startswith("small: seed 2 of 2, loss after 3 steps: fp32 ")
+    assert "mixed fp16 " in rest[0] and "torch.amp bf16 again" in rest[0] and "\x1b" not in file.getvalue()
+
+
+def test_on_a_terminal_the_line_shows_the_numbers_and_reads_them_rarely() -> None:
+    file, now = io.StringIO(), [0.0]
+    console = Console(file=file, force_terminal=True, width=300, color_system=None)
+    found = [m for m in moments() if m.label == "mixed fp16"]
+    with Live(console, "small", runs=1, steps=3, seeds=2, clock=lambda: now[0]) as live:
+        live.see(found[0])
+        found[1].loop.loss = torch.tensor(123.5)  # all moments of a run share its loop
+        live.see(found[1])  # too early: what is shown stays
+        assert "123.5" not in shown(live)
+        now[0] += SECONDS
+        live.see(found[2])
+        assert "seed 1/2, mixed fp16, step 3: loss 123.5, scale 65536, 0 skipped, gradient norm" in shown(live)
+        assert "samples/s" in shown(live)
+
+
+def shown(live: Live) -> str:
+    assert live._progress is not None
+    return str(live._progress.tasks[0].fields["numbers"])
