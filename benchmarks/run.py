@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
@@ -30,11 +33,13 @@ from halfstep.tasks import Task, machine
 from halfstep.tasks.candidates import candidates
 from halfstep.tasks.gpt import GPT
 from halfstep.tasks.lenet import LeNet5
-from halfstep.tasks.loops import make_loop
-from halfstep.tasks.measure import SavedForBackward, paired_ratio
+from halfstep.tasks.loops import Loop, make_loop
+from halfstep.tasks.measure import SavedForBackward, paired_ratio, state_bytes
+from halfstep.tasks.resnet import ResNet
 
 BF16 = torch.bfloat16
 AMP = "torch.amp bf16"
+EMPTY_MODE = "torch.amp:bf16 under an empty function mode"
 Call = Callable[[], Any]
 
 
@@ -80,11 +85,40 @@ def mlp() -> Task:
     return case("mlp21m", model, torch.randn(32, 1024), torch.randint(0, 10, (32,)))
 
 
-def step_of(task: Task, label: str) -> Call:
-    """One training step of `label` on the task's batch, ready to be called."""
+def resnet() -> Task:
+    """The residual network of the comparison: nine BatchNorms, 64 images of 8 x 8."""
+    return case("resnet", ResNet, torch.randn(64, 1, 8, 8), torch.randint(0, 10, (64,)))
+
+
+class PassesThrough(TorchFunctionMode):
+    """Does nothing: what torch takes for any function mode at all, and so the floor of a policy with rules."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def under_an_empty_mode(task: Task) -> Task:
+    """Return `task` with its forward pass under a mode that does nothing."""
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with PassesThrough():
+            return task.loss_fn(net, x, y)  # type: ignore[no-any-return]
+
+    return replace(task, loss_fn=loss)
+
+
+def loop_of(task: Task, label: str) -> Loop:
+    """Return a training loop of `label` with its own model."""
+    if label == EMPTY_MODE:
+        return loop_of(under_an_empty_mode(task), AMP)
     candidate = next(c for c in candidates([label], "cpu") if c.label.replace(" ", ":") == label.replace(" ", ":"))
     torch.manual_seed(0)
-    loop = make_loop(candidate, task, task.model(), 1000)
+    return make_loop(candidate, task, task.model(), 1000)
+
+
+def step_of(task: Task, label: str) -> Call:
+    """One training step of `label` on the task's batch, ready to be called."""
+    loop = loop_of(task, label)
     batch = task.batches(0, 0)
     return lambda: loop(batch)
 
@@ -169,14 +203,39 @@ def saved() -> dict[str, Any]:
     """Bytes kept between forward and backward, GPT with 8 x 256 tokens; cross_entropy inside the region."""
     task = gpt(length=256)
     taken = {}
-    for label in (AMP, "fp32", "torch", "O1", "mixed", "O2"):
-        candidate = next(c for c in candidates([label], "cpu") if c.label in {label, f"{label} bf16"})
-        model = task.model()
-        loop = make_loop(candidate, task, model, 1000)
-        with SavedForBackward(model) as kept:
+    for label in (AMP, "fp32", "torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16"):
+        loop = loop_of(task, label)
+        with SavedForBackward(loop.model) as kept:
             loop(task.batches(0, 0))
-        taken[label] = kept.bytes
+        taken[label.removesuffix(":bf16")] = kept.bytes
     return {label: {"bytes": n, "ratio": n / taken[AMP]} for label, n in taken.items()}
+
+
+def allocated(call: Call) -> int:
+    """Return the most bytes that `call` held at one time beyond what was there before: every allocation counts."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def bytes_per_parameter() -> dict[str, Any]:
+    """Bytes a parameter of the MLP with AdamW (activations are some 1 % of it): between steps, and the peak in one."""
+    task = mlp()
+    count = sum(p.numel() for p in task.model().parameters())
+    found = {}
+    for label in ("fp32", AMP, "torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16"):
+        loop = loop_of(task, label)
+        for _ in range(2):
+            loop(task.batches(0, 0))
+        between = state_bytes(*loop.state())
+        peak = between + allocated(lambda loop=loop: loop(task.batches(0, 0)))  # type: ignore[misc]
+        found[label.removesuffix(":bf16")] = {"between steps": between / count, "peak": peak / count}
+    return {"parameters": count, "rows": found}
 
 
 class Casts(TorchDispatchMode):
@@ -238,6 +297,7 @@ def main() -> None:
     def rounds(full: int) -> int:
         return max(2, full // 20) if options.quick else full
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.manual_seed(0)
     low = ("torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16")
     half = ("torch:fp16", "mixed:fp16", "O2:fp16")
@@ -246,15 +306,18 @@ def main() -> None:
         "machine": machine(),
         "region_entry": region_entry(rounds(120)),
         "norms": norms(rounds(160)),
-        "lenet5_bf16": steps(lenet(), AMP.replace(" ", ":"), low, rounds(240)),
-        "gpt_bf16": steps(gpt(), AMP.replace(" ", ":"), low, rounds(32)),
-        "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("O2:bf16",), rounds(32)),
+        "lenet5_bf16": steps(lenet(), AMP.replace(" ", ":"), (*low, EMPTY_MODE), rounds(300)),
+        "resnet_bf16": steps(resnet(), AMP.replace(" ", ":"), (*low, EMPTY_MODE), rounds(200)),
+        "gpt_bf16": steps(gpt(), AMP.replace(" ", ":"), low, rounds(60)),
+        "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("mixed:bf16", "O2:bf16"), rounds(60)),
         "lenet5_fp16": steps(lenet(), "fp32", half, rounds(120)),
-        "gpt_fp16": steps(gpt(), "fp32", half, rounds(16)),
+        "resnet_fp16": steps(resnet(), "fp32", half, rounds(100)),
+        "gpt_fp16": steps(gpt(), "fp32", half, rounds(32)),
     }
     rows = report["gpt_fp16"]["rows"]
     report["gpt_fp16_native"] = native_fp16({label: rows[label]["ms"] for label in half})
     report["saved_for_backward"] = saved()
+    report["bytes_per_parameter"] = bytes_per_parameter()
     report["casts_per_step"] = casts()
     text = json.dumps(report, indent=1)
     if options.json is None:

@@ -1,22 +1,27 @@
-"""Write docs/performance.md and the README's table from the committed JSON files; `make tables`.
+"""Write the tables and pictures of README and docs from the committed JSON files; `make tables`.
 
     python benchmarks/tables.py [--check]
 
 Numbers in documents are never typed: this script puts them between the markers ``<!-- name -->`` and ``<!-- end -->``,
-and a test runs it with --check.
+and draws docs/pictures/. A test runs it with --check, which compares a picture by the data it states it was drawn from:
+another matplotlib draws other lines.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from halfstep.report import Bar, BarChart, Key, picture_file
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-LABELS = {"lenet5": "LeNet-5", "gpt": "GPT", "mlp21m": "MLP, 21M parameters"}
+LABELS = {"lenet5": "LeNet-5", "gpt": "GPT", "resnet": "ResNet", "mlp21m": "MLP, 21M parameters"}
+HUES = {"torch": 1, "O1": 2, "mixed": 3, "O2": 4}  # a policy looks the same in every picture
 
 
 def load(name: str) -> dict[str, Any]:
@@ -101,6 +106,12 @@ def memory(bench: dict[str, Any]) -> str:
     return table(["GPT, 8 x 256 tokens", "saved for backward, MB", "of torch.amp bf16"], rows)
 
 
+def per_parameter(bench: dict[str, Any]) -> str:
+    data = bench["bytes_per_parameter"]["rows"]
+    rows = [[f"`{name}`", f"{row['between steps']:.1f}", f"{row['peak']:.1f}"] for name, row in data.items()]
+    return table(["MLP, AdamW", "bytes a parameter between steps", "peak in a step"], rows)
+
+
 def casts(bench: dict[str, Any]) -> str:
     rows = [[f"`{n}`", str(row["casts"]), f"{row['MB']:.1f}"] for n, row in bench["casts_per_step"].items()]
     return table(["GPT, 8 x 128 tokens", "casts a step", "MB read and written by them"], rows)
@@ -152,9 +163,58 @@ def blocks() -> dict[str, str]:
         "norms": norms(bench),
         "native": native(bench),
         "memory": memory(bench),
+        "per parameter": per_parameter(bench),
         "casts": casts(bench),
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
+
+
+def speed_picture(bench: dict[str, Any]) -> BarChart:
+    """Steps in bf16 beside torch.amp."""
+    bars, bands = [], []
+    for key, model in LABELS.items():
+        rows = bench[f"{key}_bf16"]["rows"]
+        bands.append(rows["A/A"])
+        for label, row in rows.items():
+            policy = label.removesuffix(":bf16")
+            if policy in HUES:
+                bars.append(
+                    Bar(
+                        label=f"{model}, {policy}",
+                        text=f"{row['median']:.3f}",
+                        value=row["median"],
+                        low=row["low"],
+                        high=row["high"],
+                        key=Key(colour=HUES[policy]),
+                    )
+                )
+    band = (min(row["low"] for row in bands), max(row["high"] for row in bands))
+    return BarChart(x_label="time of a step / torch.amp bf16", bars=tuple(bars), line=1.0, band=band)
+
+
+def bytes_picture(bench: dict[str, Any]) -> BarChart:
+    """What is kept for backward beside torch.amp."""
+    bars = tuple(
+        Bar(
+            label=name,
+            text=f"{row['bytes'] / 1e6:.1f} MB, {row['ratio']:.3f}",
+            value=row["ratio"],
+            key=Key(colour=HUES.get(name, 0)),
+        )
+        for name, row in bench["saved_for_backward"].items()
+    )
+    return BarChart(x_label="bytes saved for backward / torch.amp bf16 (GPT)", bars=bars, line=1.0)
+
+
+def pictures() -> dict[str, tuple[BarChart, str]]:
+    """Return the pictures of docs/pictures/ by file name, with what they say in words."""
+    bench = load("cpu.json")
+
+    def words(chart: BarChart) -> str:
+        return f"{chart.x_label}: " + "; ".join(f"{bar.label} {bar.text}" for bar in chart.bars)
+
+    charts = {"speed.svg": speed_picture(bench), "saved.svg": bytes_picture(bench)}
+    return {name: (chart, words(chart)) for name, chart in charts.items()}
 
 
 def fill(text: str, made: dict[str, str]) -> str:
@@ -174,6 +234,13 @@ def main() -> int:
             stale.append(path.name)
             if "--check" not in sys.argv:
                 path.write_text(new, encoding="utf-8")
+    for name, (chart, words) in pictures().items():
+        path = ROOT / "docs" / "pictures" / name
+        if not path.exists() or f"<title>{html.escape(words)}</title>" not in path.read_text(encoding="utf-8"):
+            stale.append(path.name)
+        if "--check" not in sys.argv:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(picture_file(chart, words), encoding="utf-8")
     if stale and "--check" in sys.argv:
         print(f"not what the JSON files say: {', '.join(stale)}; run `make tables`", file=sys.stderr)
         return 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -25,6 +26,7 @@ from halfstep.report import (
     Section,
     Series,
     Table,
+    picture_file,
     render,
     require_extra,
 )
@@ -132,3 +134,13 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ImportError, match="an HTML report needs"):
         render(document())
     assert issubclass(MissingExtraError, HalfstepError)
+
+
+def test_a_picture_stands_alone_and_fetches_nothing() -> None:
+    svg = picture_file(BarChart(x_label=EVIL, bars=(Bar(label=EVIL, text="1", value=1.0),), line=1.0), EVIL)
+    root = ElementTree.fromstring(svg)
+    assert root.findtext("{http://www.w3.org/2000/svg}title") == EVIL
+    names = {e.get("id") for e in root.iter()} - {None}
+    assert all(e.get("href", "#")[1:] in names | {""} for e in root.iter())
+    assert "prefers-color-scheme: dark" in svg and "@import" not in svg and "<script" not in svg.replace(EVIL, "")
+    assert [part for part in svg.split() if "http" in part and "www.w3.org" not in part] == []

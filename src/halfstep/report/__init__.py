@@ -17,7 +17,7 @@ from halfstep.report.document import (
     Section,
     Table,
 )
-from halfstep.report.html import MissingExtraError, render, require_extra
+from halfstep.report.html import MissingExtraError, picture_file, render, require_extra
 
 __all__ = [
     "Bar",
@@ -42,6 +42,7 @@ __all__ = [
     "Section",
     "Series",
     "Table",
+    "picture_file",
     "render",
     "require_extra",
 ]

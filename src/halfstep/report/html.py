@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from halfstep.errors import HalfstepError
 from halfstep.report.charts import Chart
 from halfstep.report.document import Document
-from halfstep.report.style import style_sheet
+from halfstep.report.style import picture_style, style_sheet
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["MissingExtraError", "render", "require_extra"]
+__all__ = ["MissingExtraError", "picture_file", "render", "require_extra"]
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMG]?B|ms)(?!\w))")  # the blank between a number and its unit
 NEEDED = ("jinja2", "matplotlib.figure")
@@ -152,6 +152,31 @@ def render(document: Document) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_kept_together)
     page = environment.from_string(PAGE).render(document=document, style=Markup(style_sheet()), picture=picture)
     return f"{page}\n"
+
+
+def picture_file(chart: Chart, alt: str) -> str:
+    """Return `chart` as an SVG file of its own, for pages that are not ours: light and dark, with its own background.
+
+    Args:
+        chart: what to draw.
+        alt: what it says, for somebody who does not see it.
+
+    Raises:
+        MissingExtraError: jinja2 or matplotlib is not installed.
+    """
+    require_extra("a picture")
+    from markupsafe import Markup
+
+    from halfstep.report.pictures import draw
+
+    made = draw(chart)
+    inside = made.body.replace('id="@', 'id="').replace("#@", "#")
+    head = Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
+        'width="{0}" height="{1}" viewBox="0 0 {0} {1}">\n<title>{2}</title>\n<style>\n{3}</style>\n'
+        '<rect width="{0}" height="{1}" rx="8" style="fill: var(--paper)"/>\n'
+    ).format(made.width, made.height, alt, Markup(picture_style()))
+    return f"{head}{inside}</svg>\n"
 
 
 def _kept_together(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["DARK", "LIGHT", "style_sheet"]
+__all__ = ["DARK", "LIGHT", "picture_style", "style_sheet"]
 
 LIGHT: Mapping[str, str] = {
     "page": "#f5f6f7", "paper": "#ffffff", "ink": "#1b1f24", "muted": "#57606a", "faint": "#d0d7de", "band": "#e3e8ee",
@@ -85,8 +85,18 @@ footer { color: var(--muted); font-size: 0.85rem; }
 
 def style_sheet() -> str:
     """Return the style sheet of a report; dark where the reader's system is, except on paper."""
+    return _schemes() + RULES
+
+
+def picture_style() -> str:
+    """Return the style sheet of a picture that stands alone."""
+    family = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+    return f"{_schemes()}\nsvg {{ font-family: {family}; }} svg * {{ stroke-linejoin: round; }}\n"
+
+
+def _schemes() -> str:
     light, dark = (" ".join(f"--{name}: {value};" for name, value in c.items()) for c in (LIGHT, DARK))
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
-        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}{RULES}"
+        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     )
