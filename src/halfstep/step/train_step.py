@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -33,6 +32,7 @@ from halfstep.step.bind import binding_of, explained
 from halfstep.step.checkpoint import load_step, save_step
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
+from halfstep.step.statistics import Statistics
 
 __all__ = ["TrainStep"]
 
@@ -95,8 +95,7 @@ class TrainStep:
         self._binding = binding
         self._store = store_of(model)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
-        self._norms = [m for m in unwrap(model).modules() if isinstance(m, _NormBase) and m.running_mean is not None]
-        self._statistics: list[Tensor] = []
+        self._statistics = Statistics(unwrap(model).modules())
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
         self._pending: Tensor | None = None
@@ -119,7 +118,7 @@ class TrainStep:
         self._settle()
         if self._window == 0:
             self._drop_gradients()
-            self._keep_statistics()
+            self._statistics.keep()
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
             loss, aux = self._forward(batch, named)
@@ -247,7 +246,7 @@ class TrainStep:
         if scaling:
             self.scaler.record(verdict.bad, optimizer=self.optimizer)
             self.scaler.update()
-        self._put_statistics_back(verdict.bad)
+        self._statistics.put_back(verdict.bad)
         for parameter in parameters:
             parameter.grad = None
         self._pending = verdict.bad
@@ -299,25 +298,6 @@ class TrainStep:
         bad, self._pending = self._pending, None
         if self.scheduler is not None and not bool(bad):
             self.scheduler.step()
-
-    # ------------------------------------------------------------------ BatchNorm statistics
-
-    def _buffers(self) -> list[Tensor]:
-        names = ("running_mean", "running_var", "num_batches_tracked")
-        buffers = (getattr(m, n, None) for m in self._norms if m.training for n in names)
-        return [b for b in buffers if isinstance(b, Tensor)]
-
-    def _keep_statistics(self) -> None:
-        self._statistics = [b.clone() for b in self._buffers()] if self._norms else []
-
-    def _put_statistics_back(self, bad: Tensor) -> None:
-        if not self._statistics:
-            return
-        live = self._buffers()
-        if len(live) == len(self._statistics):
-            for buffer, kept in zip(live, self._statistics, strict=True):
-                buffer.copy_(torch.where(bad.to(buffer.device), kept, buffer))
-        self._statistics = []
 
     # ------------------------------------------------------------------ state
 
