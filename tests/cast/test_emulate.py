@@ -30,6 +30,9 @@ CASES: list[Case] = [
     ("linear", F.linear, ((2, 5, 7), (3, 7), (3,)), {}),
     ("linear", F.linear, ((64, 96), (128, 96), (128,)), {}),
     ("linear", F.linear, ((7,), (3, 7), (3,)), {}),
+    ("linear", F.linear, ((5, 7), (7,)), {}),
+    ("linear", F.linear, ((7,), (7,)), {}),
+    ("linear", F.linear, ((5, 7), (3, 7), (5, 3)), {}),
     ("matmul", torch.matmul, ((5, 7), (7, 3)), {}),
     ("matmul", torch.matmul, ((4, 5, 7), (4, 7, 3)), {}),
     ("matmul", torch.matmul, ((2, 4, 5, 7), (2, 4, 7, 3)), {}),
@@ -65,6 +68,12 @@ CASES: list[Case] = [
         {"enable_gqa": True, "scale": 0.3},
     ),
 ]
+EMPTY: list[Case] = [
+    ("linear", F.linear, ((5, 0), (3, 0), (3,)), {}),
+    ("linear", F.linear, ((5, 7), (0, 7), (0,)), {}),
+    ("matmul", torch.matmul, ((2, 5, 0), (0, 3)), {}),
+    ("matmul", torch.matmul, ((2, 2, 5, 0), (2, 2, 0, 3)), {}),
+]
 IDS = [f"{i}-{case[0]}" for i, case in enumerate(CASES)]
 
 
@@ -84,7 +93,9 @@ def emulated(operator: Callable[..., Tensor], inputs: list[Tensor], options: dic
     return [out.detach(), *torch.autograd.grad(out, leaves, make(*out.shape, seed=3))]
 
 
-@pytest.mark.parametrize(("name", "operator", "shapes", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize(
+    ("name", "operator", "shapes", "options"), CASES + EMPTY, ids=[*IDS, *("empty-" + case[0] for case in EMPTY)]
+)
 def test_bit_equal_to_the_exact_model(
     name: str, operator: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]
 ) -> None:
@@ -257,3 +268,47 @@ def test_operators_take_their_arguments_by_torchs_names() -> None:
         assert torch.addbmm(input=torch.zeros(3, 5), batch1=batch, batch2=b.expand(2, 4, 5)).dtype is HALF
         assert torch.mv(input=a, vec=b[:, 0]).dtype is HALF
         assert torch.addmv(input=torch.zeros(3), mat=a, vec=b[:, 0]).dtype is HALF
+
+
+@pytest.mark.parametrize("kind", [torch.long, torch.bool, torch.complex64, torch.float64])
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda x, w: F.linear(x, w),
+        lambda x, w: x @ w,
+        lambda x, w: torch.einsum("ij,jk", x, w),
+        lambda x, w: F.conv1d(x[None], w[:, :, None]),
+        lambda x, w: F.scaled_dot_product_attention(x[None], w[None], w[None]),
+    ],
+    ids=["linear", "matmul", "einsum", "conv1d", "attention"],
+)
+def test_operands_that_no_rule_casts_are_refused_as_torch_refuses_them(
+    func: Callable[[Tensor, Tensor], Tensor], kind: torch.dtype
+) -> None:
+    x, w = torch.ones(4, 4, dtype=kind), torch.randn(4, 4)
+    with hs.autocast("cpu", dtype=torch.float16), pytest.raises((RuntimeError, ValueError)):
+        func(x, w)
+
+
+def test_ragged_batches_train() -> None:
+    rows = [make(3, 8).float(), make(5, 8).float()]
+    batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    weight = make(4, 8).float().requires_grad_()
+    with hs.autocast("cpu", dtype=HALF):
+        ragged = F.linear(batch, weight).values().float().sum()
+        whole = F.linear(torch.cat(rows), weight).float().sum()
+    assert torch.equal(*(torch.autograd.grad(out, weight)[0] for out in (ragged, whole)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own derivatives
+def test_forward_mode_derivatives() -> None:
+    x, weight, tangent = make(5, 8).float(), make(4, 8).float(), make(4, 8, seed=1).float()
+
+    def loss(w: Tensor) -> Tensor:
+        with hs.autocast("cpu", dtype=HALF):
+            return (F.linear(x, w) @ w).float().sum()
+
+    value, derivative = torch.func.jvp(loss, (weight,), (tangent,))[:2]
+    assert value.equal(loss(weight))
+    reverse = torch.func.grad(loss)(weight)
+    assert torch.allclose(derivative, (reverse * tangent).sum(), rtol=1e-2)

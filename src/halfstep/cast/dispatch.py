@@ -236,8 +236,10 @@ def _banned(name: str) -> Target:
     return target
 
 
-def _emulated(emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
+def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
     """Make the handler of a low operator whose format the devices `emulating` have no units for."""
+    strict = name in EMULATED  # what torch runs itself on widened tensors says itself what it cannot mix
+    masked = name == "scaled_dot_product_attention"  # its fourth argument may be boolean
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = _tensors(args, mode.devices) + (_tensors(kwargs.values(), mode.devices) if kwargs else [])
@@ -249,9 +251,23 @@ def _emulated(emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Ha
             return func(*args, **kwargs)
         args = tuple([_cast(a, dtype, mode) for a in args])
         kwargs = {k: _cast(v, dtype, mode) for k, v in kwargs.items()}
+        operands = [*(args[:3] if masked else args), *(v for k, v in kwargs.items() if k != "attn_mask")]
+        if strict and _formats(operands) != {torch.float16}:
+            return run(device, func, args, kwargs)  # what no rule casts, torch refuses to mix, and says so
         return run(device, emulation, args, kwargs)
 
     return handle
+
+
+def _formats(values: Iterable[Any]) -> set[torch.dtype]:
+    """Return the dtypes of all tensors in `values` and in lists and tuples among them."""
+    found = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            found.add(value.dtype)
+        elif isinstance(value, (list, tuple)):
+            found |= _formats(value)
+    return found
 
 
 def _simulated(form: Format, *, gathers: bool) -> Handler:
@@ -304,7 +320,7 @@ def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering)
             return _simulated(how.simulated, gathers=name in GATHERS)
         emulation = emulation_of(name, func) if how.emulating else None
         if emulation is not None:
-            return _emulated(emulation, how.emulating)
+            return _emulated(name, emulation, how.emulating)
         if name in MIXED_NORMS:
             return _low_norm
     if rule == "banned":

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.nn import functional as F
 
 from halfstep.trees import map_tensors, tensors
@@ -135,12 +135,13 @@ class _Linear(Function):
         with _plain(x.device.type):
             need_x, need_weight, need_bias = ctx.needs_input_grad
             grad = grads[0].float()
-            rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 1 else grad[None]
+            rows = grad.flatten(0, -2) if grad.dim() != 1 else grad[None]
+            inputs = x.flatten(0, -2) if x.dim() != 1 else x[None]
             grad_x = grad_weight = grad_bias = None
             if need_x:
                 grad_x = _round((rows @ weight.float()).reshape(x.shape), x)
             if need_weight:
-                grad_weight = _round(rows.t() @ x.reshape(-1, x.shape[-1]).float(), weight)
+                grad_weight = _round(rows.t() @ inputs.float(), weight)
             if need_bias:
                 grad_bias = _round(rows.sum(0), x)
             return grad_x, grad_weight, grad_bias
@@ -210,8 +211,16 @@ def _apply(function: type[Function], *inputs: Any) -> Tensor:
     return cast(Tensor, function.apply(*inputs))
 
 
+def _recorded(*inputs: Tensor) -> bool:
+    """Return whether widening and rounding must be operators of their own: the Functions above cannot stand here.
+
+    Dynamo traces operators, forward-mode derivatives want every operator's own, and a ragged batch has no shape.
+    """
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(t.is_nested for t in inputs)
+
+
 def _recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
-    if torch.compiler.is_compiling():
+    if _recorded(*inputs):
         return _round(compute(*(t.float() for t in inputs)), inputs[0])
     return _apply(_Recomputed, compute, twice or compute, *inputs)
 
@@ -221,20 +230,22 @@ def _mm(input: Tensor, mat2: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+    if _recorded(a, b):
         return _round(a.float() @ b.float(), a)
     return _apply(_Product, a, b)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     """torch.matmul: the shapes of neural networks take the saved-low path, the rest is recomputed."""
+    if input.is_nested or other.is_nested:
+        return _round(torch.matmul(input.float(), other.float()), input)
     if input.dim() == 2 == other.dim():
         return _product(input, other)
     if input.dim() >= 3 and other.dim() == 2:
-        return _product(input.reshape(-1, input.shape[-1]), other).reshape(*input.shape[:-1], other.shape[-1])
+        return _product(input.flatten(0, -2), other).reshape(*input.shape[:-1], other.shape[-1])
     if input.dim() >= 3 and input.shape[:-2] == other.shape[:-2]:
         shape = (*input.shape[:-1], other.shape[-1])
-        return _product(input.reshape(-1, *input.shape[-2:]), other.reshape(-1, *other.shape[-2:])).reshape(shape)
+        return _product(input.flatten(0, -3), other.flatten(0, -3)).reshape(shape)
     return _recomputed(torch.matmul, input, other)
 
 
@@ -243,7 +254,7 @@ def _rmatmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if torch.compiler.is_compiling():
+    if _recorded(bias, a, b):
         operator = torch.addmm if a.dim() == 2 else torch.baddbmm
         return _round(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
     return _apply(_AddProduct, bias, a, b, beta, alpha)
@@ -286,7 +297,8 @@ def _einsum(equation: Any, *operands: Any) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if torch.compiler.is_compiling():
+    plain = weight.dim() == 2 and (bias is None or bias.dim() == 1)
+    if not plain or _recorded(input, weight):
         return _round(F.linear(input.float(), weight.float(), None if bias is None else bias.float()), input)
     return _apply(_Linear, input, weight, bias)
 
@@ -300,7 +312,7 @@ def _each(value: Any, dims: int) -> list[int]:
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     batched = x.dim() == weight.dim()
     x = x if batched else x[None]
-    if torch.compiler.is_compiling():
+    if _recorded(x, weight):
         wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
         out = _round(wide, x)
     else:
