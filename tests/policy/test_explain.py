@@ -9,6 +9,7 @@ from halfstep.errors import PolicyError
 from halfstep.policy import PRESETS, Policy
 from halfstep.policy.operators import known
 from halfstep.policy.resolve import operator_rules
+from halfstep.policy.scale_rule import ScaleRule
 from tests.policy.strategies import policies
 
 
@@ -103,6 +104,14 @@ class TestDiff:
             "input -> low: gelu",
             "keep -> fp32: softmax",
         ]
+
+    def test_of_two_scale_rules_only_what_differs_is_shown(self) -> None:
+        mine = PRESETS["O2"].replace(scale=ScaleRule(floor=1.0))
+        assert mine.diff(mine.replace(scale=ScaleRule(floor=2.0, interval=9))).splitlines() == [
+            "scale.interval: 2000 -> 9",
+            "scale.floor: 1.0 -> 2.0",
+        ]
+        assert PRESETS["O2"].diff(mine) == "scale: 'auto' -> ScaleRule(floor=1.0)"
 
     def test_says_on_which_device(self) -> None:
         lines = PRESETS["torch"].diff("mixed").splitlines()

@@ -12,6 +12,7 @@ from halfstep.policy.operators import expand
 from halfstep.policy.plan import Decision
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import operator_rules
+from halfstep.policy.scale_rule import ScaleRule
 
 __all__ = ["diff", "explain"]
 
@@ -101,7 +102,12 @@ def diff(mine: Policy, other: Policy) -> str:
     lines = []
     for field in dataclasses.fields(Policy):
         left, right = getattr(mine, field.name), getattr(other, field.name)
-        if left != right:
+        if isinstance(left, ScaleRule) and isinstance(right, ScaleRule):
+            for part in dataclasses.fields(ScaleRule):
+                a, b = getattr(left, part.name), getattr(right, part.name)
+                if a != b:
+                    lines.append(f"{field.name}.{part.name}: {a!r} -> {b!r}")
+        elif left != right:
             lines.append(f"{field.name}: {left!r} -> {right!r}")
     changed: dict[tuple[str, str], dict[str, list[str]]] = {}
     for device in DEVICES:

@@ -13,6 +13,7 @@ MegEngine https://github.com/MegEngine/MegEngine.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ MAX_COUNT = 2**31 - 2
 """Counters are int32 on the device, and one more than the largest count must still fit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ScaleRule:
     """Numbers that say how a loss scale moves; hashable, and ``eval(repr(rule)) == rule``.
 
@@ -73,6 +74,11 @@ class ScaleRule:
     at_floor: Literal["warn", "raise", "refuse"] = "warn"
     patience: int = 0
     guard: bool = True
+
+    def __repr__(self) -> str:
+        """Return the constructor call with the fields that are not the default."""
+        shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return f"ScaleRule({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def __post_init__(self) -> None:
         """Validate every value and how they go together."""
