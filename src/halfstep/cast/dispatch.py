@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED, emulation_of
+from halfstep.cast.losses import cross_entropy
 from halfstep.cast.simulate import simulated
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
@@ -203,6 +204,9 @@ def _to_fp32(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     return torch.float32
 
 
+_FP32 = _handler(_to_fp32)
+
+
 def _to_first(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     """keep: the first activation decides; a parameter decides only if there is nothing else."""
     if len(tensors) == 1:
@@ -234,6 +238,15 @@ def _banned(name: str) -> Target:
         return None
 
     return target
+
+
+def _low_cross_entropy(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """fp32 for cross_entropy: of low logits no fp32 copy is kept for the backward pass."""
+    logits = args[0] if args else kwargs.get("input")
+    device = mode.active(_tensors((logits,), mode.devices))
+    if device is None or logits is None or logits.dtype is torch.float32:
+        return _FP32(mode, func, args, kwargs)
+    return run(device, cross_entropy, args, kwargs)
 
 
 def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
@@ -323,6 +336,8 @@ def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering)
             return _emulated(name, emulation, how.emulating)
         if name in MIXED_NORMS:
             return _low_norm
+    if rule == "fp32" and func is F.cross_entropy:
+        return _low_cross_entropy
     if rule == "banned":
         return _handler(_banned(name))
     return _handler(_TARGETS[rule], gathers=name in GATHERS)
@@ -360,7 +375,7 @@ def handlers(
             rules[name] = "low"
         elif policy.table == "torch" and decision.origin == "table":
             continue  # the real autocast region underneath is the table
-        elif not _native(name, decision.rule, devices):
+        elif not _native(name, decision.rule, devices) or (name == "cross_entropy" and decision.rule == "fp32"):
             rules[name] = decision.rule
     if policy.table != "torch":
         listed = {name for device in devices for name in table("torch", device)}

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of", "widened"]
+__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "apply", "emulation_of", "plain", "widened"]
 
 _aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def _round(wide: Tensor, low: Tensor) -> Tensor:
 
 
 @contextmanager
-def _plain(device: str) -> Iterator[None]:
+def plain(device: str) -> Iterator[None]:
     """Switch autocast (and with it every operator rule) off: a backward pass may run inside somebody's region."""
     enabled = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, False)
@@ -73,7 +73,7 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        with _plain(a.device.type):
+        with plain(a.device.type):
             grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
             need_a, need_b = ctx.needs_input_grad
             return (
@@ -101,7 +101,7 @@ class _AddProduct(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        with _plain(a.device.type):
+        with plain(a.device.type):
             grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
             need_bias, need_a, need_b = ctx.needs_input_grad[:3]
             alpha = ctx.alpha
@@ -132,7 +132,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        with _plain(x.device.type):
+        with plain(x.device.type):
             need_x, need_weight, need_bias = ctx.needs_input_grad
             grad = grads[0].float()
             rows = grad.flatten(0, -2) if grad.dim() != 1 else grad[None]
@@ -168,7 +168,7 @@ class _Convolution(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
-        with _plain(x.device.type):
+        with plain(x.device.type):
             wide = _aten.convolution_backward(
                 grads[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, needs
             )
@@ -196,7 +196,7 @@ class _Recomputed(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         compute = ctx.twice if torch.is_grad_enabled() else ctx.compute
-        with _plain(tensors[0].device.type):
+        with plain(tensors[0].device.type):
             pull = torch.func.vjp(compute, *(t.float() for t in tensors))[1]
             wide = pull(grads[0].float())
             needs = ctx.needs_input_grad[2:]
@@ -207,7 +207,8 @@ class _Recomputed(Function):
             )
 
 
-def _apply(function: type[Function], *inputs: Any) -> Tensor:
+def apply(function: type[Function], *inputs: Any) -> Tensor:
+    """Call ``function.apply``, which has no types."""
     return cast(Tensor, function.apply(*inputs))
 
 
@@ -222,7 +223,7 @@ def _recorded(*inputs: Tensor) -> bool:
 def _recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
     if _recorded(*inputs):
         return _round(compute(*(t.float() for t in inputs)), inputs[0])
-    return _apply(_Recomputed, compute, twice or compute, *inputs)
+    return apply(_Recomputed, compute, twice or compute, *inputs)
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:
@@ -232,7 +233,7 @@ def _mm(input: Tensor, mat2: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     if _recorded(a, b):
         return _round(a.float() @ b.float(), a)
-    return _apply(_Product, a, b)
+    return apply(_Product, a, b)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -257,7 +258,7 @@ def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: 
     if _recorded(bias, a, b):
         operator = torch.addmm if a.dim() == 2 else torch.baddbmm
         return _round(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
-    return _apply(_AddProduct, bias, a, b, beta, alpha)
+    return apply(_AddProduct, bias, a, b, beta, alpha)
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -300,7 +301,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     plain = weight.dim() == 2 and (bias is None or bias.dim() == 1)
     if not plain or _recorded(input, weight):
         return _round(F.linear(input.float(), weight.float(), None if bias is None else bias.float()), input)
-    return _apply(_Linear, input, weight, bias)
+    return apply(_Linear, input, weight, bias)
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -316,7 +317,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) ->
         wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
         out = _round(wide, x)
     else:
-        out = _apply(_Convolution, x, weight, bias, geometry)
+        out = apply(_Convolution, x, weight, bias, geometry)
     return out if batched else out[0]
 
 

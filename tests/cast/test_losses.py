@@ -1,0 +1,134 @@
+"""cross_entropy of low logits: torch's value, the fp32 gradient rounded once, and nothing in fp32 saved."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.cast import losses
+from halfstep.cast.losses import cross_entropy
+from halfstep.tasks.measure import SavedForBackward
+
+BF16, HALF = torch.bfloat16, torch.float16
+SHAPES = [(6, 5), (1, 5), (6, 5, 3), (2, 5, 3, 2)]
+OPTIONS: list[dict[str, Any]] = [
+    {"reduction": reduction, "label_smoothing": smoothing, "weight": weight, "ignore_index": ignored}
+    for reduction, smoothing, weight, ignored in itertools.product(
+        ("mean", "sum", "none"), (0.0, 0.3), (None, torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0])), (-100, 2)
+    )
+]
+IDS = [f"{o['reduction']}-{o['label_smoothing']}-{o['weight'] is not None}-{o['ignore_index']}" for o in OPTIONS]
+
+
+def batch(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    logits = (torch.randn(shape, generator=generator) * 4).to(dtype)
+    target = torch.randint(0, shape[1], shape[:1] + shape[2:], generator=generator)
+    target.view(-1)[0] = 0  # a mean over ignored targets alone is nan, there as here
+    return logits, target
+
+
+@pytest.fixture(autouse=True, params=[1 << 18, 8], ids=["one-chunk", "many-chunks"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(losses.CHUNK, "cpu", request.param)
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+def test_value_and_gradient_are_those_of_fp32_rounded_once(
+    options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    logits, target = batch(shape, dtype)
+    low, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    exact = {**options, "weight": None if options["weight"] is None else options["weight"].double()}
+    loss, want = cross_entropy(low, target, **options), F.cross_entropy(wide, target, **exact)
+    assert loss.dtype is torch.float32
+    plain = F.cross_entropy(logits.float(), target, **options)
+    if options["reduction"] == "none":
+        assert torch.equal(loss, plain)
+    assert torch.allclose(loss, plain, rtol=1e-6, atol=1e-6)
+    seed = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    (got,) = torch.autograd.grad(loss, low, seed)
+    (true,) = torch.autograd.grad(want, wide, seed.double())
+    assert got.dtype is dtype and got.stride() == logits.stride()
+    # half an ulp of the low format, and what fp32 itself loses where terms cancel
+    assert ((got.double() - true).abs() <= true.abs() * torch.finfo(dtype).eps * 0.51 + 1e-7).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS[::3], ids=IDS[::3])
+def test_second_derivatives_agree_with_fp64(options: dict[str, Any]) -> None:
+    logits, target = batch((6, 5), HALF)
+    exact = {**options, "weight": None if options["weight"] is None else options["weight"].double()}
+
+    def penalty(function: Any, x: Tensor, options: dict[str, Any]) -> Tensor:
+        loss = function(x, target, **options).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(grad.to(torch.float64).square().sum(), x)[0]
+
+    got = penalty(cross_entropy, logits.clone().requires_grad_(), options)
+    want = penalty(F.cross_entropy, logits.double().requires_grad_(), exact)
+    assert torch.allclose(got.double(), want, rtol=2e-2, atol=2e-3)
+
+
+def test_transforms_of_functions() -> None:
+    logits, target = batch((6, 5), HALF)
+    want = torch.func.vmap(lambda x: F.cross_entropy(x.float(), target, reduction="none"))(torch.stack([logits] * 3))
+    got = torch.func.vmap(lambda x: cross_entropy(x, target, reduction="none"))(torch.stack([logits] * 3))
+    assert torch.equal(got, want)
+    gradient = torch.func.grad(lambda x: cross_entropy(x, target))(logits)
+    leaf = logits.clone().requires_grad_()
+    assert torch.equal(gradient, torch.autograd.grad(cross_entropy(leaf, target), leaf)[0])
+
+
+@pytest.mark.parametrize("policy", ["mixed", "O1"])
+def test_in_a_region_only_the_low_logits_are_saved(policy: str) -> None:
+    model = nn.Linear(8, 1000)
+    x, target = torch.randn(64, 8), torch.randint(0, 1000, (64,))
+    with SavedForBackward(model) as kept, hs.autocast(policy=hs.Policy.of(policy, dtype="bf16")):
+        loss = F.cross_entropy(model(x), target)
+    assert loss.dtype is torch.float32
+    logits = 64 * 1000 * 2
+    assert logits <= kept.bytes < 1.1 * logits + 1000 * 8 * 2
+    with SavedForBackward(model) as theirs, torch.autocast("cpu", dtype=BF16):
+        F.cross_entropy(model(x), target)
+    assert theirs.bytes > 1.9 * kept.bytes
+
+
+def test_what_it_does_not_know_goes_torchs_way() -> None:
+    logits, target = batch((6, 5))
+    shares = torch.softmax(torch.randn(6, 5), 1)
+    for args, options in (
+        ((logits, shares), {}),
+        ((logits, shares.to(BF16)), {"label_smoothing": 0.1}),
+        ((logits[0], target[0]), {}),
+        ((logits.float(), target), {}),
+        ((logits, target), {"size_average": False}),
+    ):
+        x, y = args
+        wide = y.float() if y.is_floating_point() else y
+        with pytest.warns(UserWarning, match="size_average") if "size_average" in options else nullcontext():
+            got, want = cross_entropy(x, y, **options), F.cross_entropy(x.float(), wide, **options)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "words"),
+    [
+        (torch.ones(2, 3), torch.tensor([0, 3]), {}, "Target 3 is out of bounds"),
+        (torch.ones(2, 3), torch.tensor([0]), {}, "batch_size"),
+        (torch.ones(2, 3), torch.tensor([0, 1]), {"reduction": "most"}, "most"),
+        (torch.ones(2, 3), torch.tensor([0, 1]), {"weight": torch.ones(4)}, "weight tensor should be defined"),
+    ],
+)
+def test_errors_are_torchs(x: Tensor, y: Tensor, options: dict[str, Any], words: str) -> None:
+    for function, logits in ((F.cross_entropy, x), (cross_entropy, x.to(BF16))):
+        with pytest.raises((IndexError, ValueError, RuntimeError), match=words):
+            function(logits, y, **options)
