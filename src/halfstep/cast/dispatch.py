@@ -42,6 +42,7 @@ FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # what rules
 LOWS = frozenset({torch.float16, torch.bfloat16})
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
 PLAIN = frozenset({Tensor, nn.Parameter})  # tensor subclasses (DTensor, functional wrappers) have their own lives
+MANY_LOGITS = 1 << 20  # where a Function of our own begins to be faster on a CPU; below it some MiB are at stake
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
 
@@ -240,13 +241,26 @@ def _banned(name: str) -> Target:
     return target
 
 
-def _low_cross_entropy(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """fp32 for cross_entropy: of low logits no fp32 copy is kept for the backward pass."""
-    logits = args[0] if args else kwargs.get("input")
-    device = mode.active(_tensors((logits,), mode.devices))
-    if device is None or logits is None or logits.dtype is torch.float32:
-        return _FP32(mode, func, args, kwargs)
-    return run(device, cross_entropy, args, kwargs)
+def _low_cross_entropy(otherwise: Handler) -> Handler:
+    """Make the handler of fp32 for F.cross_entropy: of low logits no fp32 copy is kept for the backward pass.
+
+    Logits too few for that to matter go `otherwise`: a custom Function costs more than it saves there.
+    """
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        logits = args[0] if args else kwargs.get("input")
+        if not isinstance(logits, Tensor) or logits.dtype not in LOWS or logits.numel() < MANY_LOGITS:
+            return otherwise(mode, func, args, kwargs)
+        device = mode.active(_tensors((logits,), mode.devices))
+        if device is None:
+            return func(*args, **kwargs)
+        return run(device, cross_entropy, args, kwargs)
+
+    return handle
+
+
+def _untouched(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
@@ -327,7 +341,7 @@ def target_of(rule: str, name: str, device: str, tensors: list[Tensor]) -> torch
     return _banned(name)(device, tensors) if rule == "banned" else _TARGETS[rule](device, tensors)
 
 
-def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering) -> Handler:
+def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
     if rule == "low":
         if how.simulated is not None:
             return _simulated(how.simulated, gathers=name in GATHERS)
@@ -337,7 +351,9 @@ def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering)
         if name in MIXED_NORMS:
             return _low_norm
     if rule == "fp32" and func is F.cross_entropy:
-        return _low_cross_entropy
+        return _low_cross_entropy(_untouched if native else _FP32)
+    if native:
+        return _untouched
     if rule == "banned":
         return _handler(_banned(name))
     return _handler(_TARGETS[rule], gathers=name in GATHERS)
@@ -389,7 +405,7 @@ def handlers(
         compiled.update({spelled: _into_destination for spelled in spellings if spelled is not None})
     for name, rule in rules.items():
         for func in callables(name):
-            compiled[func] = _rule_handler(name, rule, func, how)
+            compiled[func] = _rule_handler(name, rule, func, how, native=_native(name, rule, devices))
     for composite in _composites(frozenset(rules)):
         if composite not in compiled and name_of(composite) not in decisions:
             compiled[composite] = _composite(_unreported(composite))

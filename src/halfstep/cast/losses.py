@@ -8,6 +8,7 @@ computes from ``logits.float()``, bit for bit; the gradient is the fp32 gradient
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -86,6 +87,13 @@ def _rows(logits: Tensor) -> int:
     return max(1, CHUNK.get(logits.device.type, LARGE_CHUNK) * len(logits) // logits.numel())
 
 
+def _parts(rows: int, tensors: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
+    """Walk along the first dimension of `tensors`, which is the same in all, `rows` at a time."""
+    if rows >= len(tensors[0]):
+        return [tensors]
+    return zip(*(t.split(rows) for t in tensors), strict=True)
+
+
 class _CrossEntropy(Function):
     """Unreduced cross entropy of low logits (N, C, ...) with class indices (N, ...)."""
 
@@ -93,12 +101,11 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
-        rows = _rows(logits)
         losses = [
             F.cross_entropy(
                 part.float(), labels, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
             )
-            for part, labels in zip(logits.split(rows), target.split(rows), strict=True)
+            for part, labels in _parts(_rows(logits), (logits, target))
         ]
         return torch.cat(losses) if len(losses) > 1 else losses[0]
 
@@ -149,7 +156,7 @@ def _gradient(
     on_all = on_target if by_class is None else on_target + scale * by_class.sum()
     out = torch.empty_like(logits)
     wholes = (out, logits, index, on_target, on_all, scale)
-    for result, x, label, own, every, factor in zip(*(t.split(_rows(logits)) for t in wholes), strict=True):
+    for result, x, label, own, every, factor in _parts(_rows(logits), wholes):
         p = torch.softmax(x, 1, dtype=torch.float32)
         p *= every.unsqueeze(1)
         p.scatter_add_(1, label.unsqueeze(1), -own.unsqueeze(1))
