@@ -121,6 +121,7 @@ def test_what_cannot_be_done_says_so() -> None:
     assert RegionError.__name__ in repr(caught.getrepr())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="view(dtype) has no rule under vmap before torch 2.12")
 def test_second_derivatives_and_transforms() -> None:
     form = format_of("e4m3")
     square = simulated(lambda x: x * x, form)
