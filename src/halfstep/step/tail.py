@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.kernels.pick import norms_for, total_norm
-from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
+from halfstep.scale.fused import begin_momentum, must_not_skip, skips_itself, step_with_flag
 
 __all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
 
@@ -78,19 +78,29 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
     Only before the first step: the forms keep their step counters on different devices.
     """
-    if not isinstance(optimizer, FUSED) or _stepped(optimizer):
+    if type(optimizer) not in FUSED or _stepped(optimizer):  # a subclass may have a step of its own
         return
     for group in optimizer.param_groups:
         chosen = group.get("fused") is not None or group.get("foreach") is not None
-        if chosen or group.get("differentiable") or group.get("capturable"):
+        if chosen or group.get("differentiable") or group.get("capturable") or group.get("dampening"):
             return
     if not parameters or not all(
         p.dtype is torch.float32 and p.device.type in {"cpu", "cuda"} and type(p.data) is Tensor for p in parameters
     ):
         return
+    _fuse(optimizer)
+    optimizer.register_load_state_dict_post_hook(_fuse)  # a checkpoint brings the form of whoever saved it
+    if isinstance(optimizer, SGD):
+        optimizer.register_step_pre_hook(begin_momentum)  # after the hook that puts masters in the groups
+
+
+def _fuse(optimizer: Optimizer) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
-    optimizer._step_supports_amp_scaling = True  # torch's marker, set by its __init__
+    vars(optimizer)["_step_supports_amp_scaling"] = True  # torch's marker, set by its __init__
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), Tensor):  # the other forms keep it on the host
+            state["step"] = state["step"].to(parameter.device)
 
 
 def _stepped(optimizer: Optimizer) -> bool:

@@ -98,6 +98,7 @@ class TrainStep:
         self._statistics = Statistics(unwrap(model).modules())
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
+        self._scale: Tensor | None = None  # of the window that is open
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
         if self._store is not None and self.policy.grads == "fp32":
@@ -122,9 +123,11 @@ class TrainStep:
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
             loss, aux = self._forward(batch, named)
-            scale = self.scaler.scale_on(loss.device)
-            if self.scaler.is_enabled():
-                scale = scale.clone()  # the scaler updates its own in place
+            if self._window == 0 or self._scale is None:  # one scale a window: another step may move a shared scaler's
+                self._scale = self.scaler.scale_on(loss.device)
+                if self.scaler.is_enabled():
+                    self._scale = self._scale.clone()  # the scaler updates its own in place
+            scale = self._scale
             seed = scale if self.accumulate == 1 else scale / self.accumulate
             if loss.dtype is not seed.dtype or loss.dim():
                 seed = seed.to(loss.dtype).reshape(loss.shape)
@@ -207,7 +210,7 @@ class TrainStep:
             return None
         self._reduce_gradients()
         device = next(iter(unwrap(self.model).parameters())).device
-        scale = self.scaler.scale_on(device).clone()
+        scale = self._scale if self._scale is not None else self.scaler.scale_on(device).clone()
         norm, bad, culprits = self._update(self._window)
         loss = torch.full((), float("nan"), device=device)
         return StepResult(self._step, loss, None, scale, norm, bad, ~bad, culprits)
@@ -226,7 +229,7 @@ class TrainStep:
         parameters, gradients = self._gradients()
         self._window = 0
         scaling = self.scaler.is_enabled()
-        divisor = self.scaler.scale_on(gradients[0].device) if scaling else None
+        divisor = self._scale.to(gradients[0].device) if scaling and self._scale is not None else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.tensor(count / self.accumulate, device=gradients[0].device)
             divisor = share if divisor is None else divisor * share
