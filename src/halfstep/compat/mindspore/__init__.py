@@ -1,7 +1,7 @@
 """MindSpore's mixed precision on PyTorch: scripts run with their import lines changed.
 
-``import halfstep.compat.mindspore as mindspore``. A Cell is a torch module, a Tensor a torch tensor; levels and flags are
-halfstep policies, loss scales halfstep's scaler with MindSpore's rules. docs/compat_mindspore.md lists every name.
+``import halfstep.compat.mindspore as mindspore``. A Cell is a torch module, a Tensor a torch tensor; levels and flags
+are halfstep policies, loss scales halfstep's scaler with MindSpore's rules. docs/compat_mindspore.md lists every name.
 """
 
 from halfstep.compat.mindspore import amp, common, nn, ops, train

@@ -29,7 +29,7 @@ from halfstep.compat.mindspore.loss_scale_manager import (
 )
 from halfstep.compat.mindspore.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
 from halfstep.compat.mindspore.nn import layers
-from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
+from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, check_optimizer
 from halfstep.compat.mindspore.nn.wrap import WithLossCell
 from halfstep.compat.mindspore.ops import operations
 from halfstep.compat.mindspore.policies import LEVELS, LOW_FORMATS, O1_WHITE, level_policy, low_name, low_policy
@@ -220,19 +220,21 @@ def build_train_network(
     settings = CONFIG[level]
     keep, cast, manager = _overrides(settings, kwargs)
     update = None if manager is None else manager.get_update_cell()
+    scale = 1.0 if manager is None else float(manager.get_loss_scale())
+    check_optimizer("build_train_network", optimizer, scale, update)
     target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
     _convert(target, level, keep, cast)
     trained: nn.Module = network if loss_fn is None else WithLossCell(network, loss_fn)
     low = low_format_in(trained)
     if low == "fp16" and manager is None:
         warnings.warn(
-            f"build_train_network(level={level!r}): fp16 is trained without a loss scale, and small gradients become 0; "
+            f"build_train_network(level={level!r}): fp16 is trained without a loss scale, so small gradients are 0; "
             "pass loss_scale_manager=DynamicLossScaleManager()",
             stacklevel=2,
         )
     cell: TrainOneStepCell | TrainOneStepWithLossScaleCell
     if update is None:
-        cell = TrainOneStepCell(trained, optimizer, 1.0 if manager is None else manager.get_loss_scale())
+        cell = TrainOneStepCell(trained, optimizer, scale)
     else:
         cell = TrainOneStepWithLossScaleCell(trained, optimizer, update)
     cell.set_train()
@@ -289,6 +291,12 @@ def _check_network(network: object, optimizer: object, loss_fn: object) -> None:
         raise MindSporeTypeError(
             f"build_train_network: optimizer is a {type(optimizer).__name__}; expected one such as nn.Momentum"
         )
+    own = {id(parameter) for parameter in network.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise MindSporeValueError(
+            f"build_train_network: {type(optimizer).__name__} holds parameters that are not the network's; build it "
+            "from network.trainable_params()"
+        )
     if loss_fn is not None and not callable(loss_fn):
         raise MindSporeTypeError(f"build_train_network: loss_fn={loss_fn!r}; expected a Cell such as nn.MSELoss()")
 
@@ -297,7 +305,9 @@ def _check_level(where: str, level: object) -> None:
     if not isinstance(level, str):
         raise MindSporeTypeError(f"{where}={level!r} is a {type(level).__name__}; expected one of {', '.join(LEVELS)}")
     if level not in LEVELS:
-        raise MindSporeValueError(f"{where}={level!r}; expected one of {', '.join(LEVELS)}{did_you_mean(level, LEVELS)}")
+        raise MindSporeValueError(
+            f"{where}={level!r}; expected one of {', '.join(LEVELS)}{did_you_mean(level, LEVELS)}"
+        )
 
 
 def _check_boost(level: object) -> None:
@@ -305,8 +315,8 @@ def _check_boost(level: object) -> None:
         return
     if level in ("O1", "O2"):
         raise MindSporeValueError(
-            f"build_train_network: boost_level={level!r}: MindSpore's boost (less communication, fewer backward passes, "
-            "dimension reduction) is not about precision and does not exist here; use 'O0'"
+            f"build_train_network: boost_level={level!r}: MindSpore's boost (less communication, dimension "
+            "reduction) is not about precision and does not exist here; use 'O0'"
         )
     raise MindSporeValueError(f"build_train_network: boost_level={level!r}; expected 'O0'")
 
@@ -326,7 +336,9 @@ def _converted(network: nn.Module, level: str) -> bool:
 
 def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
     if not isinstance(classes, list):
-        raise MindSporeTypeError(f"custom_mixed_precision: {name}={classes!r} is a {type(classes).__name__}, not a list")
+        raise MindSporeTypeError(
+            f"custom_mixed_precision: {name}={classes!r} is a {type(classes).__name__}, not a list"
+        )
     expected = " or ".join(base.__name__ for base in bases)
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, bases)):

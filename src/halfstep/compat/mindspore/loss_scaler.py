@@ -7,6 +7,7 @@ arithmetic in their own format gives inf above 65504 and silent zeros beyond 2**
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class DynamicLossScaler(_OnScaler):
         return True
 
 
-def all_finite(inputs: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+def all_finite(inputs: Sequence[Any]) -> Tensor:
     """Return a 0-dim bool tensor: whether every element of every tensor is finite; waits for nothing.
 
     Args:

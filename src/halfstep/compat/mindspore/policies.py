@@ -1,6 +1,6 @@
 """MindSpore's levels and flags as halfstep policies: all that distinguishes them from halfstep is in these values.
 
-Operator lists: those of MindSpore 2.10 (`mindspore.amp`, https://gitee.com/mindspore/mindspore), primitive by primitive.
+Operator lists: those of MindSpore 2.10 (`mindspore.amp`, https://gitee.com/mindspore/mindspore).
 A primitive here stands for every way torch spells it: function, method, operator sign, layer and subclass of a layer.
 """
 
@@ -146,7 +146,7 @@ ALL_LOW = (("", "low"),)
 
 
 def fp32_policy(dtype: str) -> hs.Policy:
-    """Return the policy of the flag fp32: operators take their float tensors in fp32; `dtype` only keeps the region on."""
+    """Return the policy of the flag fp32: operators take fp32; `dtype`, the low format around, keeps the region on."""
     return hs.Policy(name=PREFIX + "fp32", dtype=dtype, table="none", ops=FP32_RULES, scale="none")
 
 
@@ -155,7 +155,9 @@ def low_policy(dtype: str) -> hs.Policy:
     return hs.Policy(name=PREFIX + dtype, dtype=dtype, table="none", modules=ALL_LOW, outputs="fp32", scale="none")
 
 
-def level_policy(level: str, dtype: str, black: tuple[str, ...] = (), white: tuple[str, ...] | None = None) -> hs.Policy:
+def level_policy(
+    level: str, dtype: str, black: tuple[str, ...] = (), white: tuple[str, ...] | None = None
+) -> hs.Policy:
     """Return the policy of an amp level.
 
     Args:

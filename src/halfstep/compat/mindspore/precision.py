@@ -3,7 +3,8 @@
 Marks live on the modules; `bind` turns those of a subtree into regions: hs.prepare for its root, and again for each
 module inside whose policy differs. An inner binding wins over an outer one, wherever the model is called from.
 
-Which mark wins: the flag fp32 over everything; then the flags fp16 and bf16; then the level of the nearest module above.
+Which mark wins: the flag fp32 over everything; then the flags fp16 and bf16; then the level of the nearest
+module above.
 Under O2 and O3 a low flag in the same format says nothing new, so O2's fp32 layers stay fp32. Loss cells are always
 fp32. A level given later does not touch flags; flags set later on the same module or one above take a level away.
 """
@@ -205,7 +206,7 @@ def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | N
 
 
 def _without_absent(policy: hs.Policy, module: nn.Module) -> hs.Policy:
-    """Return `policy` without its patterns for classes that do not occur in `module`: a pattern must match something."""
+    """Return `policy` without patterns for classes that do not occur in `module`: a pattern must match something."""
     classes = {f"class:{kind.__name__}" for part in module.modules() for kind in type(part).__mro__}
     return policy.replace(modules=tuple(rule for rule in policy.modules if not rule[0] or rule[0] in classes))
 

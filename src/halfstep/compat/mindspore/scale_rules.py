@@ -1,12 +1,12 @@
-"""MindSpore's three loss-scale rules, as halfstep's presets with other numbers; halfstep's GradScaler carries them out.
+"""MindSpore's loss-scale rules, as halfstep's presets with other numbers; halfstep's GradScaler carries them out.
 
 What the numbers say, with s the scale, f the factor and w the window, all in float32:
 
 DynamicLossScaler ("mindspore-scaler"): a bad step gives max(1, s / f), the w-th good step in a row s * f.
 DynamicLossScaleUpdateCell ("mindspore-cell"): the same, but a bad step gives max(1, s * (1 / f)).
-DynamicLossScaleManager ("mindspore-manager"): as the first, and the 1001st bad step in a row raises.
+DynamicLossScaleManager: as the first in Python floats, without an upper bound; the 1001st bad step in a row raises.
 
-In all three a growth past the largest float32 is not carried out. MindSpore's cell goes to inf there and never comes back.
+A growth past the largest float32 is not carried out, where MindSpore's cell goes to inf and never comes back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import halfstep as hs
 from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
 
-__all__ = ["by_hand", "cell_rule", "check_count", "check_scale", "manager_rule", "scaler_rule"]
+__all__ = ["by_hand", "cell_rule", "check_count", "check_scale", "check_factor", "scaler_rule"]
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
@@ -41,7 +41,7 @@ def scaler_rule(init: float, factor: float, window: int) -> hs.ScaleRule:
 
 def cell_rule(init: float, factor: float, window: int) -> hs.ScaleRule:
     """Return the rule of `DynamicLossScaleUpdateCell`: it multiplies by the float32 reciprocal."""
-    return _preset("mindspore-cell", init, factor, window, _fp32(1.0 / factor))
+    return _preset("mindspore-cell", init, factor, window, _fp32(1.0 / _fp32(factor)))
 
 
 def by_hand() -> hs.ScaleRule:

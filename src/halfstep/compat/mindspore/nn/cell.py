@@ -18,7 +18,7 @@ Self = TypeVar("Self", bound="Cell")
 class Cell(nn.Module):
     """A torch module: everything of torch works on it, and torch modules may be its children.
 
-    Override `construct`. As in MindSpore, a cell starts in evaluation mode; `set_train` (or torch's `train`) changes it.
+    Override `construct`. As in MindSpore, a cell starts in evaluation mode; `set_train` changes it.
 
     Attributes:
         training: whether layers such as BatchNorm behave as in training.
@@ -98,7 +98,7 @@ class Cell(nn.Module):
 
     def cells_and_names(self, name_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, cell) for this cell and all in it."""
-        return self.named_modules(prefix=name_prefix)
+        yield from self.named_modules(prefix=name_prefix)
 
     def insert_child_to_cell(self, child_name: str, child: nn.Module) -> None:
         """Add a cell under a name."""
@@ -135,4 +135,3 @@ class CellList(nn.ModuleList):
     def add_flags_recursive(self, **flags: bool) -> CellList:
         """Set the precision flags of every cell."""
         return precision.add_flags_recursive(self, **flags)
-

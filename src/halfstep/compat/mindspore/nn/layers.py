@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.nn.cell import Cell
-from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
+from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, sizes
 
 __all__ = [
     "AvgPool2d",
@@ -44,7 +44,7 @@ __all__ = [
 Size = int | tuple[int, ...]
 
 
-def _fill(name: str, parameter: nn.Parameter | None, value: Any) -> None:
+def _fill(name: str, parameter: Tensor | None, value: Any) -> None:
     """Initialise a parameter from a number, a tensor or the name of a simple rule; None leaves torch's."""
     if value is None or parameter is None:
         return
@@ -55,11 +55,10 @@ def _fill(name: str, parameter: nn.Parameter | None, value: Any) -> None:
                     f"{name}: a tensor of shape {tuple(value.shape)} for weights of {tuple(parameter.shape)}"
                 )
             parameter.copy_(value)
-        elif value in ("zeros", "ones", "normal"):
-            # MindSpore's Normal has a standard deviation of 0.01
-            {"zeros": parameter.zero_, "ones": parameter.fill_, "normal": parameter.normal_}[value](
-                *{"zeros": (), "ones": (1.0,), "normal": (0.0, 0.01)}[value]  # type: ignore[arg-type]
-            )
+        elif value in ("zeros", "ones"):
+            parameter.fill_(float(value == "ones"))
+        elif value == "normal":
+            parameter.normal_(0.0, 0.01)  # MindSpore's Normal
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             parameter.fill_(value)
         else:
@@ -95,158 +94,110 @@ class Dense(Cell, nn.Linear):
 
 
 class _Conv(Cell):
-    """What convolutions share: MindSpore's arguments, padding and `pad_mode`."""
+    """A convolution with MindSpore's arguments.
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    Args:
+        in_channels, out_channels: numbers of channels.
+        kernel_size, stride, dilation: one number, or one for each dimension.
+        pad_mode: "same" (ceil(size / stride) outputs), "valid" (no padding) or "pad" (`padding`).
+        padding: one number, one for each dimension, or two for each.
+        group: groups of channels that do not see each other.
+        has_bias: whether there is a bias; there is none unless asked for.
+        weight_init, bias_init: a tensor, a number, "zeros", "ones", "normal" or None for torch's initialisation.
+    """
 
-    def _set_up(
-        self, kind: type[nn.Module], dims: int, in_channels: int, out_channels: int, kernel_size: Size, stride: Size,
-        pad_mode: str, padding: Size, dilation: Size, group: int, has_bias: bool, weight_init: Any, bias_init: Any,
-    ) -> None:  # fmt: skip
-        name = type(self).__name__
-        kernel = sizes(f"{name}: kernel_size", kernel_size, dims)
-        steps, spread = sizes(f"{name}: stride", stride, dims), sizes(f"{name}: dilation", dilation, dims)
+    kind: ClassVar[Any]
+    function: ClassVar[Any]
+    dims: ClassVar[int]
+    weight: Any
+    bias: Any
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        pad_mode: str = "same",
+        padding: Size = 0,
+        dilation: Size = 1,
+        group: int = 1,
+        has_bias: bool = False,
+        weight_init: Any = None,
+        bias_init: Any = None,
+    ) -> None:
+        name, dims = type(self).__name__, self.dims
         around = check_padding(name, pad_mode, padding, dims)
-        kind.__init__(
-            self, in_channels, out_channels, kernel, stride=steps, dilation=spread, groups=group, bias=has_bias
-        )  # type: ignore[misc]  # the torch class of this very layer
+        window = sizes(f"{name}: kernel_size", kernel_size, dims)
+        steps, spread = sizes(f"{name}: stride", stride, dims), sizes(f"{name}: dilation", dilation, dims)
+        self.kind.__init__(
+            self, in_channels, out_channels, window, stride=steps, dilation=spread, groups=group, bias=has_bias
+        )
         self.training = False
-        self.pad_mode, self.around, self.has_bias, self.group = pad_mode, around, has_bias, group
-        self.steps, self.spread, self.window = steps, spread, kernel
+        self.window, self.steps, self.spread, self.around = window, steps, spread, around
+        self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
         _fill(f"{name}: weight_init", self.weight, weight_init)
         _fill(f"{name}: bias_init", self.bias, bias_init)
 
-    def _padded(self, x: Tensor) -> Tensor:
-        return pad_for(x, self.pad_mode, self.around, self.window, self.steps, self.spread)
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the convolution of `x`, (batch, channels, size of each dimension)."""
+        x = pad_for(x, self.pad_mode, self.around, self.window, self.steps, self.spread)
+        result: Tensor = type(self).function(x, self.weight, self.bias, self.steps, 0, self.spread, self.group)
+        return result
 
 
 class Conv1d(_Conv, nn.Conv1d):
-    """One-dimensional convolution; ``pad_mode`` "same" (the default), "valid" or "pad"."""
+    """One-dimensional convolution."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
-        padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
-        bias_init: Any = None,
-    ) -> None:  # fmt: skip
-        self._set_up(
-            nn.Conv1d, 1, in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group, has_bias,
-            weight_init, bias_init,
-        )  # fmt: skip
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the convolution of `x`, (batch, channels, length)."""
-        return F.conv1d(self._padded(x), self.weight, self.bias, self.steps, 0, self.spread, self.group)
+    kind, function, dims = nn.Conv1d, staticmethod(F.conv1d), 1
 
 
 class Conv2d(_Conv, nn.Conv2d):
-    """Two-dimensional convolution; ``pad_mode`` "same" (the default), "valid" or "pad"."""
+    """Two-dimensional convolution."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
-        padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
-        bias_init: Any = None,
-    ) -> None:  # fmt: skip
-        self._set_up(
-            nn.Conv2d, 2, in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group, has_bias,
-            weight_init, bias_init,
-        )  # fmt: skip
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the convolution of `x`, (batch, channels, height, width)."""
-        return F.conv2d(self._padded(x), self.weight, self.bias, self.steps, 0, self.spread, self.group)
+    kind, function, dims = nn.Conv2d, staticmethod(F.conv2d), 2
 
 
 class Conv3d(_Conv, nn.Conv3d):
-    """Three-dimensional convolution; ``pad_mode`` "same" (the default), "valid" or "pad"."""
+    """Three-dimensional convolution."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
-        padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
-        bias_init: Any = None,
-    ) -> None:  # fmt: skip
-        self._set_up(
-            nn.Conv3d, 3, in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group, has_bias,
-            weight_init, bias_init,
-        )  # fmt: skip
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the convolution of `x`, (batch, channels, depth, height, width)."""
-        return F.conv3d(self._padded(x), self.weight, self.bias, self.steps, 0, self.spread, self.group)
+    kind, function, dims = nn.Conv3d, staticmethod(F.conv3d), 3
 
 
 class _Transposed(_Conv):
-    """What transposed convolutions share: the size of the result and where it is cut."""
+    """A transposed convolution; "same" gives stride times as many outputs as inputs."""
 
-    def _cut(self, full: Tensor, x: Tensor) -> Tensor:
-        """Return the part of an unpadded result that the padding leaves."""
-        dims = len(self.window)
-        for i in range(dims):
-            k, s, d = self.window[i], self.steps[i], self.spread[i]
-            axis, whole = i - dims, (x.shape[i - dims] - 1) * s + (k - 1) * d + 1
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the transposed convolution of `x`: all of it, of which the padding is cut off."""
+        full: Tensor = type(self).function(x, self.weight, None, self.steps, 0, 0, self.group, self.spread)
+        for i in range(self.dims):
+            axis = i - self.dims
+            whole = (x.shape[axis] - 1) * self.steps[i] + (self.window[i] - 1) * self.spread[i] + 1
             if self.pad_mode == "same":
-                begin, length = max(whole - x.shape[axis] * s, 0) // 2, x.shape[axis] * s
+                length = x.shape[axis] * self.steps[i]
+                begin = max(whole - length, 0) // 2
             else:
                 begin, length = self.around[2 * i], whole - self.around[2 * i] - self.around[2 * i + 1]
-            there = min(length, full.shape[axis] - begin)
-            full = full.narrow(axis, begin, there)
-            if there < length:  # a stride longer than the window leaves outputs that nothing reaches
-                full = F.pad(full, [0, 0] * (-axis - 1) + [0, length - there])
-        return full if self.bias is None else full + self.bias.reshape(-1, *[1] * dims)
+            full = cut(full, axis, begin, length)
+        return full if self.bias is None else full + self.bias.reshape(-1, *[1] * self.dims)
 
 
 class Conv1dTranspose(_Transposed, nn.ConvTranspose1d):
-    """Transposed one-dimensional convolution; "same" gives stride times as many outputs as inputs."""
+    """Transposed one-dimensional convolution."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
-        padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
-        bias_init: Any = None,
-    ) -> None:  # fmt: skip
-        self._set_up(
-            nn.ConvTranspose1d, 1, in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group,
-            has_bias, weight_init, bias_init,
-        )  # fmt: skip
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the transposed convolution of `x`."""
-        return self._cut(F.conv_transpose1d(x, self.weight, None, self.steps, 0, 0, self.group, self.spread), x)
+    kind, function, dims = nn.ConvTranspose1d, staticmethod(F.conv_transpose1d), 1
 
 
 class Conv2dTranspose(_Transposed, nn.ConvTranspose2d):
-    """Transposed two-dimensional convolution; "same" gives stride times as many outputs as inputs."""
+    """Transposed two-dimensional convolution."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
-        padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
-        bias_init: Any = None,
-    ) -> None:  # fmt: skip
-        self._set_up(
-            nn.ConvTranspose2d, 2, in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group,
-            has_bias, weight_init, bias_init,
-        )  # fmt: skip
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the transposed convolution of `x`."""
-        return self._cut(F.conv_transpose2d(x, self.weight, None, self.steps, 0, 0, self.group, self.spread), x)
+    kind, function, dims = nn.ConvTranspose2d, staticmethod(F.conv_transpose2d), 2
 
 
 class Conv3dTranspose(_Transposed, nn.ConvTranspose3d):
-    """Transposed three-dimensional convolution; "same" gives stride times as many outputs as inputs."""
+    """Transposed three-dimensional convolution."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
-        padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
-        bias_init: Any = None,
-    ) -> None:  # fmt: skip
-        self._set_up(
-            nn.ConvTranspose3d, 3, in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group,
-            has_bias, weight_init, bias_init,
-        )  # fmt: skip
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the transposed convolution of `x`."""
-        return self._cut(F.conv_transpose3d(x, self.weight, None, self.steps, 0, 0, self.group, self.spread), x)
+    kind, function, dims = nn.ConvTranspose3d, staticmethod(F.conv_transpose3d), 3
 
 
 class ReLU(Cell, nn.ReLU):
@@ -341,7 +292,7 @@ class _Pool(Cell):
         self.window = sizes(f"{name}: kernel_size", kernel_size, 2)
         self.steps = sizes(f"{name}: stride", stride, 2)
         self.pad_mode = pad_mode.lower()
-        self.around = check_padding(name, self.pad_mode, padding, 2)  # type: ignore[arg-type]
+        self.around = check_padding(name, self.pad_mode, padding, 2)
 
     def extra_repr(self) -> str:
         """Show the settings, not MindSpore's defaults: stride is 1 unless given."""
@@ -370,88 +321,96 @@ class AvgPool2d(_Pool):
 
 
 class _BatchNorm(Cell):
-    """What batch norms share: MindSpore's momentum is the share of the old statistics, torch's of the new."""
+    """A batch normalisation with MindSpore's arguments.
 
-    weight: nn.Parameter
-    bias: nn.Parameter
-    running_mean: Tensor
-    running_var: Tensor
+    Args:
+        num_features: number of channels.
+        eps: added to the variance.
+        momentum: share of the old running statistics that stays; torch's momentum is one less this.
+        affine: whether there are gamma and beta.
+        gamma_init, beta_init: as for convolutions.
+        use_batch_statistics: True or False: always or never those of the batch; None: while training.
+    """
 
-    def _set_up(
-        self, kind: type[nn.Module], num_features: int, eps: float, momentum: float, affine: bool, gamma_init: Any,
-        beta_init: Any, use_batch_statistics: bool | None,
-    ) -> None:  # fmt: skip
+    kind: ClassVar[Any]
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    num_batches_tracked: Any
+    eps: float
+    momentum: Any
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.9,
+        affine: bool = True,
+        gamma_init: Any = None,
+        beta_init: Any = None,
+        use_batch_statistics: bool | None = None,
+    ) -> None:
         name = type(self).__name__
         if not 0.0 <= momentum <= 1.0:
             raise MindSporeValueError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
         if use_batch_statistics not in (None, True, False):
             raise MindSporeTypeError(f"{name}: use_batch_statistics={use_batch_statistics!r}; True, False or None")
-        kind.__init__(self, num_features, eps=eps, momentum=1.0 - momentum, affine=affine)  # type: ignore[misc]
+        self.kind.__init__(self, num_features, eps=eps, momentum=1.0 - momentum, affine=affine)
         self.training = False
         self.use_batch_statistics = use_batch_statistics
         _fill(f"{name}: gamma_init", self.weight, gamma_init)
         _fill(f"{name}: beta_init", self.bias, beta_init)
 
     @property
-    def gamma(self) -> nn.Parameter:
+    def gamma(self) -> Any:
         """The factor; torch's weight."""
         return self.weight
 
     @property
-    def beta(self) -> nn.Parameter:
+    def beta(self) -> Any:
         """The summand; torch's bias."""
         return self.bias
 
     @property
-    def moving_mean(self) -> Tensor:
+    def moving_mean(self) -> Any:
         """The running mean."""
         return self.running_mean
 
     @property
-    def moving_variance(self) -> Tensor:
+    def moving_variance(self) -> Any:
         """The running variance."""
         return self.running_var
 
     def construct(self, x: Tensor) -> Tensor:
         """Return `x` normalised."""
+        self.kind._check_input_dim(self, x)
         batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
-        mean, var, eps, momentum = self.running_mean, self.running_var, float(self.eps), float(self.momentum)  # type: ignore[arg-type]
-        self._check_input_dim(x)  # type: ignore[operator]  # torch's own check
-        if batch and self.training and isinstance(self.num_batches_tracked, Tensor):
+        if batch and not self.training:  # those of the batch, and the running ones stay as they are
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        if batch:
             self.num_batches_tracked.add_(1)
-        if batch and not self.training:  # statistics of the batch, and the running ones stay
-            return F.batch_norm(x, None, None, self.weight, self.bias, True, momentum, eps)
-        return F.batch_norm(x, mean, var, self.weight, self.bias, batch, momentum, eps)
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, batch, self.momentum, self.eps
+        )
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     """Batch normalisation of (batch, channels) or (batch, channels, length)."""
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.9, affine: bool = True, gamma_init: Any = None,
-        beta_init: Any = None, use_batch_statistics: bool | None = None,
-    ) -> None:  # fmt: skip
-        self._set_up(nn.BatchNorm1d, num_features, eps, momentum, affine, gamma_init, beta_init, use_batch_statistics)
+    kind = nn.BatchNorm1d
 
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """Batch normalisation of (batch, channels, height, width)."""
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.9, affine: bool = True, gamma_init: Any = None,
-        beta_init: Any = None, use_batch_statistics: bool | None = None,
-    ) -> None:  # fmt: skip
-        self._set_up(nn.BatchNorm2d, num_features, eps, momentum, affine, gamma_init, beta_init, use_batch_statistics)
+    kind = nn.BatchNorm2d
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """Batch normalisation of (batch, channels, depth, height, width)."""
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.9, affine: bool = True, gamma_init: Any = None,
-        beta_init: Any = None, use_batch_statistics: bool | None = None,
-    ) -> None:  # fmt: skip
-        self._set_up(nn.BatchNorm3d, num_features, eps, momentum, affine, gamma_init, beta_init, use_batch_statistics)
+    kind = nn.BatchNorm3d
 
 
 class LayerNorm(Cell, nn.LayerNorm):
@@ -469,7 +428,7 @@ class LayerNorm(Cell, nn.LayerNorm):
 
     def construct(self, x: Tensor) -> Tensor:
         """Return `x` normalised."""
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[arg-type]
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class GroupNorm(Cell, nn.GroupNorm):

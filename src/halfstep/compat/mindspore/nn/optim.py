@@ -64,7 +64,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.detach().clone()
-            self.step()  # type: ignore[call-arg]  # torch's concrete optimizers give closure a default
+            self.step()
         finally:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
@@ -72,7 +72,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copy keep."""
-        return {**super().__getstate__(), "loss_scale": self.loss_scale}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "loss_scale": self.loss_scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Rebuild; the hook that divides comes back with `loss_scale`."""
@@ -81,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
             self._set_loss_scale(state["loss_scale"])
 
 
-def _divide(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _divide(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Unscale the gradients, in place, before a step; weight decay comes after it and is not scaled."""
     closure = kwargs.get("closure") or next(iter(args), None)
     if closure is not None:

@@ -22,7 +22,7 @@ from halfstep.compat.mindspore.ops.grad import GradOperation, HyperMap
 from halfstep.compat.mindspore.precision import bind_for_training
 from halfstep.compat.mindspore.scale_rules import by_hand, check_scale
 
-__all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell"]
+__all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell", "check_optimizer"]
 
 DEFAULT_SCALE = (2.0**24, 2, 2000)
 """Scale, factor and window where none is given: DynamicLossScaleManager's."""
@@ -53,7 +53,7 @@ class _OneStep(Cell):
         loss = network(*inputs, **named)
         if not isinstance(loss, Tensor):
             raise MindSporeTypeError(
-                f"{type(self).__name__}: the network returned a {type(loss).__name__}; it must return its loss: wrap it "
+                f"{type(self).__name__}: the network returned a {type(loss).__name__} and not its loss; wrap it "
                 "in WithLossCell(network, loss_fn)"
             )
         loss = as_fp32(loss)
@@ -62,23 +62,13 @@ class _OneStep(Cell):
 
     def _train(self, scale: Tensor, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Train with a scale; return the loss and whether the step was left out."""
-        own = float(getattr(self.optimizer, "loss_scale", 1.0))
-        if own != 1.0:  # the optimizer divides by its loss_scale: what it takes away is put in first, and no more
-            self._check_optimizer(own, scale)
-            self._by_optimizer, scale = own, torch.ones_like(scale)
-        else:
-            self._by_optimizer = 1.0
+        self._by_optimizer = loss_scale_of(self.optimizer)
+        if self._by_optimizer != 1.0:  # the optimizer will divide by it: that is multiplied in, and nothing else
+            check_optimizer(type(self).__name__, self.optimizer, float(scale))
+            scale = torch.ones_like(scale)
         self._scaler.update(scale)
         result = self._step(*inputs, **named)
         return result.aux, result.skipped
-
-    def _check_optimizer(self, own: float, scale: Tensor) -> None:
-        if float(scale) not in (1.0, own):
-            raise MindSporeValueError(
-                f"{type(self).__name__}: the scale is {float(scale)!r} and {type(self.optimizer).__name__} was built "
-                f"with loss_scale={own!r}; gradients would be divided by the wrong number. Give the optimizer the same "
-                "loss_scale, or none: the training cell unscales by itself"
-            )
 
     def _sens_of(self, inputs: tuple[Any, ...], sens: Any) -> tuple[tuple[Any, ...], Any]:
         """Split off the trailing `sens` of a call: one argument more than the network takes."""
@@ -111,10 +101,8 @@ class TrainOneStepCell(_OneStep):
         scale = 1.0 if sens is None else check_scale("TrainOneStepCell: sens", sens, 2.0**-149)
         if not isinstance(return_grad, bool):
             raise MindSporeTypeError(f"TrainOneStepCell: return_grad={return_grad!r}; expected True or False")
+        check_optimizer(type(self).__name__, optimizer, scale)
         super().__init__(network, optimizer)
-        own = float(getattr(optimizer, "loss_scale", 1.0))
-        if own != 1.0:
-            self._check_optimizer(own, torch.tensor(scale))
         self.sens = scale
         self.return_grad = return_grad
         self._gradients: dict[str, Tensor] = {}
@@ -186,16 +174,9 @@ class TrainOneStepWithLossScaleCell(_OneStep):
             )
         value: Any = chosen if isinstance(chosen, Tensor) else chosen.get_loss_scale()  # type: ignore[operator]
         start = _scalar("scale_sense", value)
+        check_optimizer(type(self).__name__, optimizer, float(start), chosen)
         super().__init__(network, optimizer)
         self.loss_scaling_manager = None if isinstance(chosen, Tensor) else chosen
-        own = float(getattr(optimizer, "loss_scale", 1.0))
-        if own != 1.0:
-            self._check_optimizer(own, start)
-            if isinstance(chosen, DynamicLossScaleUpdateCell):
-                raise MindSporeValueError(
-                    f"TrainOneStepWithLossScaleCell: the scale moves and {type(optimizer).__name__} was built with "
-                    f"loss_scale={own!r}, which does not; build the optimizer without loss_scale"
-                )
         self.register_buffer("scale_sense", start)
         self.grad = GradOperation(get_by_list=True, sens_param=True)
         self.hyper_map = HyperMap()
@@ -243,6 +224,39 @@ class TrainOneStepWithLossScaleCell(_OneStep):
         return overflow
 
 
+def loss_scale_of(optimizer: object) -> float:
+    """Return what an optimizer divides gradients by in its step; 1 for torch's own."""
+    return float(getattr(optimizer, "loss_scale", 1.0))
+
+
+def check_optimizer(where: str, optimizer: object, scale: float, update: object = None) -> None:
+    """Refuse an optimizer that would divide gradients by another number than the loss is multiplied by.
+
+    Args:
+        where: how the message begins.
+        optimizer: maybe with a `loss_scale`.
+        scale: the first scale.
+        update: the cell that moves it.
+
+    Raises:
+        MindSporeValueError: the two do not go together.
+    """
+    own = loss_scale_of(optimizer)
+    if own == 1.0:
+        return
+    if isinstance(update, DynamicLossScaleUpdateCell):
+        raise MindSporeValueError(
+            f"{where}: the scale moves and {type(optimizer).__name__} was built with loss_scale={own!r}, which does "
+            "not; build the optimizer without loss_scale: the training cell unscales by itself"
+        )
+    if scale not in (1.0, own):
+        raise MindSporeValueError(
+            f"{where}: the scale is {scale!r} and {type(optimizer).__name__} was built with loss_scale={own!r}, so "
+            "gradients would be divided by the wrong number; give the optimizer the same loss_scale, or none: the "
+            "training cell unscales by itself"
+        )
+
+
 def _scalar(where: str, value: Any) -> Tensor:
     """Return a scale as a new 0-dim float32 tensor.
 
@@ -266,11 +280,11 @@ def _scalar(where: str, value: Any) -> Tensor:
 
 def _most_inputs(network: nn.Module) -> int | None:
     """Return how many positional arguments a network takes at most; None: any number."""
-    function = network.construct if isinstance(network, Cell) else network.forward
-    count = 0
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            return None
-        count += parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return count
-
+    name = "construct" if isinstance(network, Cell) else "forward"
+    kinds = [kind for kind in type(network).__mro__ if name in vars(kind)]
+    if name == "forward" and hs.prepared_policy(network) is not None:
+        del kinds[0]  # the class that prepare gave it takes anything
+    parameters = list(inspect.signature(vars(kinds[0])[name]).parameters.values())[1:]
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.compat.mindspore.errors import MindSporeValueError
-from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
+from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, sizes
 
 __all__ = [
     "Add",
@@ -115,7 +115,7 @@ class _Conv(Primitive):
         """Return the convolution of `x` with `weight` (out, in / group, kernel)."""
         x = pad_for(x, self.pad_mode, self.pad, self.kernel_size, self.stride, self.dilation)
         convolve = F.conv2d if self.dims == 2 else F.conv3d
-        result: Tensor = convolve(x, weight, None, self.stride, 0, self.dilation, self.group)  # type: ignore[arg-type]
+        result: Tensor = convolve(x, weight, None, self.stride, 0, self.dilation, self.group)
         return result
 
 
@@ -144,13 +144,9 @@ class _Transposed(_Conv):
                 total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
                 padding += (total // 2, total - total // 2)
         transpose = F.conv_transpose2d if self.dims == 2 else F.conv_transpose3d
-        full = transpose(dout, weight, None, self.stride, 0, 0, self.group, self.dilation)  # type: ignore[arg-type]
-        for dim, n in enumerate(spatial):  # cut off what was padding, and add what no window reached
-            begin, axis = padding[2 * dim], dim - self.dims
-            length = min(n, full.shape[axis] - begin)
-            full = full.narrow(axis, begin, length)
-            if length < n:
-                full = F.pad(full, [0, 0] * (-axis - 1) + [0, n - length])
+        full = transpose(dout, weight, None, self.stride, 0, 0, self.group, self.dilation)
+        for dim, n in enumerate(spatial):
+            full = cut(full, dim - self.dims, padding[2 * dim], n)
         return full
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
 
-__all__ = ["PAD_MODES", "check_padding", "pad_for", "sizes"]
+__all__ = ["PAD_MODES", "check_padding", "cut", "pad_for", "sizes"]
 
 PAD_MODES = ("same", "valid", "pad")
 
@@ -70,3 +70,13 @@ def pad_for(
     # torch counts from the last dimension
     pairs = [amounts[i : i + 2] for i in range(0, len(amounts), 2)][::-1]
     return F.pad(x, [n for pair in pairs for n in pair], value=value)
+
+
+def cut(full: Tensor, axis: int, begin: int, length: int) -> Tensor:
+    """Return `length` elements of `full` from `begin` along a negative `axis`; beyond its end there are zeros.
+
+    A stride longer than the window leaves outputs at the end that no input reaches.
+    """
+    there = min(length, full.shape[axis] - begin)
+    part = full.narrow(axis, begin, there)
+    return part if there == length else F.pad(part, [0, 0] * (-axis - 1) + [0, length - there])
