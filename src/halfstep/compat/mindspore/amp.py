@@ -328,7 +328,7 @@ def _converted(network: nn.Module, level: str) -> bool:
         return False
     warnings.warn(
         f"{type(network).__name__} was converted with level {mark.level!r} before and stays as it is; {level!r} is not "
-        "applied. network.to_float(mstype.float32) takes a level away",
+        "applied. network.add_flags_recursive(fp16=False) takes a level away",
         stacklevel=3,
     )
     return True

@@ -83,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
 
 def _divide(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Unscale the gradients, in place, before a step; weight decay comes after it and is not scaled."""
-    closure = kwargs.get("closure") or next(iter(args), None)
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer
     if closure is not None:
         raise MindSporeValueError(
             f"{type(optimizer).__name__} has loss_scale={optimizer.loss_scale!r} and was stepped with a closure, whose "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,20 +158,17 @@ class Model:
             MindSporeValueError: no loss to evaluate with, or no data.
         """
         cell = self.eval_network
-        was_training = cell.training
-        cell.eval()
         totals: dict[str, float] = {}
         count = 0
-        try:
+        with _evaluating(cell):
             for batch in valid_dataset:
                 loss, output, label = cell(*_arguments(batch))
-                values = {name: metric(output, label) for name, metric in self._metrics.items()}
-                for name, value in ({} if loss is None else {"loss": loss}).items() | values.items():
+                values = {} if loss is None else {"loss": loss}
+                values |= {name: metric(output, label) for name, metric in self._metrics.items()}
+                for name, value in values.items():
                     number = value.float().mean() if isinstance(value, Tensor) else value
                     totals[name] = totals.get(name, 0.0) + float(number)
                 count += 1
-        finally:
-            cell.train(was_training)
         if count == 0:
             raise MindSporeValueError("Model.eval: the dataset has no batch")
         return {name: total / count for name, total in sorted(totals.items())}
@@ -178,12 +176,20 @@ class Model:
     @torch.no_grad()
     def predict(self, *predict_data: Any) -> Any:
         """Return the network's outputs, in evaluation mode and fp32."""
-        was_training = self._network.training
-        self._network.eval()
-        try:
+        with _evaluating(self._network):
             return self._network(*predict_data)
-        finally:
-            self._network.train(was_training)
+
+
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    """Put `network` into evaluation mode, and every part back into its own at the end."""
+    training = [part for part in network.modules() if part.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:
