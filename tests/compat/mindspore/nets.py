@@ -13,6 +13,9 @@ import halfstep.compat.mindspore as ms
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
+untyped: Any = ms
+"""For calls that the annotations forbid."""
+
 
 class LeNet5(ms.nn.Cell):
     """The document's network; `fp32_first` flags fc3 where the document does."""

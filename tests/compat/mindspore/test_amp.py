@@ -16,7 +16,7 @@ import halfstep as hs
 import halfstep.compat.mindspore as ms
 from halfstep.compat.mindspore import amp
 from halfstep.compat.mindspore.amp import CONFIG
-from tests.compat.mindspore.nets import BF16, FP16, FP32, LeNet5, Normed, TorchNet, formats, picture, training
+from tests.compat.mindspore.nets import BF16, FP16, FP32, LeNet5, Normed, TorchNet, formats, picture, training, untyped
 
 LOW = {"fp16": FP16, "bf16": BF16}
 NO_SCALE = "ignore:build_train_network:UserWarning"
@@ -64,16 +64,19 @@ def test_auto_runs_products_low_and_sensitive_operators_fp32(make: Any) -> None:
     assert (seen["conv"], seen["bn"], seen["ln"], seen[""]) == (FP16, FP32, FP32, FP32)
 
 
-def test_batch_and_layer_norms_are_fp32_under_o2_and_low_under_o3() -> None:
-    def ln_policy(net: nn.Module) -> Tensor:
-        x = torch.randn(16, 64).half() * 3
-        return net.ln(x)  # type: ignore[operator,no-any-return]
-
+def test_batch_and_layer_norms_compute_in_fp32_under_o2_and_low_under_o3() -> None:
     torch.manual_seed(0)
-    o2 = amp.auto_mixed_precision(Normed(), "O2")
-    assert exact_bn(o2)
-    wide = F.layer_norm(torch.ones(2, 64), (64,), o2.ln.weight, o2.ln.bias)
-    assert wide.dtype is FP32 and ln_policy(o2).dtype is FP16
+    x = torch.randn(16, 64).half() * 3
+    for level, kept in (("O2", True), ("O3", False)):
+        net = amp.auto_mixed_precision(Normed(), level)
+        seen: list[torch.dtype] = []
+        net.ln.register_forward_pre_hook(lambda m, a, seen=seen: seen.append(a[0].dtype))
+        assert formats(net)["ln"] is FP16 and seen == [FP16]
+        policy = hs.prepared_policy(net)
+        assert policy is not None and (("class:LayerNorm", "fp32") in policy.modules) is kept
+        if kept:
+            assert exact_bn(net)
+            assert torch.equal(net.ln(x), F.layer_norm(x.float(), (64,)).half())
 
 
 def test_under_o1_what_is_not_a_product_computes_in_fp32() -> None:
@@ -135,13 +138,17 @@ def test_o0_returns_the_network_untouched_and_a_second_level_warns_and_changes_n
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: amp.auto_mixed_precision(len, "O2"), TypeError, "network is a builtin_function_or_method"),
-        (lambda: amp.auto_mixed_precision(3, "auto"), TypeError, "network is a int"),
-        (lambda: amp.auto_mixed_precision(LeNet5(), "O4"), ValueError, "amp_level='O4'; expected one of O0, O1, O2"),
-        (lambda: amp.auto_mixed_precision(LeNet5(), 2), TypeError, "amp_level=2 is a int"),
-        (lambda: amp.auto_mixed_precision(LeNet5(), "O2", FP32), ValueError, "float16 or mstype.bfloat16"),
-        (lambda: amp.auto_mixed_precision(LeNet5(), "O2", "fp16"), TypeError, "dtype='fp16' is not a dtype"),
-        (lambda: amp.auto_mixed_precision(LeNet5(), level="O2"), TypeError, "level"),
+        (lambda: untyped.amp.auto_mixed_precision(len, "O2"), TypeError, "network is a builtin_function_or_method"),
+        (lambda: untyped.amp.auto_mixed_precision(3, "auto"), TypeError, "network is a int"),
+        (
+            lambda: untyped.amp.auto_mixed_precision(LeNet5(), "O4"),
+            ValueError,
+            "amp_level='O4'; expected one of O0, O1, O2",
+        ),
+        (lambda: untyped.amp.auto_mixed_precision(LeNet5(), 2), TypeError, "amp_level=2 is a int"),
+        (lambda: untyped.amp.auto_mixed_precision(LeNet5(), "O2", FP32), ValueError, "float16 or mstype.bfloat16"),
+        (lambda: untyped.amp.auto_mixed_precision(LeNet5(), "O2", "fp16"), TypeError, "dtype='fp16' is not a dtype"),
+        (lambda: untyped.amp.auto_mixed_precision(LeNet5(), level="O2"), TypeError, "level"),
     ],
 )
 def test_a_wrong_level_is_refused(call: Callable[[], object], error: type[Exception], text: str) -> None:
@@ -197,7 +204,7 @@ def test_a_white_list_may_name_ones_own_cells() -> None:
 def test_ones_own_black_list_keeps_what_it_names_in_fp32(make: Any) -> None:
     dense = ms.nn.Dense if make is Normed else nn.Linear
     torch.manual_seed(0)
-    net = amp.custom_mixed_precision(make(), black_list=[*amp.get_black_list(), dense])
+    net: Any = amp.custom_mixed_precision(make(), black_list=[*amp.get_black_list(), dense])
     assert exact_bn(net)
     x = torch.randn(2, 64).half()
     assert torch.equal(net.fc(x), F.linear(x.float(), net.fc.weight, net.fc.bias).half())
@@ -311,7 +318,7 @@ def test_fp16_without_a_scale_warns_and_bf16_does_not() -> None:
     for kwargs in ({"level": "O3"}, {"level": "O0", "cast_model_type": FP16}, {"level": "auto"}):
         net = Normed()
         with pytest.warns(UserWarning, match="fp16 is trained without a loss scale.*DynamicLossScaleManager"):
-            amp.build_train_network(net, training(net)[1], ms.nn.MSELoss(), **kwargs)  # type: ignore[arg-type]
+            amp.build_train_network(net, training(net)[1], ms.nn.MSELoss(), **kwargs)
     net = Normed()
     amp.build_train_network(net, training(net)[1], ms.nn.MSELoss(), "O3", cast_model_type=BF16)
 

@@ -46,7 +46,8 @@ def test_o1_covers_subclasses_functions_signs_and_classes_defined_anywhere() -> 
             self.sub, self.plain = MyDense(4, 4), nn.Linear(4, 4)
             self.weight = ms.Parameter(torch.eye(4))
 
-        def construct(this, x: Tensor) -> list[Tensor]:  # noqa: N805  # MindSpore casts nothing where self has another name
+        # MindSpore casts nothing where self has another name
+        def construct(this, x: Tensor) -> list[Tensor]:
             w = this.weight
             return [this.sub(x), this.plain(x), ms.ops.matmul(x, w), x @ w, x.matmul(w), F.linear(x, w), torch.mm(x, w)]
 
@@ -65,7 +66,7 @@ def test_the_loss_is_fp32_inside_the_network_too_and_large_scales_stay_finite(le
     manager = ms.amp.FixedLossScaleManager(2.0**20)
     step = ms.amp.build_train_network(with_loss, optimizer, level=level, loss_scale_manager=manager)
     with watched(with_loss) as seen:
-        loss, _, _ = step(picture(net), torch.rand(2, 10) * 1e-3)  # type: ignore[misc]
+        loss, _, _ = step(picture(net), torch.rand(2, 10) * 1e-3)
     assert seen["loss_fn"] == (FP32, FP32) and loss.dtype is FP32
 
     class Own(ms.nn.Cell):
@@ -164,9 +165,7 @@ def test_a_bad_step_leaves_weights_momentum_and_batch_norm_statistics_as_they_we
     for bad in (float("nan"), float("inf")):
         step(good * bad, label)
     assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
-    assert all(
-        torch.equal(a, s["momentum_buffer"]) for a, s in zip(momentum, optimizer.state.values(), strict=True)
-    )
+    assert all(torch.equal(a, s["momentum_buffer"]) for a, s in zip(momentum, optimizer.state.values(), strict=True))
     out = step(good, label)
     assert float(out[0] if isinstance(out, tuple) else out) < 10
     assert not torch.equal(before["bn.running_mean"], net.bn.running_mean)

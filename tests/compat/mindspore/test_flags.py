@@ -12,14 +12,14 @@ from torch import nn
 import halfstep as hs
 import halfstep.compat.mindspore as ms
 from halfstep.compat.mindspore.policies import PREFIX
-from tests.compat.mindspore.nets import BF16, FP16, FP32, LeNet5, Normed, TorchNet, formats, picture
+from tests.compat.mindspore.nets import BF16, FP16, FP32, LeNet5, Normed, TorchNet, formats, picture, untyped
 
 
 @pytest.mark.parametrize(("dtype", "flag"), [(FP16, "fp16"), (BF16, "bf16")])
 def test_a_flag_and_to_float_run_a_torch_module_low_and_leave_its_weights_fp32(dtype: torch.dtype, flag: str) -> None:
     for mark in (lambda m: ms.to_float(m, dtype), lambda m: ms.add_flags_recursive(m, **{flag: True})):
         net = TorchNet()
-        assert mark(net) is net
+        assert mark(net) is net  # type: ignore[no-untyped-call]  # lambdas have no types
         seen = formats(net)
         assert {seen[n] for n in ("conv", "bn", "ln", "fc")} == {dtype}
         assert seen[""] is FP32  # what leaves the outermost low module fits what comes after it
@@ -122,7 +122,7 @@ def test_the_state_of_a_flagged_network_has_the_plain_networks_keys() -> None:
         (lambda net: net.add_flags(fp8=True), ValueError, "fp8=True.*fp16, fp32, bf16"),
         (lambda net: net.add_flags_recursive(fp16=1), TypeError, "fp16=1.*expected True or False"),
         (lambda net: net.add_flags(fp16=True, bf16=True), ValueError, "one low format"),
-        (lambda net: ms.to_float(net.parameters(), FP16), TypeError, "expected a Cell or a torch module"),
+        (lambda net: untyped.to_float(net.parameters(), FP16), TypeError, "expected a Cell or a torch module"),
     ],
 )
 def test_a_wrong_flag_is_refused_and_changes_nothing(call: object, error: type[Exception], text: str) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep.compat.mindspore as ms
-from halfstep.compat.mindspore.ops import operations as P  # noqa: N812  # MindSpore's own abbreviation
+from halfstep.compat.mindspore.ops import operations as P  # MindSpore's own abbreviation
+from tests.compat.mindspore.nets import untyped
 
 
 def test_a_tensor_is_a_torch_tensor_with_a_copy_of_the_data() -> None:
@@ -92,7 +93,7 @@ def test_a_transposed_convolution_is_the_gradient_of_the_convolution(
     conv: Any = forward(2, 3, kernel, stride, pad_mode, padding, weight_init=layer.weight.detach())
     x = torch.zeros_like(out, requires_grad=True)
     conv(x).backward(y)
-    assert torch.allclose(out - 0.5, x.grad, atol=1e-5)
+    assert x.grad is not None and torch.allclose(out - 0.5, x.grad, atol=1e-5)
 
 
 def test_primitives_compute_what_their_names_say() -> None:
@@ -106,8 +107,11 @@ def test_primitives_compute_what_their_names_say() -> None:
     y = conv(x, w)
     leaf = x.clone().requires_grad_()
     conv(leaf, w).backward(torch.ones_like(y))
+    gradient: Any = leaf.grad
     for kind in (P.Conv2DTranspose, P.Conv2DBackpropInput):
-        assert torch.allclose(kind(4, 3, pad_mode="same", stride=2)(torch.ones_like(y), w, x.shape), leaf.grad, atol=1e-5)
+        assert torch.allclose(
+            kind(4, 3, pad_mode="same", stride=2)(torch.ones_like(y), w, x.shape), gradient, atol=1e-5
+        )
     x3, w3 = torch.randn(1, 2, 5, 5, 5), torch.randn(3, 2, 2, 2, 2)
     assert torch.equal(P.Conv3D(3, 2)(x3, w3), F.conv3d(x3, w3))
     z = torch.randn(1, 3, 3, 3, 3)
@@ -154,12 +158,12 @@ def test_gradients_as_values() -> None:
     assert [float(g) for g in seeded(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(10.0))] == [30.0, 20.0]
     assert ms.ops.HyperMap()(lambda a, b: a + b, (1, (2, 3)), (4, (5, 6))) == (5, (7, 9))
     for call, error in (
-        (lambda: ms.value_and_grad(3), TypeError),
-        (lambda: ms.value_and_grad(len, None), ValueError),
-        (lambda: ms.ops.GradOperation(get_by_list=True)(len), ValueError),
+        (lambda: untyped.value_and_grad(3), TypeError),
+        (lambda: untyped.value_and_grad(len, None), ValueError),
+        (lambda: untyped.ops.GradOperation(get_by_list=True)(len), ValueError),
     ):
         with pytest.raises(error):
-            call()  # type: ignore[no-untyped-call]
+            call()  # type: ignore[no-untyped-call]  # lambdas have no types
 
 
 def test_pooling_has_stride_one_unless_told() -> None:
@@ -180,7 +184,8 @@ def test_batch_norms_momentum_is_the_share_of_the_old_statistics() -> None:
         (ms.nn.BatchNorm2d, nn.BatchNorm2d, (8, 3, 4, 4)),
         (ms.nn.BatchNorm3d, nn.BatchNorm3d, (8, 3, 2, 2, 2)),
     ):
-        ours, theirs = kind(3).set_train(), other(3, momentum=0.1)
+        ours = kind(3).set_train()
+        theirs: Any = other(3, momentum=0.1)
         x = torch.randn(*shape)
         assert torch.allclose(ours(x), theirs(x)) and torch.allclose(ours.moving_mean, theirs.running_mean)
         assert torch.allclose(ours.moving_variance, theirs.running_var) and ours.num_batches_tracked == 1
@@ -191,7 +196,7 @@ def test_batch_norms_momentum_is_the_share_of_the_old_statistics() -> None:
     fixed(torch.randn(8, 3))
     assert torch.equal(fixed.moving_mean, torch.zeros(3))
     always.use_batch_statistics = True
-    assert abs(float(always(5 + torch.randn(8, 3)).mean())) < 1e-5 and torch.equal(always.moving_mean, torch.zeros(3))
+    assert always(5 + torch.randn(8, 3)).mean().abs() < 1e-5 and torch.equal(always.moving_mean, torch.zeros(3))
 
 
 def test_losses_are_mindspores() -> None:
@@ -207,13 +212,13 @@ def test_losses_are_mindspores() -> None:
     base = ms.nn.LossBase("sum")
     assert float(base.get_loss(torch.ones(3), 2.0)) == 6.0 and ms.nn.LossBase("none").get_loss(x).shape == x.shape
     for call, error, text in (
-        (lambda: ms.nn.MSELoss("max"), ValueError, "reduction='max'"),
+        (lambda: untyped.nn.MSELoss("max"), ValueError, "reduction='max'"),
         (lambda: sparse(x, y.float()), TypeError, "sparse=False"),
         (lambda: dense(x, y), ValueError, "sparse=True for class numbers"),
-        (lambda: ms.nn.SoftmaxCrossEntropyWithLogits("yes"), TypeError, "sparse='yes'"),  # type: ignore[arg-type]
+        (lambda: untyped.nn.SoftmaxCrossEntropyWithLogits("yes"), TypeError, "sparse='yes'"),
     ):
         with pytest.raises(error, match=text):
-            call()  # type: ignore[no-untyped-call]
+            call()  # type: ignore[no-untyped-call]  # lambdas have no types
 
 
 def test_the_other_layers_are_torchs() -> None:
@@ -238,20 +243,28 @@ def test_the_other_layers_are_torchs() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: ms.nn.Conv2d(1, 1, 3, pad_mode="full"), ValueError, "Conv2d: pad_mode='full'; expected one of 'same'"),
-        (lambda: ms.nn.Conv2d(1, 1, 3, padding=1), ValueError, "padding=1 beside pad_mode='same'.*use pad_mode='pad'"),
-        (lambda: ms.nn.Conv2d(1, 1, 3, pad_mode="pad", padding=-1), ValueError, "padding=-1"),
-        (lambda: ms.nn.Conv2d(1, 1, (3, 3, 3)), TypeError, "kernel_size=\\(3, 3, 3\\)"),
-        (lambda: ms.nn.Dense(2, 2, "he"), ValueError, "weight_init='he'"),
-        (lambda: ms.nn.Dense(2, 2, torch.ones(3)), ValueError, "a tensor of shape \\(3,\\)"),
-        (lambda: ms.nn.BatchNorm2d(3, momentum=2.0), ValueError, "momentum=2.0"),
-        (lambda: ms.nn.BatchNorm2d(3, use_batch_statistics=3), TypeError, "use_batch_statistics=3"),
-        (lambda: ms.nn.Dropout(0.5, 0.5), ValueError, "keep_prob is 1 - p"),
+        (
+            lambda: untyped.nn.Conv2d(1, 1, 3, pad_mode="full"),
+            ValueError,
+            "Conv2d: pad_mode='full'; expected one of 'same'",
+        ),
+        (
+            lambda: untyped.nn.Conv2d(1, 1, 3, padding=1),
+            ValueError,
+            "padding=1 beside pad_mode='same'.*use pad_mode='pad'",
+        ),
+        (lambda: untyped.nn.Conv2d(1, 1, 3, pad_mode="pad", padding=-1), ValueError, "padding=-1"),
+        (lambda: untyped.nn.Conv2d(1, 1, (3, 3, 3)), TypeError, "kernel_size=\\(3, 3, 3\\)"),
+        (lambda: untyped.nn.Dense(2, 2, "he"), ValueError, "weight_init='he'"),
+        (lambda: untyped.nn.Dense(2, 2, torch.ones(3)), ValueError, "a tensor of shape \\(3,\\)"),
+        (lambda: untyped.nn.BatchNorm2d(3, momentum=2.0), ValueError, "momentum=2.0"),
+        (lambda: untyped.nn.BatchNorm2d(3, use_batch_statistics=3), TypeError, "use_batch_statistics=3"),
+        (lambda: untyped.nn.Dropout(0.5, 0.5), ValueError, "keep_prob is 1 - p"),
         (lambda: P.Conv2D(1, 3, mode=0), ValueError, "mode=0"),
         (lambda: P.Conv2DTranspose(1, 3)(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 3, 3)), ValueError, "input_size"),
-        (lambda: ms.nn.WithLossCell(3, len), TypeError, "the network is a int"),
-        (lambda: ms.nn.WithLossCell(nn.ReLU(), 3), TypeError, "loss_fn=3 is not callable"),
-        (lambda: ms.nn.WithEvalCell(nn.ReLU(), None, 1), TypeError, "add_cast_fp32=1"),
+        (lambda: untyped.nn.WithLossCell(3, len), TypeError, "the network is a int"),
+        (lambda: untyped.nn.WithLossCell(nn.ReLU(), 3), TypeError, "loss_fn=3 is not callable"),
+        (lambda: untyped.nn.WithEvalCell(nn.ReLU(), None, 1), TypeError, "add_cast_fp32=1"),
     ],
 )
 def test_a_wrong_setting_is_refused(call: Callable[[], object], error: type[Exception], text: str) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import halfstep as hs
 import halfstep.compat.mindspore as ms
 from halfstep.compat.mindspore.train.model import Progress
-from tests.compat.mindspore.nets import BF16, FP16, FP32, Normed, TorchNet, formats, picture, training
+from tests.compat.mindspore.nets import BF16, FP16, FP32, Normed, TorchNet, formats, picture, training, untyped
 
 
 def data(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -56,7 +57,7 @@ def test_a_manager_on_the_host_counts_the_steps_too_and_callbacks_see_each() -> 
 def test_keep_batchnorm_fp32_reaches_build_train_network() -> None:
     net = Normed()
     model = ms.Model(net, loss(), training(net)[1], amp_level="O2", keep_batchnorm_fp32=False)
-    policy = ms.amp.hs.prepared_policy(net)
+    policy = hs.prepared_policy(net)
     assert policy is not None and policy.modules == (("", "low"),) and model.predict_network is net
 
 
@@ -86,18 +87,22 @@ def test_an_eval_cell_returns_loss_outputs_and_label() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda net: ms.Model(3), TypeError, "network is a int"),
-        (lambda net: ms.Model(net, loss(), amp_level="O2"), ValueError, "without an optimizer trains nothing"),
-        (lambda net: ms.Model(net, loss(), level="O2"), ValueError, "unsupported argument level='O2'"),
-        (lambda net: ms.Model(net, metrics={"recall"}), ValueError, "metric 'recall'.*known are accuracy"),
-        (lambda net: ms.Model(net, metrics=3), TypeError, "metrics=3"),
-        (lambda net: ms.Model(net).eval([]), ValueError, "eval needs a loss_fn"),
-        (lambda net: ms.Model(net, loss()).eval([]), ValueError, "no batch"),
-        (lambda net: ms.Model(net, loss()).train(1, []), ValueError, "no optimizer was given"),
-        (lambda net: ms.Model(net, loss(), training(net)[1]).train(1, []), ValueError, "epoch 1 had no batch"),
-        (lambda net: ms.Model(net, loss(), training(net)[1]).train(0, data()), ValueError, "epoch=0"),
-        (lambda net: ms.Model(net, loss(), training(net)[1]).train(1.0, data()), TypeError, "epoch=1.0"),
-        (lambda net: ms.Model(net, loss(), training(net)[1]).train(2, iter(data())), ValueError, "epoch 2 had no ba"),
+        (lambda net: untyped.Model(3), TypeError, "network is a int"),
+        (lambda net: untyped.Model(net, loss(), amp_level="O2"), ValueError, "without an optimizer trains nothing"),
+        (lambda net: untyped.Model(net, loss(), level="O2"), ValueError, "unsupported argument level='O2'"),
+        (lambda net: untyped.Model(net, metrics={"recall"}), ValueError, "metric 'recall'.*known are accuracy"),
+        (lambda net: untyped.Model(net, metrics=3), TypeError, "metrics=3"),
+        (lambda net: untyped.Model(net).eval([]), ValueError, "eval needs a loss_fn"),
+        (lambda net: untyped.Model(net, loss()).eval([]), ValueError, "no batch"),
+        (lambda net: untyped.Model(net, loss()).train(1, []), ValueError, "no optimizer was given"),
+        (lambda net: untyped.Model(net, loss(), training(net)[1]).train(1, []), ValueError, "epoch 1 had no batch"),
+        (lambda net: untyped.Model(net, loss(), training(net)[1]).train(0, data()), ValueError, "epoch=0"),
+        (lambda net: untyped.Model(net, loss(), training(net)[1]).train(1.0, data()), TypeError, "epoch=1.0"),
+        (
+            lambda net: untyped.Model(net, loss(), training(net)[1]).train(2, iter(data())),
+            ValueError,
+            "epoch 2 had no ba",
+        ),
     ],
 )
 def test_a_wrong_use_is_refused(call: Callable[[Any], object], error: type[Exception], text: str) -> None:

@@ -16,6 +16,7 @@ import torch
 
 import halfstep.compat.mindspore as ms
 from halfstep.errors import HalfstepError
+from tests.compat.mindspore.nets import untyped
 
 Model = Callable[[bool], float]
 SEQUENCES = {"scaler": 3000, "cell": 3000, "manager": 5000}  # 11,000 in all
@@ -225,22 +226,30 @@ def test_a_fixed_scale_stays() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: ms.amp.StaticLossScaler(0.5), ValueError, "scale_value=0.5; expected a finite number of at least 1"),
-        (lambda: ms.amp.StaticLossScaler("8"), TypeError, "scale_value='8' is a str"),
-        (lambda: ms.amp.StaticLossScaler(float("nan")), ValueError, "finite"),
-        (lambda: ms.amp.DynamicLossScaler(8.0, 2.0, 10), TypeError, "scale_factor=2.0 is a float; expected an int"),
-        (lambda: ms.amp.DynamicLossScaler(8.0, 0, 10), ValueError, "scale_factor=0; expected an int from 1"),
-        (lambda: ms.amp.DynamicLossScaler(8.0, 2, 0), ValueError, "scale_window=0"),
-        (lambda: ms.amp.DynamicLossScaler(8.0, 2, 2.5), TypeError, "scale_window=2.5"),
-        (lambda: ms.amp.DynamicLossScaler(8.0), TypeError, "scale_factor"),
-        (lambda: ms.amp.LossScaler(), TypeError, "abstract"),
-        (lambda: ms.amp.DynamicLossScaleManager(0.5), ValueError, "init_loss_scale=0.5"),
-        (lambda: ms.amp.DynamicLossScaleManager(8.0, -2), ValueError, "scale_factor=-2"),
-        (lambda: ms.amp.DynamicLossScaleManager(8.0, 2, True), TypeError, "scale_window=True is a bool"),
-        (lambda: ms.amp.FixedLossScaleManager(0.0), ValueError, "loss_scale=0.0"),
-        (lambda: ms.amp.FixedLossScaleManager(8.0, 1), TypeError, "drop_overflow_update=1"),
-        (lambda: ms.nn.DynamicLossScaleUpdateCell("8", 2, 3), TypeError, "loss_scale_value='8'"),
-        (lambda: ms.nn.FixedLossScaleUpdateCell(0.0), ValueError, "loss_scale_value=0.0"),
+        (
+            lambda: untyped.amp.StaticLossScaler(0.5),
+            ValueError,
+            "scale_value=0.5; expected a finite number of at least 1",
+        ),
+        (lambda: untyped.amp.StaticLossScaler("8"), TypeError, "scale_value='8' is a str"),
+        (lambda: untyped.amp.StaticLossScaler(float("nan")), ValueError, "finite"),
+        (
+            lambda: untyped.amp.DynamicLossScaler(8.0, 2.0, 10),
+            TypeError,
+            "scale_factor=2.0 is a float; expected an int",
+        ),
+        (lambda: untyped.amp.DynamicLossScaler(8.0, 0, 10), ValueError, "scale_factor=0; expected an int from 1"),
+        (lambda: untyped.amp.DynamicLossScaler(8.0, 2, 0), ValueError, "scale_window=0"),
+        (lambda: untyped.amp.DynamicLossScaler(8.0, 2, 2.5), TypeError, "scale_window=2.5"),
+        (lambda: untyped.amp.DynamicLossScaler(8.0), TypeError, "scale_factor"),
+        (lambda: untyped.amp.LossScaler(), TypeError, "abstract"),
+        (lambda: untyped.amp.DynamicLossScaleManager(0.5), ValueError, "init_loss_scale=0.5"),
+        (lambda: untyped.amp.DynamicLossScaleManager(8.0, -2), ValueError, "scale_factor=-2"),
+        (lambda: untyped.amp.DynamicLossScaleManager(8.0, 2, True), TypeError, "scale_window=True is a bool"),
+        (lambda: untyped.amp.FixedLossScaleManager(0.0), ValueError, "loss_scale=0.0"),
+        (lambda: untyped.amp.FixedLossScaleManager(8.0, 1), TypeError, "drop_overflow_update=1"),
+        (lambda: untyped.nn.DynamicLossScaleUpdateCell("8", 2, 3), TypeError, "loss_scale_value='8'"),
+        (lambda: untyped.nn.FixedLossScaleUpdateCell(0.0), ValueError, "loss_scale_value=0.0"),
     ],
 )
 def test_an_impossible_scale_is_refused_with_its_name_and_value(
