@@ -191,8 +191,9 @@ def test_all_finite_knows_every_format_and_takes_tuples_only() -> None:
         answer = ms.amp.all_finite((good, None, good))
         assert answer.shape == () and answer.dtype is torch.bool and bool(answer)
         assert not ms.amp.all_finite([good, bad]) and not ms.amp.all_finite((good / 0,))
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([float("inf")]), (3,), check_invariants=False)
-    assert not ms.amp.all_finite((sparse,))
+    with torch.sparse.check_sparse_tensor_invariants():
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([float("inf")]), (3,))
+        assert not ms.amp.all_finite((sparse,))
     for wrong, error in ((torch.ones(2), TypeError), ((), ValueError), ((None,), ValueError), ((1.0,), TypeError)):
         with pytest.raises(error, match="all_finite"):
             ms.amp.all_finite(wrong)  # type: ignore[arg-type]

@@ -107,3 +107,21 @@ def test_automatic_manual_and_fp32_training_agree_as_closely_as_fp16_allows() ->
     for how in ("auto", "manual"):
         assert curves[how] != curves["fp32"]
         assert curves[how] == pytest.approx(curves["fp32"], rel=5e-3)
+
+
+@pytest.mark.filterwarnings("ignore:build_train_network:UserWarning")
+def test_without_norms_o1_o2_o3_and_manual_give_identical_numbers_as_measured_in_mindspore() -> None:
+    curves = {}
+    for how in ("O0", "O1", "O2", "O3", "manual"):
+        torch.manual_seed(0)
+        net = LeNet5()
+        if how == "manual":
+            net.add_flags_recursive(fp16=True)
+        with_loss, optimizer = training(net)
+        level = "O0" if how == "manual" else how
+        step = ms.amp.build_train_network(with_loss, optimizer, level=level, loss_scale_manager=None)
+        torch.manual_seed(1)
+        x, y = torch.rand(8, 1, 32, 32), torch.rand(8, 10)
+        curves[how] = [float(step(x, y)) for _ in range(16)]
+    assert curves["O1"] == curves["O2"] == curves["O3"] == curves["manual"] != curves["O0"]
+    assert curves["O1"] == pytest.approx(curves["O0"], rel=2e-3)

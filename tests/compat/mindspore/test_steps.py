@@ -284,7 +284,7 @@ def test_a_users_own_step_built_from_the_public_parts_matches_the_built_in_one()
         step = kind(with_loss, optimizer, ms.nn.DynamicLossScaleUpdateCell(2.0**10, 2, 2))
         x, y = torch.rand(4, 1, 4, 4), torch.rand(4, 3)
         xs = [x, x, x * float("nan"), x]
-        curves.append([tuple(float(v) for v in step(x, y)) for x in xs])
+        curves.append([tuple(float(v.detach()) for v in step(x, y)) for x in xs])
     for ours, theirs in zip(*curves, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, nan_ok=True)
 

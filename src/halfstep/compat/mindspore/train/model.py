@@ -143,8 +143,6 @@ class Model:
                     "a DataLoader"
                 )
 
-    fit = train
-
     def _count(self, cell: nn.Module, outputs: Any) -> None:
         """Let a manager on the host see the step too, as MindSpore does."""
         if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
