@@ -12,7 +12,7 @@ from halfstep.policy.operators import expand as operators
 from halfstep.policy.operators import name_of as operator_of
 from halfstep.policy.units import Units, units
 from halfstep.scale import GradScaler
-from halfstep.step import Metrics, StepMetrics, TrainStep, edit_weights, prepare, unprepare
+from halfstep.step import Metrics, StepMetrics, TrainStep, edit_weights, prepare, prepared_policy, unprepare
 from halfstep.tasks import Task
 
 __version__ = "0.1.0"
@@ -37,6 +37,7 @@ __all__ = [
     "operator_of",
     "operators",
     "prepare",
+    "prepared_policy",
     "resolve",
     "units",
     "unprepare",

@@ -391,3 +391,13 @@ def test_a_compiled_model_that_raises_leaves_no_region_behind() -> None:
     with pytest.raises(ValueError, match="bad batch"):
         compiled(torch.ones(2, 4), True)
     assert model(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
+def test_prepared_policy_says_what_a_model_and_its_parts_were_prepared_with() -> None:
+    model, policy = Net(), hs.Policy.of("mixed", dtype="bf16")
+    assert hs.prepared_policy(model) is None
+    hs.prepare(model, policy=policy)
+    assert hs.prepared_policy(model) == policy
+    assert {hs.prepared_policy(m) for m in model.modules() if isinstance(m, Block)} == {policy}
+    hs.unprepare(model)
+    assert all(hs.prepared_policy(m) is None for m in model.modules())

@@ -211,7 +211,7 @@ def store_of(model: nn.Module) -> MasterWeights | None:
 
 
 def prepared_policy(model: nn.Module) -> Policy | None:
-    """Return the policy `model` was prepared with, or None."""
+    """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not."""
     binding = binding_of(unwrap(model))
     return None if binding is None else binding.policy
 

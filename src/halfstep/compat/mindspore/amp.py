@@ -1,0 +1,371 @@
+"""``mindspore.amp``: levels, lists, training networks; halfstep carries them out.
+
+The table of levels is MindSpore 2.10's:
+
+    level  keep_batchnorm_fp32  cast_model_type  loss_scale_manager
+    O0     False                float32          None
+    O1     False                float32          None
+    O2     True                 float16          DynamicLossScaleManager()
+    O3     False                float16          None
+    auto   False                float32          None
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.loss_scale_manager import (
+    DynamicLossScaleManager,
+    FixedLossScaleManager,
+    LossScaleManager,
+)
+from halfstep.compat.mindspore.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
+from halfstep.compat.mindspore.nn import layers
+from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, check_optimizer
+from halfstep.compat.mindspore.nn.wrap import WithLossCell
+from halfstep.compat.mindspore.ops import operations
+from halfstep.compat.mindspore.policies import LEVELS, LOW_FORMATS, O1_WHITE, level_policy, low_name, low_policy
+from halfstep.compat.mindspore.precision import low_format_in, mark_level, mark_of
+from halfstep.errors import did_you_mean
+
+__all__ = [
+    "DynamicLossScaleManager",
+    "DynamicLossScaler",
+    "FixedLossScaleManager",
+    "LossScaleManager",
+    "LossScaler",
+    "StaticLossScaler",
+    "all_finite",
+    "auto_mixed_precision",
+    "build_train_network",
+    "custom_mixed_precision",
+    "get_black_list",
+    "get_white_list",
+]
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+CELLS: Mapping[type, str] = MappingProxyType(
+    {
+        layers.Conv1d: "Conv1d",
+        layers.Conv2d: "Conv2D",
+        layers.Conv3d: "Conv3D",
+        layers.Conv1dTranspose: "Conv1dTranspose",
+        layers.Conv2dTranspose: "Conv2DTranspose",
+        layers.Conv3dTranspose: "Conv3DTranspose",
+        layers.Dense: "Dense",
+        layers.LSTMCell: "LSTMCell",
+        layers.RNNCell: "RNNCell",
+        layers.GRUCell: "GRUCell",
+    }
+)
+"""The cells of the white list, and the row of `O1_WHITE` that says which operators they are."""
+
+WHITE_LIST: tuple[type, ...] = (
+    *CELLS,
+    operations.Conv2D,
+    operations.Conv3D,
+    operations.Conv2DTranspose,
+    operations.Conv3DTranspose,
+    operations.Conv2DBackpropInput,
+    operations.MatMul,
+    operations.BatchMatMul,
+    operations.PReLU,
+    operations.ReLU,
+    operations.Ger,
+)
+BLACK_LIST: tuple[type, ...] = (layers.BatchNorm1d, layers.BatchNorm2d, layers.BatchNorm3d, layers.LayerNorm)
+
+
+class _Level(NamedTuple):
+    keep_batchnorm_fp32: bool
+    cast_model_type: torch.dtype
+    dynamic: bool
+
+
+CONFIG: Mapping[str, _Level] = MappingProxyType(
+    {
+        "O0": _Level(False, torch.float32, False),
+        "O1": _Level(False, torch.float32, False),
+        "O2": _Level(True, torch.float16, True),
+        "O3": _Level(False, torch.float16, False),
+        "auto": _Level(False, torch.float32, False),
+    }
+)
+
+
+def get_white_list() -> list[type]:
+    """Return a copy of O1's white list: classes of cells and primitives."""
+    return list(WHITE_LIST)
+
+
+def get_black_list() -> list[type]:
+    """Return a copy of O2's black list: classes of cells that stay fp32."""
+    return list(BLACK_LIST)
+
+
+def auto_mixed_precision(network: T, amp_level: str = "O0", dtype: torch.dtype = torch.float16) -> T:
+    """Convert a network to a level, in place; parameters stay fp32 and outputs come back in fp32.
+
+    O0 casts nothing. O1: the white list's operators in `dtype`, everything else fp32. O2: everything in `dtype` but the
+    black list's cells. O3: everything. auto: white operators in `dtype`, sensitive ones fp32, the rest by input.
+    Operators are recognised however they are written, and cells that the user gave a flag keep it.
+
+    Args:
+        network: a Cell or any torch module; for "auto" also a function, which is returned decorated.
+        amp_level: "O0", "O1", "O2", "O3" or "auto".
+        dtype: mstype.float16 or mstype.bfloat16.
+
+    Returns:
+        The same object; for a function a new one.
+
+    Raises:
+        MindSporeTypeError, MindSporeValueError: not a network, or an unknown level or dtype.
+    """
+    name = low_name(dtype, "auto_mixed_precision")
+    _check_level("auto_mixed_precision: amp_level", amp_level)
+    if not isinstance(network, nn.Module):
+        if amp_level == "auto" and callable(network) and not isinstance(network, type):
+            decorated: T = hs.autocast(policy=level_policy("auto", name))(network)  # type: ignore[assignment]
+            return decorated
+        raise MindSporeTypeError(
+            f"auto_mixed_precision: network is a {type(network).__name__}; expected a Cell or torch module"
+            + (" (or, for 'auto', a function)" if amp_level != "auto" else " or a function")
+        )
+    if amp_level == "O0" or _converted(network, amp_level):
+        return network
+    black = tuple(f"class:{_torch_class(kind).__name__}" for kind in BLACK_LIST) if amp_level == "O2" else ()
+    mark_level(network, amp_level, level_policy(amp_level, name, black))
+    return network
+
+
+def custom_mixed_precision(
+    network: nn.Module,
+    *,
+    white_list: list[type] | None = None,
+    black_list: list[type] | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> nn.Module:
+    """Convert a network with one's own white list (as O1) or black list (as O2), in place.
+
+    Args:
+        network: a Cell or any torch module.
+        white_list: classes of cells or primitives to run in `dtype`; everything else runs in fp32.
+        black_list: classes of cells to run in fp32; everything else runs in `dtype`.
+        dtype: mstype.float16 or mstype.bfloat16.
+
+    Raises:
+        MindSporeTypeError, MindSporeValueError: not a network, not exactly one list, or something else in a list.
+    """
+    if not isinstance(network, nn.Module):
+        raise MindSporeTypeError(f"custom_mixed_precision: network is a {type(network).__name__}; expected a Cell")
+    name = low_name(dtype, "custom_mixed_precision")
+    if (white_list is None) == (black_list is None):
+        given = "neither" if white_list is None else "both"
+        raise MindSporeValueError(f"custom_mixed_precision takes white_list or black_list, and was given {given}")
+    if white_list is not None:
+        _check_list("white_list", white_list, (nn.Module, operations.Primitive))
+    else:
+        _check_list("black_list", black_list, (nn.Module,))
+    if _converted(network, "custom"):
+        return network
+    if black_list is not None:
+        black = tuple(f"class:{_torch_class(kind).__name__}" for kind in black_list)
+        mark_level(network, "O2", level_policy("O2", name, black))
+        return network
+    operators, cells = _meaning(white_list or [])
+    for part in network.modules():
+        if isinstance(part, cells) and part is not network:
+            mark_level(part, "white", low_policy(name))
+    mark_level(network, "O1", level_policy("O1", name, white=operators))
+    return network
+
+
+def build_train_network(
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[..., Any] | None = None,
+    level: str = "O0",
+    boost_level: str = "O0",
+    **kwargs: Any,
+) -> TrainOneStepCell | TrainOneStepWithLossScaleCell:
+    """Convert a network, in place, and return the cell that trains it.
+
+    Args:
+        network: a Cell or torch module; without `loss_fn` it returns the loss.
+        optimizer: a torch optimizer over the network's parameters.
+        loss_fn: called as ``loss_fn(output, label)``, in fp32.
+        level: "O0", "O1", "O2", "O3" or "auto".
+        boost_level: only "O0": acceleration by other means than precision does not exist here.
+        **kwargs: instead of the level's: ``cast_model_type`` (mstype.float16, bfloat16 or float32),
+            ``keep_batchnorm_fp32`` (bool), ``loss_scale_manager`` (a `LossScaleManager` or None).
+
+    Returns:
+        A `TrainOneStepWithLossScaleCell` where there is a manager with an update cell, else a `TrainOneStepCell`.
+
+    Raises:
+        MindSporeTypeError, MindSporeValueError: an argument that makes no sense; nothing is changed.
+    """
+    _check_network(network, optimizer, loss_fn)
+    _check_level("build_train_network: level", level)
+    _check_boost(boost_level)
+    settings = CONFIG[level]
+    keep, cast, manager = _overrides(settings, kwargs)
+    update = None if manager is None else manager.get_update_cell()
+    scale = 1.0 if manager is None else float(manager.get_loss_scale())
+    check_optimizer("build_train_network", optimizer, scale, update)
+    target = network.backbone if loss_fn is None and isinstance(network, WithLossCell) else network
+    _convert(target, level, keep, cast)
+    trained: nn.Module = network if loss_fn is None else WithLossCell(network, loss_fn)
+    low = low_format_in(trained)
+    if low == "fp16" and manager is None:
+        warnings.warn(
+            f"build_train_network(level={level!r}): fp16 is trained without a loss scale, so small gradients are 0; "
+            "pass loss_scale_manager=DynamicLossScaleManager()",
+            stacklevel=2,
+        )
+    cell: TrainOneStepCell | TrainOneStepWithLossScaleCell
+    if update is None:
+        cell = TrainOneStepCell(trained, optimizer, scale)
+    else:
+        cell = TrainOneStepWithLossScaleCell(trained, optimizer, update)
+    cell.set_train()
+    return cell
+
+
+# -------------------------------------------------------------------------------------------------------------- details
+
+
+def _convert(network: nn.Module, level: str, keep_batchnorm_fp32: bool, cast: torch.dtype) -> None:
+    """Do what step 2 of MindSpore's order of work does."""
+    if cast in LOW_FORMATS:  # whatever the level: everything low, with or without norms
+        if _converted(network, level):
+            return
+        black = tuple(f"class:{_torch_class(kind).__name__}" for kind in BLACK_LIST) if keep_batchnorm_fp32 else ()
+        mark_level(network, level, level_policy("O2" if black else "O3", LOW_FORMATS[cast], black))
+    elif level not in ("O2", "O3"):  # O2 and O3 with cast_model_type=float32 cast nothing
+        auto_mixed_precision(network, level)
+
+
+def _overrides(settings: _Level, kwargs: dict[str, Any]) -> tuple[bool, torch.dtype, LossScaleManager | None]:
+    known = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
+    for name in kwargs:
+        if name not in known:
+            raise MindSporeValueError(
+                f"build_train_network: unsupported argument {name}={kwargs[name]!r}; it takes {', '.join(known)}"
+                + did_you_mean(name, known)
+            )
+    keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
+    if not isinstance(keep, bool):
+        raise MindSporeTypeError(f"build_train_network: keep_batchnorm_fp32={keep!r}; expected True or False")
+    cast = kwargs.get("cast_model_type", settings.cast_model_type)
+    if cast is not torch.float32 and cast not in LOW_FORMATS:
+        raise MindSporeValueError(
+            f"build_train_network: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
+        )
+    manager: LossScaleManager | None = DynamicLossScaleManager() if settings.dynamic else None
+    if "loss_scale_manager" in kwargs:
+        manager = kwargs["loss_scale_manager"]
+    if manager is not None and not isinstance(manager, LossScaleManager):
+        raise MindSporeTypeError(
+            f"build_train_network: loss_scale_manager={manager!r} is a {type(manager).__name__}; expected a "
+            "LossScaleManager, such as DynamicLossScaleManager(), or None"
+        )
+    return keep, cast, manager
+
+
+def _check_network(network: object, optimizer: object, loss_fn: object) -> None:
+    if not isinstance(network, nn.Module):
+        raise MindSporeTypeError(
+            f"build_train_network: network is a {type(network).__name__}; expected a Cell or torch module"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MindSporeTypeError(
+            f"build_train_network: optimizer is a {type(optimizer).__name__}; expected one such as nn.Momentum"
+        )
+    own = {id(parameter) for parameter in network.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise MindSporeValueError(
+            f"build_train_network: {type(optimizer).__name__} holds parameters that are not the network's; build it "
+            "from network.trainable_params()"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise MindSporeTypeError(f"build_train_network: loss_fn={loss_fn!r}; expected a Cell such as nn.MSELoss()")
+
+
+def _check_level(where: str, level: object) -> None:
+    if not isinstance(level, str):
+        raise MindSporeTypeError(f"{where}={level!r} is a {type(level).__name__}; expected one of {', '.join(LEVELS)}")
+    if level not in LEVELS:
+        raise MindSporeValueError(
+            f"{where}={level!r}; expected one of {', '.join(LEVELS)}{did_you_mean(level, LEVELS)}"
+        )
+
+
+def _check_boost(level: object) -> None:
+    if level == "O0":
+        return
+    if level in ("O1", "O2"):
+        raise MindSporeValueError(
+            f"build_train_network: boost_level={level!r}: MindSpore's boost (less communication, dimension "
+            "reduction) is not about precision and does not exist here; use 'O0'"
+        )
+    raise MindSporeValueError(f"build_train_network: boost_level={level!r}; expected 'O0'")
+
+
+def _converted(network: nn.Module, level: str) -> bool:
+    """Return whether `network` has been converted before, and warn if so."""
+    mark = mark_of(network)
+    if mark is None or not mark.level:
+        return False
+    warnings.warn(
+        f"{type(network).__name__} was converted with level {mark.level!r} before and stays as it is; {level!r} is not "
+        "applied. network.add_flags_recursive(fp16=False) takes a level away",
+        stacklevel=3,
+    )
+    return True
+
+
+def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
+    if not isinstance(classes, list):
+        raise MindSporeTypeError(
+            f"custom_mixed_precision: {name}={classes!r} is a {type(classes).__name__}, not a list"
+        )
+    expected = " or ".join(base.__name__ for base in bases)
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, bases)):
+            raise MindSporeTypeError(
+                f"custom_mixed_precision: {name} contains {kind!r}; expected classes (not instances) of {expected}"
+            )
+
+
+def _torch_class(kind: type) -> type:
+    """Return torch's class behind one of this skin's layers, so that a torch network's layers count too."""
+    if kind.__module__ == layers.__name__:
+        return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules"))
+    return kind
+
+
+def _meaning(white_list: list[type]) -> tuple[tuple[str, ...], tuple[type, ...]]:
+    """Return the operators and the classes of cells that a white list means."""
+    operators: list[str] = []
+    cells: list[type] = []
+    for kind in white_list:
+        row = next((row for cell, row in CELLS.items() if kind is cell or kind is _torch_class(cell)), "")
+        if not row and kind.__name__ in O1_WHITE:
+            row = kind.__name__
+        if row:
+            operators += O1_WHITE[row]
+        elif issubclass(kind, operations.Primitive):
+            operators += kind.operators
+        else:
+            cells.append(kind)
+    return tuple(dict.fromkeys(operators)), tuple(cells)

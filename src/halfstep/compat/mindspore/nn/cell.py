@@ -1,0 +1,137 @@
+"""Cell: a torch module whose computation is called `construct`, with MindSpore's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from halfstep.compat.mindspore import precision
+
+__all__ = ["Cell", "CellList", "SequentialCell"]
+
+Self = TypeVar("Self", bound="Cell")
+
+
+class Cell(nn.Module):
+    """A torch module: everything of torch works on it, and torch modules may be its children.
+
+    Override `construct`. As in MindSpore, a cell starts in evaluation mode; `set_train` changes it.
+
+    Attributes:
+        training: whether layers such as BatchNorm behave as in training.
+    """
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.training = False
+
+    def construct(self, *inputs: Any, **named: Any) -> Any:
+        """Compute the outputs; every subclass defines it."""
+        raise NotImplementedError(f"{type(self).__name__} has no construct; define construct(self, ...)")
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Compute the outputs by `construct`: torch calls this name."""
+        return self.construct(*inputs, **named)
+
+    # -------------------------------------------------------------------------------------------------- precision
+
+    def to_float(self: Self, dst_type: torch.dtype) -> Self:
+        """Run this cell and all in it in a format, in place; see `halfstep.compat.mindspore.to_float`."""
+        return precision.to_float(self, dst_type)
+
+    def add_flags(self: Self, **flags: bool) -> Self:
+        """Set the precision flags of this cell; see `halfstep.compat.mindspore.add_flags`."""
+        return precision.add_flags(self, **flags)
+
+    def add_flags_recursive(self: Self, **flags: bool) -> Self:
+        """Set the precision flags of this cell and all in it; see `halfstep.compat.mindspore.add_flags_recursive`."""
+        return precision.add_flags_recursive(self, **flags)
+
+    def get_flags(self) -> dict[str, bool]:
+        """Return the precision flags of this cell."""
+        return precision.flags_of(self)
+
+    # ----------------------------------------------------------------------------------------- modes and parameters
+
+    def set_train(self: Self, mode: bool = True) -> Self:
+        """Set training mode, here and below."""
+        return self.train(mode)
+
+    def set_grad(self: Self, requires_grad: bool = True) -> Self:
+        """Return the cell: torch differentiates what requires it."""
+        for parameter in () if requires_grad else self.parameters():
+            parameter.requires_grad_(False)
+        return self
+
+    def trainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
+        """Return the parameters that require gradients."""
+        return [p for p in self.parameters(recurse) if p.requires_grad]
+
+    def untrainable_params(self, recurse: bool = True) -> list[nn.Parameter]:
+        """Return the parameters that do not require gradients."""
+        return [p for p in self.parameters(recurse) if not p.requires_grad]
+
+    def get_parameters(self, expand: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters."""
+        return self.parameters(expand)
+
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter)."""
+        return self.named_parameters(name_prefix, expand)
+
+    def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
+        """Return name -> parameter."""
+        return dict(self.named_parameters(recurse=recurse))
+
+    # ------------------------------------------------------------------------------------------------------- cells
+
+    def cells(self) -> list[nn.Module]:
+        """Return the cells directly inside."""
+        return list(self.children())
+
+    def name_cells(self) -> dict[str, nn.Module]:
+        """Return name -> cell directly inside."""
+        return dict(self.named_children())
+
+    def cells_and_names(self, name_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """Yield (name, cell) for this cell and all in it."""
+        yield from self.named_modules(prefix=name_prefix)
+
+    def insert_child_to_cell(self, child_name: str, child: nn.Module) -> None:
+        """Add a cell under a name."""
+        self.add_module(child_name, child)
+
+
+class SequentialCell(Cell, nn.Sequential):
+    """Cells one after the other, given as arguments or as one list; torch's Sequential otherwise."""
+
+    def __init__(self, *cells: Any) -> None:
+        nn.Sequential.__init__(self, *(cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells))
+        self.training = False
+
+    def construct(self, x: Any) -> Any:
+        """Return what the last cell makes of what the others made of `x`."""
+        for cell in self:
+            x = cell(x)
+        return x
+
+
+class CellList(nn.ModuleList):
+    """A list of cells: torch's ModuleList under MindSpore's name, with or without a list around the arguments."""
+
+    def __init__(self, *cells: Any) -> None:
+        nn.ModuleList.__init__(
+            self, cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else list(cells)
+        )
+        self.training = False
+
+    def to_float(self, dst_type: torch.dtype) -> CellList:
+        """Run every cell in a format, in place."""
+        return precision.to_float(self, dst_type)
+
+    def add_flags_recursive(self, **flags: bool) -> CellList:
+        """Set the precision flags of every cell."""
+        return precision.add_flags_recursive(self, **flags)

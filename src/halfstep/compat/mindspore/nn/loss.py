@@ -1,0 +1,127 @@
+"""Losses. A loss cell always runs in fp32, inside a low network too: it is recognised by its torch base class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.nn.cell import Cell
+
+__all__ = ["BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MSELoss", "SoftmaxCrossEntropyWithLogits"]
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossBase(Cell, nn.modules.loss._Loss):
+    """Base of losses; ``get_loss(x)`` reduces as `reduction` says.
+
+    Args:
+        reduction: "mean", "sum" or "none".
+    """
+
+    def __init__(self, reduction: str = "mean") -> None:
+        if reduction not in REDUCTIONS:
+            raise MindSporeValueError(
+                f"{type(self).__name__}: reduction={reduction!r}; expected one of {', '.join(map(repr, REDUCTIONS))}"
+            )
+        Cell.__init__(self)
+        self.reduction = reduction
+
+    def get_loss(self, x: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+        """Return `x` times `weights`, reduced."""
+        x = x * weights
+        return x if self.reduction == "none" else (x.mean() if self.reduction == "mean" else x.sum())
+
+
+class MSELoss(LossBase):
+    """Mean squared difference."""
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        return F.mse_loss(logits, labels.to(logits.dtype), reduction=self.reduction)
+
+
+class L1Loss(LossBase):
+    """Mean absolute difference."""
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        return F.l1_loss(logits, labels.to(logits.dtype), reduction=self.reduction)
+
+
+class SoftmaxCrossEntropyWithLogits(LossBase):
+    """Cross entropy of logits with class numbers (``sparse=True``) or with rows of probabilities.
+
+    As in MindSpore `reduction` is "none" unless given: a training cell then minimises the sum.
+    """
+
+    def __init__(self, sparse: bool = False, reduction: str = "none") -> None:
+        super().__init__(reduction)
+        if not isinstance(sparse, bool):
+            raise MindSporeTypeError(
+                f"SoftmaxCrossEntropyWithLogits: sparse={sparse!r} is a {type(sparse).__name__}; True or False"
+            )
+        self.sparse = sparse
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each row, reduced."""
+        if self.sparse:
+            if labels.is_floating_point():
+                raise MindSporeTypeError(
+                    f"SoftmaxCrossEntropyWithLogits(sparse=True) takes class numbers and got labels of {labels.dtype}; "
+                    "use sparse=False for rows of probabilities"
+                )
+            return F.cross_entropy(logits, labels.long(), reduction=self.reduction)
+        if labels.shape != logits.shape:
+            raise MindSporeValueError(
+                f"SoftmaxCrossEntropyWithLogits(sparse=False) takes labels of the logits' shape {tuple(logits.shape)} "
+                f"and got {tuple(labels.shape)}; use sparse=True for class numbers"
+            )
+        return F.cross_entropy(logits, labels.to(logits.dtype), reduction=self.reduction)
+
+
+class CrossEntropyLoss(LossBase):
+    """Cross entropy of logits with class numbers or probabilities; the mean unless told otherwise."""
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(reduction)
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        labels = labels.to(logits.dtype) if labels.is_floating_point() else labels.long()
+        weight: Any = self.weight
+        return F.cross_entropy(
+            logits, labels, weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )  # fmt: skip
+
+
+class BCEWithLogitsLoss(LossBase):
+    """Binary cross entropy of logits."""
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=self.reduction)
+
+
+def as_fp32(value: Any) -> Any:
+    """Return `value` with its low tensors in fp32; nested lists, tuples and dicts keep their types."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(as_fp32, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_fp32, value))
+    return {key: as_fp32(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,164 @@
+"""Optimizers with MindSpore's arguments: torch's, called with gradients (``optimizer(grads)``) or through `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+
+__all__ = ["Adam", "AdamWeightDecay", "Momentum", "Optimizer", "SGD"]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What MindSpore's optimizers have beyond torch's.
+
+    Attributes:
+        loss_scale: what a step divides the gradients by, for training cells that leave them scaled.
+        parameters: the parameters, in the order gradients are given in.
+    """
+
+    loss_scale: float
+
+    def _set_loss_scale(self, loss_scale: float) -> None:
+        if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+            raise MindSporeTypeError(
+                f"{type(self).__name__}: loss_scale={loss_scale!r} is a {type(loss_scale).__name__}; expected a number"
+            )
+        if not 0.0 < loss_scale < float("inf"):
+            raise MindSporeValueError(f"{type(self).__name__}: loss_scale={loss_scale!r}; expected a number above 0")
+        self.loss_scale = float(loss_scale)
+        if self.loss_scale != 1.0:
+            self.register_step_pre_hook(_divide)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """All parameters, group by group."""
+        return tuple(p for group in self.param_groups for p in group["params"])
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group."""
+        return self.learning_rate
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards.
+
+        Raises:
+            MindSporeValueError: another number of gradients than of parameters.
+        """
+        parameters = self.parameters
+        if len(gradients) != len(parameters):
+            raise MindSporeValueError(
+                f"{type(self).__name__} has {len(parameters)} parameters and was called with {len(gradients)} "
+                "gradients; differentiate by optimizer.parameters"
+            )
+        kept = [p.grad for p in parameters]
+        try:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.detach().clone()
+            self.step()
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy keep."""
+        return {**super().__getstate__(), "loss_scale": self.loss_scale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Rebuild; the hook that divides comes back with `loss_scale`."""
+        super().__setstate__(state)
+        if "loss_scale" in state:
+            self._set_loss_scale(state["loss_scale"])
+
+
+def _divide(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Unscale the gradients, in place, before a step; weight decay comes after it and is not scaled."""
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer
+    if closure is not None:
+        raise MindSporeValueError(
+            f"{type(optimizer).__name__} has loss_scale={optimizer.loss_scale!r} and was stepped with a closure, whose "
+            "gradients come too late to be divided; use loss_scale=1.0"
+        )
+    factor = 1.0 / optimizer.loss_scale
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _rate(name: str, learning_rate: Any) -> float:
+    if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float)):
+        raise MindSporeTypeError(
+            f"{name}: learning_rate={learning_rate!r}; expected a number; for a schedule wrap the optimizer in one of "
+            "torch.optim.lr_scheduler"
+        )
+    return float(learning_rate)
+
+
+Params = Iterable[Any]
+
+
+class SGD(Optimizer, torch.optim.SGD):
+    """Stochastic gradient descent."""
+
+    def __init__(
+        self, params: Params, learning_rate: float = 0.1, momentum: float = 0.0, dampening: float = 0.0,
+        weight_decay: float = 0.0, nesterov: bool = False, loss_scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        torch.optim.SGD.__init__(
+            self, params, lr=_rate("SGD", learning_rate), momentum=momentum, dampening=dampening,
+            weight_decay=weight_decay, nesterov=nesterov,
+        )  # fmt: skip
+        self._set_loss_scale(loss_scale)
+
+
+class Momentum(Optimizer, torch.optim.SGD):
+    """Gradient descent with momentum: v = momentum * v + g; p = p - learning_rate * v."""
+
+    def __init__(
+        self, params: Params, learning_rate: float, momentum: float, weight_decay: float = 0.0,
+        loss_scale: float = 1.0, use_nesterov: bool = False,
+    ) -> None:  # fmt: skip
+        torch.optim.SGD.__init__(
+            self, params, lr=_rate("Momentum", learning_rate), momentum=momentum, weight_decay=weight_decay,
+            nesterov=use_nesterov,
+        )  # fmt: skip
+        self._set_loss_scale(loss_scale)
+
+
+class Adam(Optimizer, torch.optim.Adam):
+    """Adam; epsilon is added where torch adds it (after the bias correction)."""
+
+    def __init__(
+        self, params: Params, learning_rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+        weight_decay: float = 0.0, loss_scale: float = 1.0, use_amsgrad: bool = False,
+    ) -> None:  # fmt: skip
+        torch.optim.Adam.__init__(
+            self, params, lr=_rate("Adam", learning_rate), betas=(beta1, beta2), eps=eps, weight_decay=weight_decay,
+            amsgrad=use_amsgrad,
+        )  # fmt: skip
+        self._set_loss_scale(loss_scale)
+
+
+class AdamWeightDecay(Optimizer, torch.optim.AdamW):
+    """Adam with decoupled weight decay; torch's AdamW, with its bias correction."""
+
+    def __init__(
+        self, params: Params, learning_rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
+        torch.optim.AdamW.__init__(
+            self, params, lr=_rate("AdamWeightDecay", learning_rate), betas=(beta1, beta2), eps=eps,
+            weight_decay=weight_decay,
+        )  # fmt: skip
+        self._set_loss_scale(1.0)

@@ -1,0 +1,290 @@
+"""Training cells: one call is one training step. hs.TrainStep does it; here are MindSpore's arguments and results.
+
+What MindSpore's cells do not do and these do: gradients are unscaled whatever the optimizer was told; a step whose
+gradients are not finite changes nothing, BatchNorm statistics included; the forward pass runs once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.loss_scaler import all_finite
+from halfstep.compat.mindspore.nn.cell import Cell
+from halfstep.compat.mindspore.nn.loss import as_fp32
+from halfstep.compat.mindspore.nn.scale import DynamicLossScaleUpdateCell, updates_scales
+from halfstep.compat.mindspore.ops.grad import GradOperation, HyperMap
+from halfstep.compat.mindspore.precision import bind_for_training
+from halfstep.compat.mindspore.scale_rules import by_hand, check_scale
+
+__all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell", "check_optimizer"]
+
+DEFAULT_SCALE = (2.0**24, 2, 2000)
+"""Scale, factor and window where none is given: DynamicLossScaleManager's."""
+
+
+class _OneStep(Cell):
+    """What both training cells do."""
+
+    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if not isinstance(network, nn.Module):
+            raise MindSporeTypeError(f"{name}: network is a {type(network).__name__}; expected a Cell or torch module")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise MindSporeTypeError(
+                f"{name}: optimizer is a {type(optimizer).__name__}; expected an optimizer such as nn.Momentum"
+            )
+        self.network, self.optimizer = network, optimizer
+        self.weights = tuple(p for group in optimizer.param_groups for p in group["params"])
+        self._most = _most_inputs(network)
+        bind_for_training(network)
+        self._scaler = hs.GradScaler(rule=by_hand())
+        self._step = hs.TrainStep(network, optimizer, self._loss, scaler=self._scaler)
+        self._by_optimizer = 1.0
+
+    def _loss(self, network: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Return (what is differentiated, the network's loss in fp32)."""
+        loss = network(*inputs, **named)
+        if not isinstance(loss, Tensor):
+            raise MindSporeTypeError(
+                f"{type(self).__name__}: the network returned a {type(loss).__name__} and not its loss; wrap it "
+                "in WithLossCell(network, loss_fn)"
+            )
+        loss = as_fp32(loss)
+        # As in MindSpore, a loss of several elements is differentiated as their sum.
+        return loss.sum() * self._by_optimizer, loss.detach()
+
+    def _train(self, scale: Tensor, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Train with a scale; return the loss and whether the step was left out."""
+        self._by_optimizer = loss_scale_of(self.optimizer)
+        if self._by_optimizer != 1.0:  # the optimizer will divide by it: that is multiplied in, and nothing else
+            check_optimizer(type(self).__name__, self.optimizer, float(scale))
+            scale = torch.ones_like(scale)
+        self._scaler.update(scale)
+        result = self._step(*inputs, **named)
+        return result.aux, result.skipped
+
+    def _sens_of(self, inputs: tuple[Any, ...], sens: Any) -> tuple[tuple[Any, ...], Any]:
+        """Split off the trailing `sens` of a call: one argument more than the network takes."""
+        if sens is None and self._most is not None and len(inputs) == self._most + 1:
+            return inputs[:-1], inputs[-1]
+        return inputs, sens
+
+
+class TrainOneStepCell(_OneStep):
+    """One training step: ``cell(*inputs)`` trains and returns the loss.
+
+    Args:
+        network: returns the loss, as `WithLossCell` does.
+        optimizer: a torch optimizer over the network's parameters.
+        sens: loss scale, above 0; gradients are unscaled by it before the update.
+        return_grad: whether to return (loss, {parameter's name: gradient}), gradients unscaled.
+
+    A call may end with one argument more than the network takes, or ``sens=``: a scale for this step.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sens: float | None = None,
+        return_grad: bool = False,
+    ) -> None:
+        if isinstance(sens, (int, float)) and not isinstance(sens, bool) and sens == 0:
+            raise MindSporeValueError("TrainOneStepCell: sens=0 makes every gradient 0; use sens=1.0, or leave it out")
+        scale = 1.0 if sens is None else check_scale("TrainOneStepCell: sens", sens, 2.0**-149)
+        if not isinstance(return_grad, bool):
+            raise MindSporeTypeError(f"TrainOneStepCell: return_grad={return_grad!r}; expected True or False")
+        check_optimizer(type(self).__name__, optimizer, scale)
+        super().__init__(network, optimizer)
+        self.sens = scale
+        self.return_grad = return_grad
+        self._gradients: dict[str, Tensor] = {}
+        for name, parameter in network.named_parameters() if return_grad else ():
+            parameter.register_post_accumulate_grad_hook(self._keep(name))
+
+    def _keep(self, name: str) -> Any:
+        def keep(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._gradients[name] = parameter.grad.detach().clone()
+
+        return keep
+
+    def construct(self, *inputs: Any, sens: Any = None, **named: Any) -> Any:
+        """Train on one batch; return the loss, or (loss, gradients)."""
+        inputs, given = self._sens_of(inputs, sens)
+        scale = torch.tensor(self.sens) if given is None else _scalar("sens", given)
+        self._gradients.clear()
+        loss, _ = self._train(scale, inputs, named)
+        if not self.return_grad:
+            return loss
+        factor = 1.0 / (float(scale) if self._by_optimizer == 1.0 else self._by_optimizer)
+        return loss, {name: gradient * factor for name, gradient in self._gradients.items()}
+
+
+class TrainOneStepWithLossScaleCell(_OneStep):
+    """One training step under a loss scale: ``cell(*inputs)`` trains and returns (loss, overflow, scale).
+
+    `overflow` is a 0-dim bool tensor: the step was left out. `scale` is a copy of the scale after the step.
+
+    Args:
+        network: returns the loss, as `WithLossCell` does.
+        optimizer: a torch optimizer over the network's parameters.
+        scale_sense: an update cell, or a tensor of shape () or (1,) that stays until `set_sense_scale`. Left out, as
+            older scripts do: 2**24, halved at bad steps and doubled after 2000 good ones.
+        scale_update_cell: the older name of `scale_sense`.
+
+    A call may end with one argument more than the network takes, or ``sens=``: the scale of this step, which leaves the
+    update cell aside and is returned.
+
+    Attributes:
+        scale_sense: the scale, a float32 buffer.
+        loss_scaling_manager: the update cell, or None.
+        weights: the optimizer's parameters.
+        grad, hyper_map, grad_reducer: for subclasses that write `construct` themselves.
+    """
+
+    scale_sense: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scale_sense: nn.Module | Tensor | None = None,
+        *,
+        scale_update_cell: nn.Module | None = None,
+    ) -> None:
+        if scale_sense is not None and scale_update_cell is not None:
+            raise MindSporeValueError(
+                "TrainOneStepWithLossScaleCell: scale_sense and scale_update_cell are two names of one thing; give one"
+            )
+        chosen = scale_sense if scale_update_cell is None else scale_update_cell
+        if chosen is None:
+            chosen = DynamicLossScaleUpdateCell(*DEFAULT_SCALE)
+        if not isinstance(chosen, Tensor) and not updates_scales(chosen):
+            raise MindSporeTypeError(
+                f"TrainOneStepWithLossScaleCell: scale_sense={chosen!r} is a {type(chosen).__name__}; expected a cell "
+                "with get_loss_scale, such as nn.DynamicLossScaleUpdateCell(2**16, 2, 1000), or a Tensor(1024.0)"
+            )
+        value: Any = chosen if isinstance(chosen, Tensor) else chosen.get_loss_scale()  # type: ignore[operator]
+        start = _scalar("scale_sense", value)
+        check_optimizer(type(self).__name__, optimizer, float(start), chosen)
+        super().__init__(network, optimizer)
+        self.loss_scaling_manager = None if isinstance(chosen, Tensor) else chosen
+        self.register_buffer("scale_sense", start)
+        self.grad = GradOperation(get_by_list=True, sens_param=True)
+        self.hyper_map = HyperMap()
+
+    def construct(self, *inputs: Any, sens: Any = None, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Train on one batch; return (loss, overflow, scale)."""
+        inputs, given = self._sens_of(inputs, sens)
+        if given is not None:
+            scale = _scalar("sens", given)
+            loss, overflow = self._train(scale, inputs, named)
+            return loss, overflow, scale
+        loss, overflow = self._train(self.scale_sense.clone(), inputs, named)
+        self.process_loss_scale(overflow)
+        return loss, overflow, self.scale_sense.clone()
+
+    def set_sense_scale(self, sens: Tensor) -> None:
+        """Set the scale.
+
+        Raises:
+            MindSporeTypeError, MindSporeValueError: not a tensor of one element above 0.
+        """
+        if not isinstance(sens, Tensor):
+            raise MindSporeTypeError(f"set_sense_scale({sens!r}): expected a tensor, such as Tensor(1024.0)")
+        self.scale_sense.copy_(_scalar("sens", sens))
+
+    # ------------------------------------------------------------------------------- for subclasses with their own step
+
+    def grad_reducer(self, grads: Any) -> Any:
+        """Return the gradients: DistributedDataParallel sums them over processes during backward."""
+        return grads
+
+    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Tensor, Any]:
+        """Return (status, compute_input); torch needs no register cleared, so the status is False."""
+        return torch.zeros((), dtype=torch.bool), compute_input
+
+    def get_overflow_status(self, status: Tensor, compute_output: Any) -> Tensor:
+        """Return whether something in `compute_output` (gradients) is not finite, as a 0-dim bool tensor."""
+        outputs = [compute_output] if isinstance(compute_output, Tensor) else list(compute_output)
+        return ~all_finite(outputs) | status.to(outputs[0].device)
+
+    def process_loss_scale(self, overflow: Tensor) -> Tensor:
+        """Let the update cell answer a step; return `overflow`."""
+        if self.loss_scaling_manager is not None:
+            self.loss_scaling_manager(self.scale_sense, overflow)
+        return overflow
+
+
+def loss_scale_of(optimizer: object) -> float:
+    """Return what an optimizer divides gradients by in its step; 1 for torch's own."""
+    return float(getattr(optimizer, "loss_scale", 1.0))
+
+
+def check_optimizer(where: str, optimizer: object, scale: float, update: object = None) -> None:
+    """Refuse an optimizer that would divide gradients by another number than the loss is multiplied by.
+
+    Args:
+        where: how the message begins.
+        optimizer: maybe with a `loss_scale`.
+        scale: the first scale.
+        update: the cell that moves it.
+
+    Raises:
+        MindSporeValueError: the two do not go together.
+    """
+    own = loss_scale_of(optimizer)
+    if own == 1.0:
+        return
+    if isinstance(update, DynamicLossScaleUpdateCell):
+        raise MindSporeValueError(
+            f"{where}: the scale moves and {type(optimizer).__name__} was built with loss_scale={own!r}, which does "
+            "not; build the optimizer without loss_scale: the training cell unscales by itself"
+        )
+    if scale not in (1.0, own):
+        raise MindSporeValueError(
+            f"{where}: the scale is {scale!r} and {type(optimizer).__name__} was built with loss_scale={own!r}, so "
+            "gradients would be divided by the wrong number; give the optimizer the same loss_scale, or none: the "
+            "training cell unscales by itself"
+        )
+
+
+def _scalar(where: str, value: Any) -> Tensor:
+    """Return a scale as a new 0-dim float32 tensor.
+
+    Raises:
+        MindSporeTypeError: not a number or tensor.
+        MindSporeValueError: a tensor of another shape, or a scale that is not positive and finite.
+    """
+    if isinstance(value, Tensor):
+        if tuple(value.shape) not in ((), (1,)):
+            raise MindSporeValueError(
+                f"{where}: a tensor of shape {tuple(value.shape)}; expected one number, shape () or (1,)"
+            )
+        value = float(value)
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected a tensor of one element")
+    number = torch.tensor(value, dtype=torch.float32)
+    if not (bool(number.isfinite()) and float(number) > 0):
+        raise MindSporeValueError(f"{where}={value!r}; expected a scale above 0 that float32 can hold")
+    return number
+
+
+def _most_inputs(network: nn.Module) -> int | None:
+    """Return how many positional arguments a network takes at most; None: any number."""
+    name = "construct" if isinstance(network, Cell) else "forward"
+    kinds = [kind for kind in type(network).__mro__ if name in vars(kind)]
+    if name == "forward" and hs.prepared_policy(network) is not None:
+        del kinds[0]  # the class that prepare gave it takes anything
+    parameters = list(inspect.signature(vars(kinds[0])[name]).parameters.values())[1:]
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

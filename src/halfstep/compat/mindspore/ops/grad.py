@@ -1,0 +1,129 @@
+"""Gradients as values: `value_and_grad`, `grad`, and the older `GradOperation` and `HyperMap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+
+__all__ = ["GradOperation", "HyperMap", "grad", "value_and_grad"]
+
+Weights = nn.Parameter | Sequence[nn.Parameter] | None
+Position = int | Sequence[int] | None
+
+
+def value_and_grad(
+    fn: Callable[..., Any], grad_position: Position = 0, weights: Weights = None, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that computes `fn` and the gradient of its (first) output.
+
+    Args:
+        fn: a function or Cell; its first output is summed if it has several elements.
+        grad_position: which positional arguments to differentiate by; None for none.
+        weights: parameters to differentiate by.
+        has_aux: whether `fn` returns more than the loss; the rest has no gradient.
+
+    Returns:
+        A function returning (what `fn` returned, gradients): of the inputs, of the weights, or a pair of both.
+        Parameters that took no part have zeros. ``Parameter.grad`` is left alone.
+    """
+    if not callable(fn):
+        raise MindSporeTypeError(f"value_and_grad: fn={fn!r} is not callable; pass a function or a Cell")
+    if grad_position is None and weights is None:
+        raise MindSporeValueError("value_and_grad: nothing to differentiate by; give weights= or grad_position=")
+    positions = _positions(grad_position)
+    several = isinstance(grad_position, Sequence)
+    listed = [weights] if isinstance(weights, nn.Parameter) else list(weights or ())
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        arguments = list(args)
+        for position in positions:
+            arguments[position] = arguments[position].detach().requires_grad_()
+        with torch.enable_grad():
+            value = fn(*arguments, **kwargs)
+        loss = value[0] if has_aux or isinstance(value, (tuple, list)) else value
+        inputs = [arguments[position] for position in positions]
+        gradients = torch.autograd.grad(loss.sum(), [*inputs, *listed], allow_unused=True, materialize_grads=True)
+        of_inputs: Any = tuple(gradients[: len(inputs)])
+        of_inputs = of_inputs if several or not of_inputs else of_inputs[0]
+        of_weights: Any = tuple(gradients[len(inputs) :])
+        of_weights = of_weights[0] if isinstance(weights, nn.Parameter) else of_weights
+        if weights is None:
+            return _detached(value), of_inputs
+        return _detached(value), of_weights if grad_position is None else (of_inputs, of_weights)
+
+    return call
+
+
+def grad(
+    fn: Callable[..., Any], grad_position: Position = 0, weights: Weights = None, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that computes the gradients alone, and with `has_aux` also the rest of what `fn` returned."""
+    both = value_and_grad(fn, grad_position, weights, has_aux)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1:]) if has_aux else gradients
+
+    return call
+
+
+class GradOperation:
+    """The older form: ``GradOperation(get_by_list=True, sens_param=True)(network, weights)(*inputs, sens)``.
+
+    Args:
+        get_all: gradients of all inputs instead of the first one's.
+        get_by_list: gradients of `weights`.
+        sens_param: the last argument of the call is what the output's gradient starts from, instead of ones.
+    """
+
+    def __init__(self, get_all: bool = False, get_by_list: bool = False, sens_param: bool = False) -> None:
+        self.get_all, self.get_by_list, self.sens_param = get_all, get_by_list, sens_param
+
+    def __call__(self, fn: Callable[..., Any], weights: Weights = None) -> Callable[..., Any]:
+        """Return the function that computes the gradients of `fn`."""
+        if self.get_by_list and weights is None:
+            raise MindSporeValueError("GradOperation(get_by_list=True): pass the weights: grad(network, weights)")
+
+        def seeded(*args: Any) -> Any:
+            if not self.sens_param:
+                return fn(*args)
+            loss = fn(*args[:-1])
+            return (loss.to(args[-1].dtype) * args[-1]).sum()
+
+        def call(*args: Any) -> Any:
+            last = len(args) - 1 if self.sens_param else len(args)
+            position: Position = tuple(range(last)) if self.get_all else (None if self.get_by_list else 0)
+            return grad(seeded, position, weights if self.get_by_list else None)(*args)
+
+        return call
+
+
+class HyperMap:
+    """Apply a function to each element of sequences, in step: ``HyperMap(f)(xs)`` or ``HyperMap()(f, xs, ys)``."""
+
+    def __init__(self, ops: Callable[..., Any] | None = None) -> None:
+        self.ops = ops
+
+    def __call__(self, *args: Any) -> Any:
+        """Return a tuple of results; nested sequences are mapped too."""
+        function, sequences = (args[0], args[1:]) if self.ops is None else (self.ops, args)
+        if not sequences or not isinstance(sequences[0], (tuple, list)):
+            return function(*sequences)
+        return tuple(HyperMap(function)(*items) for items in zip(*sequences, strict=True))
+
+
+def _positions(grad_position: Position) -> tuple[int, ...]:
+    if grad_position is None:
+        return ()
+    return (grad_position,) if isinstance(grad_position, int) else tuple(grad_position)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tuple(_detached(item) for item in value) if isinstance(value, (tuple, list)) else value

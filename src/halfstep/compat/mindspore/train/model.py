@@ -1,0 +1,219 @@
+"""Model: train, evaluate and predict with a network, its loss and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
+from halfstep.compat.mindspore.nn.wrap import WithEvalCell
+
+__all__ = ["Model", "Progress"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What a callback is told after a step.
+
+    Attributes:
+        epoch: number of the epoch, from 1.
+        step: number of the step in all, from 1.
+        outputs: what the training cell returned.
+    """
+
+    epoch: int
+    step: int
+    outputs: Any
+
+
+class Model:
+    """A network with its loss and optimizer, trained at an amp level.
+
+    Args:
+        network: a Cell or torch module.
+        loss_fn: called as ``loss_fn(output, label)``; None if the network returns its loss.
+        optimizer: a torch optimizer; None for a model that only evaluates and predicts.
+        metrics: name -> function of (output, label) that returns a number or a tensor, averaged over batches; "loss"
+            is always there when there is a loss, and the set {"accuracy"} or {"acc"} stands for the usual one.
+        eval_network: called as ``eval_network(data, label)`` -> (loss, output, label) instead of the network.
+        amp_level: as for `build_train_network`.
+        boost_level: as for `build_train_network`.
+        **kwargs: ``keep_batchnorm_fp32`` and ``loss_scale_manager``, as for `build_train_network`.
+
+    Raises:
+        MindSporeTypeError, MindSporeValueError: an argument that makes no sense; a level without an optimizer.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None,
+        eval_network: nn.Module | None = None,
+        amp_level: str = "O0",
+        boost_level: str = "O0",
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(network, nn.Module):
+            raise MindSporeTypeError(f"Model: network is a {type(network).__name__}; expected a Cell or torch module")
+        self._metrics = _named(metrics)
+        for name in kwargs:
+            if name not in ("keep_batchnorm_fp32", "loss_scale_manager"):
+                raise MindSporeValueError(
+                    f"Model: unsupported argument {name}={kwargs[name]!r}; it takes keep_batchnorm_fp32 and "
+                    "loss_scale_manager"
+                )
+        if optimizer is None and amp_level != "O0":
+            raise MindSporeValueError(
+                f"Model(amp_level={amp_level!r}) without an optimizer trains nothing; pass one, or convert the network "
+                "for inference with amp.auto_mixed_precision(network, level)"
+            )
+        self._network, self._loss_fn = network, loss_fn
+        self._manager = kwargs.get("loss_scale_manager")
+        self._train_network: nn.Module | None = None
+        if optimizer is not None:
+            self._train_network = build_train_network(network, optimizer, loss_fn, amp_level, boost_level, **kwargs)
+        else:
+            auto_mixed_precision(network, amp_level)
+        self._eval_network = eval_network
+        if eval_network is None and loss_fn is not None:
+            self._eval_network = WithEvalCell(network, loss_fn, add_cast_fp32=True)
+
+    @property
+    def train_network(self) -> nn.Module:
+        """The cell that does a training step."""
+        if self._train_network is None:
+            raise MindSporeValueError("Model: no optimizer was given; Model(network, loss_fn, optimizer) can train")
+        return self._train_network
+
+    @property
+    def predict_network(self) -> nn.Module:
+        """The network that `predict` calls."""
+        return self._network
+
+    @property
+    def eval_network(self) -> nn.Module:
+        """The cell that `eval` calls."""
+        if self._eval_network is None:
+            raise MindSporeValueError("Model: eval needs a loss_fn or an eval_network; give one to Model")
+        return self._eval_network
+
+    def train(
+        self,
+        epoch: int,
+        train_dataset: Iterable[Any],
+        callbacks: Callable[[Progress], None] | list[Callable[[Progress], None]] | None = None,
+    ) -> None:
+        """Train for some epochs.
+
+        Args:
+            epoch: how often to go through the data.
+            train_dataset: batches: tuples or lists of the training cell's arguments.
+            callbacks: functions called with a `Progress` after each step.
+
+        Raises:
+            MindSporeTypeError, MindSporeValueError: not a number of epochs from 1, or no data at all.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise MindSporeTypeError(f"Model.train: epoch={epoch!r} is a {type(epoch).__name__}; expected an int")
+        if epoch < 1:
+            raise MindSporeValueError(f"Model.train: epoch={epoch!r}; expected an int from 1")
+        cell = self.train_network.train()
+        called = [] if callbacks is None else callbacks if isinstance(callbacks, list) else [callbacks]
+        count = 0
+        for number in range(1, epoch + 1):
+            before = count
+            for batch in train_dataset:
+                outputs = cell(*_arguments(batch))
+                count += 1
+                self._count(cell, outputs)
+                for callback in called:
+                    callback(Progress(epoch=number, step=count, outputs=outputs))
+            if count == before:
+                raise MindSporeValueError(
+                    f"Model.train: epoch {number} had no batch; an iterator is used up after one epoch, pass a list or "
+                    "a DataLoader"
+                )
+
+    def _count(self, cell: nn.Module, outputs: Any) -> None:
+        """Let a manager on the host see the step too, as MindSpore does."""
+        if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
+            self._manager.update_loss_scale(bool(outputs[1]))
+
+    @torch.no_grad()
+    def eval(self, valid_dataset: Iterable[Any]) -> dict[str, float]:
+        """Return the mean of the loss and of every metric over batches of (data, label), in evaluation mode.
+
+        Raises:
+            MindSporeValueError: no loss to evaluate with, or no data.
+        """
+        cell = self.eval_network
+        totals: dict[str, float] = {}
+        count = 0
+        with _evaluating(cell):
+            for batch in valid_dataset:
+                loss, output, label = cell(*_arguments(batch))
+                values = {} if loss is None else {"loss": loss}
+                values |= {name: metric(output, label) for name, metric in self._metrics.items()}
+                for name, value in values.items():
+                    number = value.float().mean() if isinstance(value, Tensor) else value
+                    totals[name] = totals.get(name, 0.0) + float(number)
+                count += 1
+        if count == 0:
+            raise MindSporeValueError("Model.eval: the dataset has no batch")
+        return {name: total / count for name, total in sorted(totals.items())}
+
+    @torch.no_grad()
+    def predict(self, *predict_data: Any) -> Any:
+        """Return the network's outputs, in evaluation mode and fp32."""
+        with _evaluating(self._network):
+            return self._network(*predict_data)
+
+
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    """Put `network` into evaluation mode, and every part back into its own at the end."""
+    training = [part for part in network.modules() if part.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _arguments(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def _named(metrics: Any) -> dict[str, Callable[..., Any]]:
+    if metrics is None:
+        return {}
+    if isinstance(metrics, (set, frozenset)):
+        known = {"accuracy": _accuracy, "acc": _accuracy}
+        for name in metrics - {"loss"}:
+            if name not in known:
+                raise MindSporeValueError(
+                    f"Model: metric {name!r} is not known by name; known are accuracy, acc and loss, others as a dict "
+                    "{name: function of (output, label)}"
+                )
+        return {name: known[name] for name in metrics - {"loss"}}
+    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
+        raise MindSporeTypeError(
+            f"Model: metrics={metrics!r}; expected a dict name -> function of (output, label), or a set of names"
+        )
+    return dict(metrics)
+
+
+def _accuracy(output: Tensor, label: Tensor) -> Tensor:
+    """Return the share of rows whose largest output is at the label (a class number, or a row like the output)."""
+    wanted = label.argmax(-1) if label.shape == output.shape else label
+    return (output.argmax(-1) == wanted).float().mean()
