@@ -1,1 +1,1 @@
-"""Other libraries' names over halfstep's core, for code that is written already. Nothing here is imported by the core."""
+"""Other libraries' names over halfstep's core, for code that is written already. The core imports nothing of it."""

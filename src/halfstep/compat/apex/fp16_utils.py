@@ -123,8 +123,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     if len(kinds) > 1:
         raise TypeError(
-            f"prep_param_lists(flat_master=True): the parameters are {' and '.join(kinds)}, and a flat master needs one "
-            "format; use flat_master=False"
+            f"prep_param_lists(flat_master=True): the parameters are {' and '.join(kinds)}, and a flat master needs "
+            "one format; use flat_master=False"
         )
     master = nn.Parameter(_flatten_dense_tensors([p.detach() for p in parameters]).float())
     master.grad = torch.zeros_like(master)
@@ -134,7 +134,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the gradients of `model_params` to `master_params`, in fp32; a parameter without one gives None (flat: 0)."""
+    """Copy the gradients of `model_params` to `master_params`, in fp32; where there is none, None (flat: 0)."""
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = _flatten_dense_tensors(grads).to(master_params[0].dtype)
@@ -203,7 +203,7 @@ class LossScaler:
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run the backward pass of the scaled loss."""
-        self._scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
@@ -281,8 +281,7 @@ class FP16_Optimizer:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.dtype not in (torch.float32, *LOWS):
                     raise TypeError(
-                        "Wrapped parameters must be either float32, float16 or bfloat16. Received "
-                        f"{parameter.type()}"
+                        f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
                     )
         self.optimizer = init_optimizer
         self.verbose = verbose
@@ -302,7 +301,10 @@ class FP16_Optimizer:
 
     def _split(self, group: dict[str, Any]) -> None:
         """Replace the low parameters of `group` by masters."""
-        low, masters, wide, params = [], [], [], []
+        low: list[Tensor] = []
+        masters: list[Tensor] = []
+        wide: list[Tensor] = []
+        params: list[Tensor] = []
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
@@ -322,10 +324,10 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups.append(wide)
 
     def __getstate__(self) -> Any:
-        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+        raise RuntimeError("FP16_Optimizer cannot be pickled; save its state_dict()")
 
     def __setstate__(self, state: Any) -> None:
-        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+        raise RuntimeError("FP16_Optimizer cannot be unpickled; make one and use load_state_dict()")
 
     # ------------------------------------------------------------------ gradients
 
@@ -347,7 +349,7 @@ class FP16_Optimizer:
             update_master_grads: False for all but the last of several losses or micro-batches.
             retain_graph: as in ``Tensor.backward``.
         """
-        self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
@@ -366,8 +368,8 @@ class FP16_Optimizer:
         """Return the masters' gradients by group; None, with a message, after an overflow."""
         if self.overflow:
             print(
-                "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  Gradients are "
-                "currently invalid (may be inf, nan, or stale).  Returning None."
+                "Warning:  FP16_Optimizer.inspect_master_grad_data after an overflow: the gradients are inf, nan or of "
+                "an earlier pass, so None is returned"
             )
             return None
         return [[p.grad for p in group["params"]] for group in self.optimizer.param_groups]
@@ -409,8 +411,8 @@ class FP16_Optimizer:
                 loss = closure()
                 if self.overflow and self.loss_scale >= before:
                     raise RuntimeError(
-                        f"FP16_Optimizer.step(closure): gradients are not finite and the loss scale {before} does not go "
-                        "lower; use a dynamic or a smaller static scale, or look for inf in the batch and parameters"
+                        f"FP16_Optimizer.step(closure): gradients are not finite and the loss scale {before} does not "
+                        "go lower; use a dynamic or a smaller static scale, or look for inf in batch and parameters"
                     )
             return loss
 

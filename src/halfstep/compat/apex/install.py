@@ -45,8 +45,8 @@ def install(*, force: bool = False) -> bool:
     known = sys.modules.get("apex")
     if known is not None and not force:
         raise HalfstepError(
-            f"another module named apex is imported already ({getattr(known, '__file__', known)}); call install() before "
-            "anything imports apex, or install(force=True) to replace it from here on"
+            f"another module named apex is imported already ({getattr(known, '__file__', known)}); call install() "
+            "before anything imports apex, or install(force=True) to replace it from here on"
         )
     package = ModuleType("apex", __doc__)
     package.__path__ = []  # a package: `import apex.amp` looks its parts up in sys.modules

@@ -23,7 +23,9 @@ def _fuses(params: list[Any]) -> bool:
     tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
     flat = [t for item in tensors for t in ([item] if isinstance(item, Tensor) else item)]
     devices = ("cpu", "cuda", "xpu", "mps")
-    return bool(flat) and all(isinstance(t, Tensor) and t.is_floating_point() and t.device.type in devices for t in flat)
+    return bool(flat) and all(
+        isinstance(t, Tensor) and t.is_floating_point() and t.device.type in devices for t in flat
+    )
 
 
 def _materialised(params: Any) -> list[Any]:
@@ -66,7 +68,7 @@ class FusedAdam(_SetGradNone, torch.optim.Adam):
         amsgrad: not supported, as in Apex.
         set_grad_none: whether `zero_grad` sets gradients to None.
         capturable: the step can be captured in a CUDA graph.
-        master_weights: Apex's own masters, without amp: not supported here; ``amp.initialize(opt_level="O2")`` has them.
+        master_weights: masters without amp; raises RuntimeError: ``amp.initialize(opt_level="O2")`` has them.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class FusedAdam(_SetGradNone, torch.optim.Adam):
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         grads: Any = None,
@@ -126,8 +128,8 @@ class FusedAdam(_SetGradNone, torch.optim.Adam):
         """
         if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(
-                "FusedAdam has been updated.  Simply initialize it identically to torch.optim.Adam, and call step() with "
-                "no arguments."
+                "FusedAdam.step takes no gradients, output parameters, scale or norms any more: make it as you would "
+                "make torch.optim.Adam, and call step()"
             )
         if all(group.get("bias_correction", True) for group in self.param_groups):
             return super().step(closure)
@@ -234,7 +236,9 @@ class FusedSGD(_SetGradNone, torch.optim.SGD):
 
 
 class FusedLAMB(_SetGradNone):
-    """LAMB: Adam's direction, scaled for every parameter by its size. https://arxiv.org/abs/1904.00962
+    """LAMB: Adam's direction, scaled for every parameter by its size.
+
+    https://arxiv.org/abs/1904.00962
 
     Args:
         params: parameters or groups.
@@ -331,7 +335,9 @@ class FusedLAMB(_SetGradNone):
 
 
 class FusedNovoGrad(_SetGradNone):
-    """NovoGrad: one second moment for every parameter, of its gradient's norm. https://arxiv.org/abs/1905.11286
+    """NovoGrad: one second moment for every parameter, of its gradient's norm.
+
+    https://arxiv.org/abs/1905.11286
 
     Args:
         params: parameters or groups.
@@ -365,7 +371,7 @@ class FusedNovoGrad(_SetGradNone):
     ) -> None:
         _no_amsgrad("FusedNovoGrad", amsgrad)
         if norm_type not in (0, 2):
-            raise RuntimeError(f"FusedNovoGrad only supports l2/inf norm now: norm_type={norm_type}; use 2 or 0 (inf)")
+            raise RuntimeError(f"FusedNovoGrad: norm_type={norm_type}; expected 2, or 0 for the largest element")
         self.set_grad_none = set_grad_none
         self.reg_inside_moment = reg_inside_moment
         defaults = {

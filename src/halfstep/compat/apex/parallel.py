@@ -65,9 +65,8 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         if shared_param is not None:
             raise ValueError(
-                "shared_param is no longer supported as an option.  It was misleadingly named from the start.  It turns "
-                "out overlapping communication with computation should work fine with shared parameters.  If you still "
-                "wish to delay communication to the end of the backward pass, use delay_allreduce=True."
+                "shared_param is no option any more: shared parameters work as they are. To reduce at the end of the "
+                "backward pass, use delay_allreduce=True"
             )
         if gradient_average_split_factor is not None:
             raise ValueError("gradient_average_split_factor was renamed; use gradient_predivide_factor")
@@ -98,8 +97,8 @@ class _Reduction:
     def __init__(self, group: Any, always_fp32: bool, before: float, after: float) -> None:
         self.group, self.always_fp32, self.before, self.after = group, always_fp32, before, after
 
-    def __call__(self, state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
-        gradients = bucket.buffer()
+    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        gradients: Tensor = bucket.buffer()
         summed = gradients.float() if self.always_fp32 else gradients
         if self.before != 1.0:
             summed = summed.div(self.before)
@@ -107,9 +106,11 @@ class _Reduction:
 
         def finish(future: torch.futures.Future[Any]) -> Tensor:
             (total,) = future.value()
-            return gradients.copy_(total.div_(self.after))
+            gradients.copy_(total.div_(self.after))
+            return gradients
 
-        return work.get_future().then(finish)  # type: ignore[union-attr,no-any-return]
+        future: Any = work.get_future()
+        return future.then(finish)  # type: ignore[no-any-return]
 
 
 class Reducer:
@@ -140,9 +141,7 @@ class Reducer:
             tensor.div_(size)
 
 
-def convert_syncbn_model(
-    module: nn.Module, process_group: Any = None, channel_last: bool = False
-) -> nn.Module:
+def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Return `module` with every BatchNorm replaced by torch's SyncBatchNorm; call it before ``amp.initialize``.
 
     Args:
@@ -150,7 +149,8 @@ def convert_syncbn_model(
         process_group: whose statistics are shared; default: all processes.
         channel_last: memory is channels-last; torch's kernels find out themselves, so nothing has to be told.
     """
-    return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    return converted
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

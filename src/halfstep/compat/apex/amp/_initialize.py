@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-
 from typing import Any
 
 import torch
@@ -14,7 +13,15 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.compat.apex.amp import amp
 from halfstep.compat.apex.amp._amp_state import _amp_state
-from halfstep.compat.apex.amp._process_optimizer import ADDED, Session, adopt, attach, masters_of, process_optimizer, release_optimizer
+from halfstep.compat.apex.amp._process_optimizer import (
+    ADDED,
+    Session,
+    adopt,
+    attach,
+    masters_of,
+    process_optimizer,
+    release_optimizer,
+)
 from halfstep.compat.apex.amp.casts import NAMES
 from halfstep.compat.apex.amp.handle import AmpHandle
 from halfstep.compat.apex.amp.scaler import LossScaler
@@ -210,8 +217,8 @@ def _listed(value: Any, kind: Any, plural: str, one: str) -> list[Any]:
         items = [item for item in items if not isinstance(item, kind)]
         if isinstance(value, list) and type(items[0]).__name__ == "FP16_Optimizer":
             raise RuntimeError(
-                f"An incoming optimizer is an instance of {type(items[0])}. Optimizers passed to amp.initialize must be "
-                "bare \ninstances of either ordinary Pytorch optimizers, or Apex fused \noptimizers."
+                f"amp.initialize: an incoming optimizer is an instance of {type(items[0])}, which keeps masters of its "
+                "own; pass bare optimizers of PyTorch or of apex.optimizers"
             )
     remedy = f"; write amp.initialize(..., list({plural}))" if isinstance(value, (tuple, dict)) else ""
     if isinstance(value, dict):
@@ -231,8 +238,8 @@ def _check_models(models: list[nn.Module]) -> None:
         if isinstance(model, wrappers):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise RuntimeError(
-                f"Incoming model is an instance of {kind}. Parallel wrappers should only be applied to the model(s) AFTER "
-                "\nthe model(s) have been returned from amp.initialize."
+                f"Incoming model is an instance of {kind}: parallel wrappers come AFTER amp.initialize. Pass the model "
+                "itself, then wrap what amp.initialize returns"
             )
 
 
@@ -244,9 +251,9 @@ def _check_params_fp32(models: list[nn.Module]) -> None:
         for what, name, tensor in entries:
             if tensor.dtype in NAMES and not (bound and what == "param"):
                 raise RuntimeError(
-                    f"Found {what} {name} with type {tensor.type()}, expected float32.\nWhen using amp.initialize, you do "
-                    "not need to call .half() on your model\nbefore passing it, no matter what optimization level you "
-                    "choose."
+                    f"Found {what} {name} with type {tensor.type()}, expected float32: amp.initialize makes models low "
+                    "itself, at every opt_level, so leave out .half(). To start from a low checkpoint, use .float(), "
+                    "or set amp._amp_state.allow_incoming_model_not_fp32 = True"
                 )
 
 
@@ -255,19 +262,17 @@ def _check_optimizers(optimizers: list[Any]) -> None:
     for optimizer in optimizers:
         if hasattr(optimizer, "_amp_stash") or id(optimizer) in seen:
             raise RuntimeError(
-                "A given optimizer should only be passed through amp.initialize once. Make a new "
-                f"{type(optimizer).__name__} for another amp.initialize"
+                f"This {type(optimizer).__name__} was passed through amp.initialize before, which an optimizer can be "
+                "only once; make a new one for another amp.initialize"
             )
         seen.add(id(optimizer))
         for name in ADDED:
             if hasattr(optimizer, name):
-                raise RuntimeError(f"Incoming optimizer already has {name} defined.")
+                raise RuntimeError(f"Incoming optimizer already has an attribute {name}, which amp uses; rename it")
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not parameter.is_floating_point():
                     raise TypeError(
-                        "Optimizer's parameters must be floating point (float32, float16 or bfloat16). Received "
-                        f"{parameter.type()}"
+                        "amp steps parameters of floating formats (float32, float16, bfloat16) and "
+                        f"{parameter.type()} is none; take it out of the optimizer"
                     )
-
-

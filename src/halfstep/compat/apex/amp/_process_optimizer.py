@@ -248,9 +248,9 @@ class AmpOptimizerState:
             return args, kwargs
         if self.has_masters:
             raise RuntimeError(
-                "Currently, Amp does not support closure use with optimizers. "
-                f"{kind}.step(closure) would run backward while the optimizer holds fp32 masters: run forward and "
-                "backward before step(), or use opt_level='O1' or 'O0', whose optimizers may take a closure"
+                f"amp does not support {kind}.step(closure) with master weights: the closure would run backward while "
+                "the optimizer holds fp32 masters. Run forward and backward before step(), or use opt_level='O1' or "
+                "'O0', whose optimizers may take a closure"
             )
         again = functools.partial(self._evaluate, kind, closure)
         return ((again, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": again})
@@ -282,7 +282,8 @@ def process_optimizer(optimizer: Optimizer, session: Session) -> None:
     own = optimizer.__dict__.pop("step", None)
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         optimizer.__dict__[OWN_STEP] = own
-    optimizer.__class__ = amp_class(type(optimizer))
+    kind: Any = type(optimizer)  # mypy takes Optimizer for unhashable
+    optimizer.__class__ = amp_class(kind)
     optimizer._amp_stash = AmpOptimizerState(optimizer, session)  # type: ignore[attr-defined]
 
 
@@ -295,7 +296,7 @@ def release_optimizer(optimizer: Optimizer) -> None:
 
 
 @cache
-def amp_class(original: type[Optimizer]) -> type[Optimizer]:
+def amp_class(original: Any) -> type[Optimizer]:
     """Return the subclass of `original` that initialised optimizers get; one for each class."""
 
     @functools.wraps(original.step)
@@ -317,8 +318,8 @@ def amp_class(original: type[Optimizer]) -> type[Optimizer]:
         adopt(self, self._amp_stash.session, self.param_groups[-1]["params"])
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        make, args, *rest = original.__reduce_ex__(self, max(int(protocol), 2))
-        return (make, (original, *args[1:]), *rest)
+        made: Any = original.__reduce_ex__(self, max(int(protocol), 2))
+        return (made[0], (original, *made[1][1:]), *made[2:])
 
     def prepare_amp_backward(self: Any) -> None:
         self._amp_stash.prepare()
@@ -367,7 +368,9 @@ def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> N
         holder = nn.Module()
         for index, parameter in enumerate(new):
             holder.register_parameter(f"p{index}", cast(nn.Parameter, parameter))
-        attach(holder, [optimizer], hs.Policy(name="apex masters", dtype=name, params="low", table="none", scale="none"))
+        attach(
+            holder, [optimizer], hs.Policy(name="apex masters", dtype=name, params="low", table="none", scale="none")
+        )
         session.masters |= masters_of(holder, {f"p{index}": parameter for index, parameter in enumerate(new)})
 
 

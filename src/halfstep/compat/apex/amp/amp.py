@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -130,5 +129,3 @@ def switch_on(
         handle = AmpHandle(Casts(policy, low, functions, loud=verbose), loss_scale, enable_caching, verbose)
     _amp_state.handle = handle
     return handle, policy
-
-

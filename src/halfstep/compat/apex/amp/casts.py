@@ -37,9 +37,7 @@ def o1_policy(low: torch.dtype, rules: Iterable[tuple[str, str]] = (), *, allow_
     """
     name = NAMES[low]
     allowed = [(op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS] if allow_banned else []
-    return hs.Policy.of(
-        "O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=(*allowed, *rules)
-    )
+    return hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=(*allowed, *rules))
 
 
 def _in_place() -> dict[Callable[..., Any], str]:
@@ -134,8 +132,8 @@ class Casts:
         inside = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
         if inside:
             raise RuntimeError(
-                f"amp's O1 casts were switched on inside an autocast region ({', '.join(inside)}), whose end would switch "
-                "them off again; call amp.initialize or amp.init before and outside of `with torch.autocast(...)`"
+                f"amp's O1 casts were switched on inside an autocast region ({', '.join(inside)}), whose end would "
+                "switch them off again; call amp.initialize or amp.init outside of `with torch.autocast(...)`"
             )
         self.policy = policy
         self._thread = threading.get_ident()

@@ -67,9 +67,9 @@ class Properties:
     def _check_cast_model_type(self, value: Any) -> Any:
         if self.opt_level == "O1" and value not in (None, False, torch.float32, torch.bfloat16):
             warn_or_err(
-                "O1 inserts casts around Torch functions rather than model weights, so with O1 the model weights "
-                "themselves should remain FP32. To cast the model itself, use opt_level='O2' or 'O3' (torch.bfloat16 "
-                f"here means: cast to bfloat16 instead of float16). cast_model_type was {value}"
+                "opt_level='O1' casts around functions and leaves the model's weights in fp32. To cast the model, use "
+                "opt_level='O2' or 'O3'; O1 takes torch.bfloat16 alone, as the format of its casts. cast_model_type "
+                f"was {value}"
             )
         kinds = (None, False, torch.float32, torch.float16, torch.bfloat16)
         if not any(value is kind for kind in kinds):
@@ -81,28 +81,27 @@ class Properties:
 
     def _check_patch_torch_functions(self, value: Any) -> Any:
         if self.opt_level != "O1" and value:
-            warn_or_err("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'.")
+            warn_or_err(f"patch_torch_functions=True comes with opt_level='O1' and cannot be set at {self.opt_level}")
         return value
 
     def _check_keep_batchnorm_fp32(self, value: Any) -> Any:
         if self.opt_level == "O1" and value is not None:
             warn_or_err(
-                "With opt_level O1, batchnorm functions are automatically patched to run in FP32, so "
-                f"keep_batchnorm_fp32 should be None. keep_batchnorm_fp32 was {value}"
+                "with opt_level='O1' batchnorm's weights are fp32 as all others are, so keep_batchnorm_fp32 should be "
+                f"None. keep_batchnorm_fp32 was {value}"
             )
         words = {"True": True, "False": False}
         if value not in (True, False, None, *words):
             raise AssertionError(
-                "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None; "
-                f"found keep_batchnorm_fp32={value!r}"
+                f"keep_batchnorm_fp32={value!r}; expected True, False, their text 'True' or 'False', or None"
             )
         return words.get(value, value) if isinstance(value, str) else value
 
     def _check_master_weights(self, value: Any) -> Any:
         if self.opt_level == "O1" and value is not None:
             warn_or_err(
-                "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should "
-                f"be FP32. master_weights was {value}"
+                "master_weights make no sense with opt_level='O1', under which the model's weights are fp32 "
+                f"themselves. master_weights was {value}"
             )
         return value
 
@@ -113,28 +112,28 @@ class Properties:
 class O0:
     """Pure FP32 training."""
 
-    brief = "O0:  Pure FP32 training.\n"
+    brief = "O0: everything in fp32.\n"
     defaults = (torch.float32, False, None, False, 1.0)
 
 
 class O1:
     """Casts around operators."""
 
-    brief = "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n"
+    brief = "O1: casts around functions and methods of PyTorch.\n"
     defaults = (None, True, None, None, "dynamic")
 
 
 class O2:
     """Low model, fp32 batchnorm, fp32 masters."""
 
-    brief = "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n"
+    brief = "O2: a low model, with batchnorm and master weights in fp32.\n"
     defaults = (torch.float16, False, True, True, "dynamic")
 
 
 class O3:
     """Everything low."""
 
-    brief = "O3:  Pure FP16 training.\n"
+    brief = "O3: everything low.\n"
     defaults = (torch.float16, False, False, False, 1.0)
 
 
@@ -194,11 +193,11 @@ def initialize(
         _amp_state.loss_scalers, _amp_state.loaded = [], {}
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:
-        raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
+        raise RuntimeError("amp.initialize needs cuDNN: set torch.backends.cudnn.enabled = True before it")
     if opt_level not in opt_levels:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in `O0`, `O1`, "
-            "etc., the prefix O is the letter O, not the number zero."
+            f"Unexpected optimization level {opt_level!r}; there are 'O0', 'O1', 'O2' and 'O3', each with the letter O "
+            "in front and not the digit zero"
         )
     level = opt_levels[opt_level]
     properties = Properties()
@@ -262,7 +261,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     unexpected = [key for key in state_dict if not key.startswith("loss_scaler")]
     if unexpected:
         keys = ", ".join(f'"{key}"' for key in unexpected)
-        raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}. ")
+        raise RuntimeError(
+            f"amp.load_state_dict: unexpected key(s) in state_dict: {keys}; pass what amp.state_dict() returned, often "
+            "checkpoint['amp']"
+        )
     if not _amp_state.opt_properties.enabled:
         _amp_state.loaded = {key: dict(value) for key, value in state_dict.items()}
         return

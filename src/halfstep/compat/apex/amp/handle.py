@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,7 +28,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield the loss, scaled, for ``scaled_loss.backward()``; at the end of the block gradients are unscaled and checked.
+    """Yield the scaled loss for ``scaled_loss.backward()``; when the block ends, gradients are unscaled and checked.
 
     Gradients that were there before are set aside meanwhile and added to, so accumulation is exact whatever the scales
     were. If the block raises, they are put back and nothing else changed. After an overflow the next `step` of each
@@ -56,7 +55,8 @@ def scale_loss(
     scalers = session.loss_scalers
     if not 0 <= loss_id < len(scalers):
         raise IndexError(
-            f"scale_loss(loss_id={loss_id}): there {_are(len(scalers))}; pass num_losses={loss_id + 1} to amp.initialize"
+            f"scale_loss(loss_id={loss_id}): there {_are(len(scalers))}; call "
+            f"amp.initialize(..., num_losses={loss_id + 1})"
         )
     if not isinstance(loss, Tensor):
         raise TypeError(f"scale_loss takes the loss as a tensor and got {type(loss).__name__}")
@@ -66,7 +66,9 @@ def scale_loss(
         return
     for stash in stashes:
         if stash.scaling:
-            raise RuntimeError("scale_loss: this optimizer is in another scale_loss block already; leave that one first")
+            raise RuntimeError(
+                "scale_loss: this optimizer is in another scale_loss block already; leave that one first"
+            )
     for stash in stashes:
         stash.prepare()
         stash.scaling = True
@@ -86,9 +88,7 @@ def scale_loss(
     _answer(scaler, stashes, loss_id, delay_overflow_check=delay_overflow_check)
 
 
-def _answer(
-    scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int, *, delay_overflow_check: bool
-) -> None:
+def _answer(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int, *, delay_overflow_check: bool) -> None:
     """Unscale, let the scale answer, add up what was set aside, and have steps skipped after an overflow."""
     if not scaler.delayed:
         scaler.clear_overflow_state()
@@ -119,29 +119,31 @@ def _session(optimizers: list[Any]) -> Session | None:
     stashes = [getattr(optimizer, "_amp_stash", None) for optimizer in optimizers]
     if _amp_state.opt_properties is None:
         raise RuntimeError(
-            "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  "
-            "model, optimizer = amp.initialize(model, optimizer, opt_level=...) must be called before "
-            "`with amp.scale_loss`."
+            "amp.scale_loss was called and amp has not been initialized: call "
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
         )
     if not _amp_state.opt_properties.enabled and all(stash is None for stash in stashes):
         return None
     if not optimizers:
         raise RuntimeError("scale_loss was given no optimizer; pass the one, or a list of those, that step this loss")
+    found: dict[int, Session] = {}
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         if stash is None:
             kind = type(optimizer).__name__
-            what = "is no optimizer" if not hasattr(optimizer, "param_groups") else "was not passed through amp.initialize"
-            raise RuntimeError(
-                f"scale_loss: {kind} {what}. Write model, optimizer = amp.initialize(model, optimizer, ...) and use the "
-                "optimizer that comes back; several optimizers are passed as a list"
+            what = (
+                "is no optimizer" if not hasattr(optimizer, "param_groups") else "was not passed through amp.initialize"
             )
-    sessions = {id(stash.session): stash.session for stash in stashes}
-    if len(sessions) > 1:
+            raise RuntimeError(
+                f"scale_loss: {kind} {what}. Write model, optimizer = amp.initialize(model, optimizer, ...) and use "
+                "the optimizer that comes back; several optimizers are passed as a list"
+            )
+        found[id(stash.session)] = stash.session
+    if len(found) > 1:
         raise RuntimeError(
-            "scale_loss: these optimizers went through different calls of amp.initialize and have scalers of their own; "
-            "pass them through one call as a list"
+            "scale_loss: these optimizers went through different calls of amp.initialize and have scalers of their "
+            "own; pass them through one call as a list"
         )
-    return next(iter(sessions.values()))
+    return next(iter(found.values()))
 
 
 def step_was_skipped(optimizer: Any) -> bool:
@@ -190,14 +192,14 @@ class AmpHandle:
             self._is_active = before
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Return the old API's wrapper: ``with wrapper.scale_loss(loss) as s: s.backward()``, then ``wrapper.step()``."""
+        """Return the old API's wrapper: with methods ``scale_loss`` (a context, as here) and ``step``."""
         return OptimWrapper(optimizer, self, num_loss, self._loss_scale)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> contextlib.AbstractContextManager[Tensor]:
         """Raise RuntimeError: as in Apex, ``handle.scale_loss`` is gone."""
         raise RuntimeError(
-            "The old Amp API is no longer supported. Use amp.initialize and `with amp.scale_loss(loss, optimizer)`, or "
-            "handle.wrap_optimizer(optimizer) and its scale_loss"
+            "handle.scale_loss belongs to an old API of Apex that is no longer supported. Use amp.initialize and `with "
+            "amp.scale_loss(loss, optimizer)`, or handle.wrap_optimizer(optimizer) and its scale_loss"
         )
 
     def _clear_cache(self) -> None:

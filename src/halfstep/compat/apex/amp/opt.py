@@ -29,7 +29,11 @@ class OptimWrapper:
     """
 
     def __init__(
-        self, optimizer: Optimizer, amp_handle: AmpHandle | NoOpHandle, num_loss: int, loss_scale: str | float = "dynamic"
+        self,
+        optimizer: Optimizer,
+        amp_handle: AmpHandle | NoOpHandle,
+        num_loss: int,
+        loss_scale: str | float = "dynamic",
     ) -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle
@@ -78,7 +82,7 @@ class OptimWrapper:
             return self._optimizer.step(closure)
         if closure is not None:
             raise NotImplementedError(
-                "The `closure` argument is unsupported by the amp optimizer wrapper: run forward and backward before "
+                "step(closure) is not supported by the old API's optimizer wrapper: run forward and backward before "
                 "step(), or use amp.initialize with opt_level='O1'"
             )
         self._loss_idx = 0
@@ -95,7 +99,7 @@ class OptimWrapper:
         return getattr(self._optimizer, attr)
 
     def __getstate__(self) -> Any:
-        raise RuntimeError("amp optimizers cannot be pickled; pickle state_dict() of the wrapper instead")
+        raise RuntimeError("this wrapper cannot be pickled; save its state_dict()")
 
     def __repr__(self) -> str:
         return repr(self._optimizer)
