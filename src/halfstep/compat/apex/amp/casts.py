@@ -52,18 +52,19 @@ def _in_place() -> dict[Callable[..., Any], str]:
 
 
 IN_PLACE = _in_place()
+GIVES_FP32 = (Tensor.cpu, Tensor.__ipow__)  # += and its like reach modes as add_, which keeps its format
 
 
 class _Quirks(TorchFunctionMode):
-    """``Tensor.cpu`` of a low tensor gives fp32, and an in-place function that wants fp32 refuses low tensors."""
+    """``Tensor.cpu`` and ``**=`` of a low tensor give fp32; in-place functions that want fp32 refuse low tensors."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.cpu or func in IN_PLACE:
+        if func in GIVES_FP32 or func in IN_PLACE:
             tensor = args[0] if args else None
             if isinstance(tensor, Tensor) and tensor.dtype in LOWS and torch.is_autocast_enabled(tensor.device.type):
-                if func is Tensor.cpu:
+                if func in GIVES_FP32:
                     return func(tensor.float(), *args[1:], **(kwargs or {}))
                 how = IN_PLACE[func]
                 raise NotImplementedError(
