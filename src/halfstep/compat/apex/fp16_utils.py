@@ -318,7 +318,7 @@ class FP16_Optimizer:
             else:
                 wide.append(parameter)
                 params.append(parameter)
-        group["params"] = params
+        group["params"][:] = params  # the list itself: LBFGS holds on to it
         self.fp16_groups.append(low)
         self.fp32_from_fp16_groups.append(masters)
         self.fp32_from_fp32_groups.append(wide)

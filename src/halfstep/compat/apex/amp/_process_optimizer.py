@@ -319,7 +319,7 @@ def amp_class(original: Any) -> type[Optimizer]:
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         made: Any = original.__reduce_ex__(self, max(int(protocol), 2))
-        return (made[0], (original, *made[1][1:]), *made[2:])
+        return (_bare, (original,), *made[2:])
 
     def prepare_amp_backward(self: Any) -> None:
         self._amp_stash.prepare()
@@ -352,6 +352,11 @@ def amp_class(original: Any) -> type[Optimizer]:
         "__doc__": original.__doc__,
     }
     return type(original.__name__, (original,), body)
+
+
+def _bare(kind: Any) -> Any:
+    """Return an instance of `kind` for pickle and deepcopy to fill."""
+    return kind.__new__(kind)
 
 
 def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> None:
