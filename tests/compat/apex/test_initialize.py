@@ -23,7 +23,12 @@ LEVELS = ("O0", "O1", "O2", "O3")
 def small() -> nn.Sequential:
     """Return a model with every kind of layer that levels tell apart."""
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 3), nn.BatchNorm1d(3, affine=False)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.LayerNorm(16),
+        nn.Linear(16, 3),
+        nn.BatchNorm1d(3, affine=False),
     )
 
 
@@ -57,7 +62,9 @@ def test_each_level_has_apexs_defaults() -> None:
     for level, values in table.items():
         started(level.__name__)
         assert _amp_state.opt_properties is not None
-        assert {name: getattr(_amp_state.opt_properties, name) for name in names} == dict(zip(names, values, strict=True))
+        assert {name: getattr(_amp_state.opt_properties, name) for name in names} == dict(
+            zip(names, values, strict=True)
+        )
         assert level.__name__ == _amp_state.opt_properties.opt_level and opt_levels[level.__name__] is level
 
 

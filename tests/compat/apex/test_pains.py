@@ -235,7 +235,8 @@ def test_p10_a_gradient_penalty_can_be_taken_from_the_unscaled_output(level: str
         x = x.clone().requires_grad_()
         output = model(x).float()
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return output.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        total: Tensor = (slope.norm(dim=1) - 1).square().mean() + output.square().mean()
+        return total
 
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -257,7 +258,8 @@ def test_p11_bf16_works_double_stays_and_newer_operators_have_rules() -> None:
     started("O1")
     half, wide = torch.rand(3, 3).half(), torch.rand(3, 3)
     assert torch.einsum("ij,jk->ik", wide, wide).dtype is HALF
-    assert F.scaled_dot_product_attention(*[torch.rand(1, 2, 4, 8)] * 3).dtype is HALF
+    x = torch.rand(1, 2, 4, 8)
+    assert F.scaled_dot_product_attention(x, x, x).dtype is HALF
     assert half.softmax(-1).dtype is torch.softmax(half, -1).dtype is torch.logsumexp(half, -1).dtype is FP32
     assert torch.linalg.norm(half).dtype is F.huber_loss(half, half).dtype is torch.cdist(half, half).dtype is FP32
     assert F.rms_norm(half, (3,)).dtype is FP32
@@ -346,16 +348,17 @@ def test_p15_a_checkpoint_survives_a_run_without_amp() -> None:
 
 @pytest.mark.parametrize("dtype", [None, BF16])
 def test_p16_weights_edited_by_hand_between_forwards_are_never_stale(dtype: torch.dtype | None) -> None:
+    options: dict[str, Any] = {} if dtype is None else {"cast_model_type": dtype}
     for level in LEVELS[1:]:
         if level == "O1" or dtype is None:
-            model, _ = started(level, **({} if dtype is None else {"cast_model_type": dtype}))
+            model, _ = started(level, **options)
             model.eval()
             for edit in (lambda p: p.data.zero_(), lambda p: p.data.add_(1.0)):
                 with torch.no_grad():
                     before = model(X).clone()
-                    edit(model[2].weight)
+                    edit(model[2].weight)  # type: ignore[no-untyped-call]
                     assert not torch.equal(model(X), before), level
-    started("O1", **({} if dtype is None else {"cast_model_type": dtype}))
+    started("O1", **options)
     weight = nn.Parameter(torch.rand(6, 6))
     before = X @ weight
     weight.data.add_(1.0)
@@ -382,7 +385,7 @@ def test_p17_scripts_and_compiled_functions_still_work_under_o1() -> None:
     started("O1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
-        scripted = torch.jit.script(function)
+        scripted: Any = torch.jit.script(function)  # type: ignore[no-untyped-call]
     assert torch.allclose(scripted(X[:, :4]).float(), function(X[:, :4]), atol=1e-2)
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="eager", fullgraph=True)

@@ -6,6 +6,7 @@ import pickle
 import random
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ import halfstep as hs
 from halfstep.compat.apex import amp, fp16_utils
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.errors import ScaleError
+
+
+def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    return parameter.grad  # behind a call mypy does not remember the last look
 
 
 @dataclass
@@ -44,7 +49,7 @@ class AmpModel:
 
 @dataclass
 class OldModel:
-    """fp16_utils.DynamicLossScaler: divide, never below 1, or multiply when the window since the last overflow is full."""
+    """fp16_utils.DynamicLossScaler: divide, never below 1, or multiply after each window without an overflow."""
 
     scale: float
     factor: float
@@ -80,7 +85,9 @@ def test_the_scale_is_the_models_at_every_one_of_thousands_of_passes(seed: int) 
     window, share = chance.choice([1, 3, 20, 200]), chance.choice([0.001, 0.05, 0.3, 0.9])
     floor, ceiling = chance.choice([None, 1.0, 128.0]), chance.choice([2.0**24, 2.0**17, 1000.0])
     factor = chance.choice([2.0, 2.0, 4.0])
-    scaler = LossScaler("dynamic", scale_factor=factor, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling)
+    scaler = LossScaler(
+        "dynamic", scale_factor=factor, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling
+    )
     model = AmpModel(min(ceiling, 2.0**16), factor, window, floor or 2.0**-14, ceiling)
     for number, overflow in enumerate(passes(seed, 600, share)):
         assert drive(scaler, overflow) == model.update(overflow)
@@ -159,7 +166,7 @@ def test_unscale_divides_and_notes_overflows(dtype: torch.dtype) -> None:
 
 
 def test_at_the_floor_one_warning_names_the_parameter() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0, min_loss_scale=2.0**15)
     with pytest.warns(UserWarning, match=r"floor 32768.*1\.weight \(1 of 2 values\)") as caught:
@@ -203,7 +210,8 @@ def test_old_scalers_find_overflows_and_scale() -> None:
     assert dynamic._has_inf_or_nan(parameter.grad)
     parameter.grad = None
     static.backward((parameter * 2).sum())
-    assert parameter.grad is not None and parameter.grad.tolist() == [8.0, 8.0]
+    found = gradient(parameter)
+    assert found is not None and found.tolist() == [8.0, 8.0]
     static.update_scale(True)
     (scaled, none) = static.scale_gradient(nn.Identity(), (torch.ones(1), None), None)
     assert float(scaled) == 4.0 and none is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -62,7 +63,8 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_every_level_trains_as_fp32_does(level: str, dtype: torch.dtype | None) -> None:
     plain = network()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    model, mine = started(level, **({} if dtype is None else {"cast_model_type": dtype}))
+    options: dict[str, Any] = {} if dtype is None else {"cast_model_type": dtype}
+    model, mine = started(level, **options)
     for number in range(12):
         with amp.disable_casts():
             loss = loss_of(plain, number % 3)
@@ -145,7 +147,10 @@ def test_a_step_before_scaled_gradients_are_unscaled_is_refused() -> None:
         optimizer.step()
     backward(loss_of(model), optimizer)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="inside `with amp.scale_loss"), amp.scale_loss(loss_of(model), optimizer) as s:
+    with (
+        pytest.raises(RuntimeError, match="inside `with amp.scale_loss"),
+        amp.scale_loss(loss_of(model), optimizer) as s,
+    ):
         s.backward()
         optimizer.step()
 
@@ -203,7 +208,9 @@ def test_an_overflow_skips_one_step_and_says_so(level: str, capsys: pytest.Captu
     before = weights(model)
     overflowing(model, optimizer)
     optimizer.step()
-    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    assert (
+        capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    )
     assert same(before, weights(model)) and not optimizer.state and amp.step_was_skipped(optimizer)
     optimizer.zero_grad()
     backward(loss_of(model), optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,9 @@ __all__ = [
 SyncBatchNorm = nn.SyncBatchNorm
 
 MIB = 1024 * 1024
+
+FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
+"""Whether torch has the newer name of broadcast_buffers (2.13)."""
 
 
 class DistributedDataParallel(TorchDDP):
@@ -76,9 +80,10 @@ class DistributedDataParallel(TorchDDP):
         if any(id(p) not in mine for p in allreduce_trigger_params or ()):
             raise ValueError("allreduce_trigger_params holds a tensor that is not a parameter of the module")
         widest = max((p.element_size() for p in module.parameters()), default=4)
+        buffers: Any = {"forward_sync_buffers" if FORWARD_SYNC else "broadcast_buffers": False}
         super().__init__(
             module,
-            broadcast_buffers=False,  # Apex sends buffers once, when it wraps
+            **buffers,  # Apex sends buffers once, when it wraps
             bucket_cap_mb=max(1, message_size * widest // MIB),
             find_unused_parameters=delay_allreduce,
             gradient_as_bucket_view=retain_allreduce_buffers,
@@ -87,30 +92,31 @@ class DistributedDataParallel(TorchDDP):
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             size = torch.distributed.get_world_size(self.process_group)
             after = size / gradient_predivide_factor if gradient_average else 1.0 / gradient_predivide_factor
-            hook = _Reduction(self.process_group, allreduce_always_fp32, gradient_predivide_factor, after)
-            self.register_comm_hook(None, hook.__call__)
+            before = gradient_predivide_factor
+            hook = _reduction(self.process_group, always_fp32=allreduce_always_fp32, before=before, after=after)
+            self.register_comm_hook(None, hook)
 
 
-class _Reduction:
-    """Divide, sum over the processes, divide again; in fp32 if wanted."""
+def _reduction(group: Any, *, always_fp32: bool, before: float, after: float) -> Any:
+    """Return a hook that divides a bucket, sums it over the processes and divides again; in fp32 if wanted."""
 
-    def __init__(self, group: Any, always_fp32: bool, before: float, after: float) -> None:
-        self.group, self.always_fp32, self.before, self.after = group, always_fp32, before, after
-
-    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def reduce(state: object, bucket: Any) -> Any:
         gradients: Tensor = bucket.buffer()
-        summed = gradients.float() if self.always_fp32 else gradients
-        if self.before != 1.0:
-            summed = summed.div(self.before)
-        work = torch.distributed.all_reduce(summed, group=self.group, async_op=True)
+        summed = gradients.float() if always_fp32 else gradients
+        if before != 1.0:
+            summed = summed.div(before)
+        work = torch.distributed.all_reduce(summed, group=group, async_op=True)
 
         def finish(future: torch.futures.Future[Any]) -> Tensor:
             (total,) = future.value()
-            gradients.copy_(total.div_(self.after))
+            gradients.copy_(total.div_(after))
             return gradients
 
         future: Any = work.get_future()
-        return future.then(finish)  # type: ignore[no-any-return]
+        return future.then(finish)
+
+    reduce.__annotations__ = {}  # torch compares them with its own classes, and here they are text
+    return reduce
 
 
 class Reducer:
