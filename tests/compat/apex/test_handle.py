@@ -15,7 +15,7 @@ from halfstep.compat.apex import amp
 from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle
 
 FP32, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
-X = torch.rand(3, 3)
+X = torch.rand(3, 3, generator=torch.Generator().manual_seed(0))
 
 
 def dtype_of_a_product() -> torch.dtype:

@@ -53,6 +53,7 @@ def _in_place() -> dict[Callable[..., Any], str]:
 
 IN_PLACE = _in_place()
 GIVES_FP32 = (Tensor.cpu, Tensor.__ipow__)  # += and its like reach modes as add_, which keeps its format
+QUIRKS: frozenset[Any] = frozenset((*GIVES_FP32, *IN_PLACE))
 
 
 class _Quirks(TorchFunctionMode):
@@ -61,7 +62,7 @@ class _Quirks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in GIVES_FP32 or func in IN_PLACE:
+        if func in QUIRKS:
             tensor = args[0] if args else None
             if isinstance(tensor, Tensor) and tensor.dtype in LOWS and torch.is_autocast_enabled(tensor.device.type):
                 if func in GIVES_FP32:
