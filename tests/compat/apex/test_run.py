@@ -83,6 +83,24 @@ def test_the_command_passes_arguments_output_and_exit_status_on(tmp_path: Path) 
     assert done.stdout.strip() == "['--help', '-x', '1', '--force'] __main__ halfstep.compat.apex.amp helper"
 
 
+def test_processes_that_a_script_starts_find_apex_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, subprocess, sys\nfrom apex import amp\nfrom apex.amp import scale_loss\n"
+        "def work():\n    print('worker', amp.__name__, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    process.start(); process.join(); assert process.exitcode == 0\n"
+        "    code = 'from apex.parallel import LARC; print(LARC.__module__)'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "halfstep", "run", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["worker", "halfstep.compat.apex.amp", "halfstep.compat.apex.parallel"]
+
+
 def test_a_script_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script(Path("missing.py"), []) == 2
     assert "there is no file 'missing.py'" in capsys.readouterr().err
