@@ -4,7 +4,7 @@ One frozen `Policy` says in which number format every operator, module, paramete
 `GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
 """
 
-from halfstep.cast import autocast, operator
+from halfstep.cast import autocast, operator, suspended
 from halfstep.errors import HalfstepError
 from halfstep.events import HostStepResult, StepResult
 from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
@@ -14,6 +14,7 @@ from halfstep.policy.units import Units, units
 from halfstep.scale import GradScaler
 from halfstep.step import Metrics, StepMetrics, TrainStep, edit_weights, prepare, prepared_policy, unprepare
 from halfstep.tasks import Task
+from halfstep.trees import map_tensors
 
 __version__ = "0.1.0"
 
@@ -33,12 +34,14 @@ __all__ = [
     "Units",
     "autocast",
     "edit_weights",
+    "map_tensors",
     "operator",
     "operator_of",
     "operators",
     "prepare",
     "prepared_policy",
     "resolve",
+    "suspended",
     "units",
     "unprepare",
 ]

@@ -43,8 +43,8 @@ class RegionError(HalfstepError, RuntimeError):
     """A region entered, left or nested in a way that cannot be carried out."""
 
 
-class BannedOperatorError(RegionError):
-    """An operator the policy forbids was called with low-precision inputs."""
+class BannedOperatorError(RegionError, NotImplementedError):
+    """An operator the policy forbids was called with low-precision inputs (Apex raises NotImplementedError there)."""
 
 
 class ScaleError(HalfstepError, RuntimeError):

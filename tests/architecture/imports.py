@@ -30,13 +30,14 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("blocks", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("blocks", "formats"): "a block format is made of an element format",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("cli", "compat"): "halfstep run puts names of another library in place for a script",
     ("cli", "tasks"): "the command line works on tasks",
     ("cli", "report"): "the command line composes documents and has them rendered",
     ("__main__", "cli"): "python -m halfstep is the command line",
 }
 """Part -> part that the layers forbid and the design allows, with the reason."""
 
-ROOT_IMPORTS = frozenset({"cast", "errors", "events", "policy", "scale", "step", "tasks"})
+ROOT_IMPORTS = frozenset({"cast", "errors", "events", "policy", "scale", "step", "tasks", "trees"})
 """Parts whose names `halfstep/__init__.py` re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {}

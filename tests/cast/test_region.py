@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import threading
 from collections.abc import Generator, Iterator
@@ -360,3 +361,74 @@ def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="many times slower"):
         make(hs.Policy.of("mixed", dtype="fp16", emulate="never"), ("cpu",))
     assert make(hs.Policy.of("mixed", dtype="fp16"), ("cpu",)).mode is not None
+
+
+# ---------------------------------------------------------------------- copies of weights, and casts switched off
+
+
+def test_copies_of_weights_end_with_the_outermost_region_that_keeps_any() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(1, 4)
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16"), cache_enabled=False):  # as a process-wide region has
+        with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16"), cache_enabled=True):
+            before = layer(x)
+        layer.weight.data.add_(1.0)  # nothing tells of this write
+        layer.bias.data.zero_()
+        assert not STATE.casts._casts
+        for cache in (False, True):
+            with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16"), cache_enabled=cache):
+                after = layer(x)
+            assert not torch.equal(before, after)
+        layer(x)
+        assert not STATE.casts._casts
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_region_without_a_cache_casts_again_each_time(dtype: torch.dtype) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.ones(1, 4)
+    with hs.autocast("cpu", dtype=dtype, cache_enabled=False):
+        before = layer(x)
+        layer.weight.data.add_(1.0)
+        assert torch.allclose((layer(x) - before).float(), torch.tensor(4.0), atol=0.05)
+
+
+def test_suspended_switches_regions_and_prepared_models_off() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    expected = model(x)
+    hs.prepare(model, policy=hs.Policy.of("mixed", dtype="bf16", outputs="keep"))
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
+        assert model(x).dtype is torch.bfloat16 and (x @ x.T).dtype is torch.bfloat16
+        with hs.suspended():
+            assert torch.equal(model(x), expected) and (x @ x.T).dtype is torch.float32
+            with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
+                assert (x @ x.T).dtype is torch.bfloat16
+        assert (x @ x.T).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="mine"), hs.suspended():
+        raise ValueError("mine")
+    assert model(x).dtype is torch.bfloat16
+
+
+def test_a_model_with_low_parameters_keeps_its_region_where_casts_are_suspended() -> None:
+    model = nn.Linear(4, 2)
+    hs.prepare(model, policy=hs.Policy.of("O2", dtype="fp16"))
+    x = torch.randn(3, 4)
+    expected = model(x)
+    with hs.suspended():
+        found = model(x)
+    assert torch.equal(found, expected) and found.dtype is torch.float32
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)])
+@pytest.mark.parametrize(("dtype", "low"), [("fp16", HALF), ("bf16", BF16)])
+def test_low_weights_of_a_norm_meet_its_fp32_statistics(norm: nn.Module, dtype: str, low: torch.dtype) -> None:
+    model: Any = copy.deepcopy(norm)
+    x = torch.randn(8, 4, 5)
+    expected = model(x)
+    hs.prepare(model, policy=hs.Policy.of("O3", dtype=dtype))
+    found = model(x)
+    assert model.weight.dtype is found.dtype is low
+    assert torch.allclose(found.float(), expected, atol=0.05)
+    found.sum().backward()
+    assert model.weight.grad is not None and model.running_mean.dtype is torch.float32

@@ -401,3 +401,26 @@ def test_prepared_policy_says_what_a_model_and_its_parts_were_prepared_with() ->
     assert {hs.prepared_policy(m) for m in model.modules() if isinstance(m, Block)} == {policy}
     hs.unprepare(model)
     assert all(hs.prepared_policy(m) is None for m in model.modules())
+
+
+def test_one_optimizer_over_two_low_models_holds_their_own_parameters_after_every_step() -> None:
+    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
+    plain = copy.deepcopy(nn.Sequential(first, second))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    hs.prepare([first, second], optimizer, policy=hs.Policy.of("O2", dtype="bf16"))
+    own = [*first.parameters(), *second.parameters()]
+    for _ in range(3):
+        for parameter, other in zip(own, plain.parameters(), strict=True):
+            parameter.grad = torch.ones_like(parameter)
+            other.grad = torch.ones_like(other)
+        optimizer.step()
+        reference.step()
+        saved = optimizer.state_dict()
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], own, strict=True))
+        assert set(optimizer.state) == set(own)
+    assert all(state["momentum_buffer"].dtype is torch.float32 for state in saved["state"].values())
+    optimizer.load_state_dict(saved)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], own, strict=True))
+    found = [*first.state_dict().values(), *second.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(found, plain.state_dict().values(), strict=True))

@@ -86,6 +86,8 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
         return tensor
     if dtype not in LOWS or torch.compiler.is_compiling() or type(tensor) not in PLAIN or peek_interpreter_stack():
         return tensor.to(dtype)  # what is made inside a torch.func transform must not be found outside it
+    if not torch.is_autocast_cache_enabled():
+        return tensor.to(dtype)
     if tensor.is_leaf:
         if tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return STATE.casts.cast(tensor, dtype)
@@ -329,6 +331,17 @@ def _into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any,
     return run(device, func, args, {k: _cast(v, dtype, mode) for k, v in kwargs.items()})
 
 
+def _statistics_decide(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a norm with running statistics: kernels want weight and bias in the format of these, which is never low."""
+    values = dict(zip(("input", "running_mean", "running_var", "weight", "bias"), args, strict=False), **kwargs)
+    statistics = values.get("running_mean")
+    if not isinstance(statistics, Tensor) or mode.active(_tensors(args[:1], mode.devices)) is None:
+        return func(*args, **kwargs)
+    wide = {name: _cast(values.get(name), statistics.dtype, mode) for name in ("weight", "bias")}
+    args = (*args[:3], *(wide.pop(name) for name in ("weight", "bias")[: max(0, len(args) - 3)]), *args[5:])
+    return func(*args, **{**kwargs, **{name: value for name, value in wide.items() if name in kwargs}})
+
+
 IN_PLACE = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_scatter_",
             "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")  # fmt: skip
 """Methods of Tensor that refuse to mix formats."""
@@ -406,6 +419,9 @@ def handlers(
     for name, rule in rules.items():
         for func in callables(name):
             compiled[func] = _rule_handler(name, rule, func, how, native=_native(name, rule, devices))
+    if policy.params == "low":
+        compiled.setdefault(F.batch_norm, _statistics_decide)
+        compiled.setdefault(F.instance_norm, _statistics_decide)
     for composite in _composites(frozenset(rules)):
         if composite not in compiled and name_of(composite) not in decisions:
             compiled[composite] = _composite(_unreported(composite))

@@ -42,7 +42,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import require_engine, resolve_dtype
 from halfstep.policy.units import default_device_types, units
 
-__all__ = ["Recipe", "autocast", "recipe_for", "run_eagerly"]
+__all__ = ["SUSPENDED", "Recipe", "autocast", "recipe_for", "run_eagerly", "suspended"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +59,7 @@ class Recipe:
         policy: the policy it was compiled from.
         devices: (device type, low dtype, autocast enabled) for each device entered.
         mode: the operator rules on top of torch.autocast, or None where torch's own lists are the policy.
-        cache: whether torch.autocast may cache weight casts.
+        cache: whether weight casts may be cached, by torch.autocast and here.
     """
 
     policy: Policy
@@ -82,7 +82,7 @@ def recipe_for(
         policy: what is wanted.
         device_types: the devices entered.
         enabled: False makes a region in which nothing is cast.
-        cache: whether torch may cache weight casts; None: as it does outside.
+        cache: whether weight casts may be cached; None: as torch does outside.
 
     Raises:
         NotImplementedError: the policy needs an engine that is not built yet; the message says which.
@@ -189,6 +189,9 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
             torch.clear_autocast_cache()
     if frame.cache is not recipe.cache:
         set_autocast_cache_enabled(frame.cache)
+        if not frame.cache:  # a copy lives no longer than the outermost region that keeps copies
+            torch.clear_autocast_cache()
+            state.casts.clear()
     if not frames:
         state.casts.clear()
 
@@ -267,7 +270,7 @@ class autocast:
         device_type: "cpu", "cuda", ...; may be left out with `policy`.
         dtype: torch.float16 or torch.bfloat16; default: torch's for the device, or what the policy says.
         enabled: False opens a region in which nothing is cast.
-        cache_enabled: whether torch may keep low copies of weights until the outermost region ends.
+        cache_enabled: whether low copies of weights may be kept until the outermost region that keeps any ends.
         policy: a preset's name, the path of a TOML file or a `Policy`.
 
     Raises:
@@ -323,6 +326,39 @@ class autocast:
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 
+SUSPENDED = object()
+"""What `STATE.bound` is inside `suspended`: bound models see it and open no region."""
+
+
+class suspended:
+    """Switch all casts off in this thread: a context manager.
+
+    As ``torch.autocast(enabled=False)`` does, and prepared models whose parameters are fp32 open no region either, so
+    that their fp32 run is one line away. Models with low parameters cannot run otherwise and keep their region. A
+    region opened inside casts again.
+    """
+
+    __slots__ = ("_recipes",)
+
+    def __init__(self) -> None:
+        self._recipes: list[Recipe] = []
+
+    def __enter__(self) -> suspended:
+        recipe = recipe_for(_NOTHING, default_device_types(), enabled=False)
+        open_recipe(recipe, self)
+        STATE.bound = SUSPENDED
+        self._recipes.append(recipe)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        close_recipe(self._recipes.pop(), self, failing=exc_type is not None)
+
+
+_NOTHING = Policy(name="suspended", dtype="fp32", table="none", loss="keep", scale="none")
+
+
 def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
     """Keep Dynamo from tracing `function` and, if `below`, what it calls; Dynamo (a second) is not imported for it.
 
@@ -336,7 +372,14 @@ def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
-for _function in (autocast.__enter__, autocast.__exit__, open_recipe, close_recipe):
+for _function in (
+    autocast.__enter__,
+    autocast.__exit__,
+    suspended.__enter__,
+    suspended.__exit__,
+    open_recipe,
+    close_recipe,
+):
     run_eagerly(_function)
 
 

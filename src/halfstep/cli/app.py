@@ -128,3 +128,17 @@ def ops(
     raise typer.Exit(
         run_ops(policy=policy, patterns=patterns or (), diff=diff, model=model, device=device, json_path=json)
     )
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    script: Annotated[Path, typer.Argument(help="A Python file that says `from apex import amp`.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Use halfstep even if an apex with amp is installed. Before the script.")
+    ] = False,
+) -> None:
+    """Run a script written for NVIDIA Apex, unchanged: `apex`, `apex.amp` and the rest are halfstep's in it."""
+    from halfstep.cli.run import run_script
+
+    raise typer.Exit(run_script(script, args or (), force=force))

@@ -1,1 +1,1 @@
-"""Compat: thin skins over halfstep that speak the words of other mixed-precision libraries."""
+"""Other libraries' names over halfstep's core, for code that is written already. The core imports nothing of it."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.region import Recipe, call_traced, close_recipe, open_recipe, recipe_for, run_eagerly
+from halfstep.cast.region import SUSPENDED, Recipe, call_traced, close_recipe, open_recipe, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, WeightsError
 from halfstep.policy.policy import Policy
@@ -160,8 +160,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     store = binding.store
     if store is not None:
         store.heal()
-    inside = state.bound is binding.recipe
-    args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None)
+    inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
+    args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
     if inside:
         result = forward(module, *args, **kwargs)
     else:
@@ -188,8 +188,8 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     """`_enter` in the words Dynamo traces."""
     state = STATE
     outer = state.bound
-    args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None)
-    if outer is binding.recipe:
+    args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None or outer is SUSPENDED)
+    if outer is binding.recipe or (outer is SUSPENDED and binding.policy.params == "fp32"):
         result = forward(module, *args, **kwargs)
     else:
         state.bound = binding.recipe

@@ -204,7 +204,7 @@ class _Attachment:
         self.optimizer = optimizer
         self.buffers: dict[int, Tensor] = {}
         self.lifted: list[Tensor] | None = None
-        self.own: list[list[nn.Parameter]] | None = None
+        self.substituted = False
         self.handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -215,10 +215,6 @@ class _Attachment:
         ]
         count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
         setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
-
-    @property
-    def substituted(self) -> bool:
-        return self.own is not None
 
     def remove(self) -> None:
         self.restore()
@@ -235,23 +231,22 @@ class _Attachment:
     def substitute(self) -> None:
         """Put masters into the optimizer's groups and re-key its state."""
         self.restore()
-        own = []
         for group in self.optimizer.param_groups:
-            own.append(group["params"])
             group["params"] = [self.store.master(p) if p in self.store else p for p in group["params"]]
-        self.own = own
+        self.substituted = True
         state = self.optimizer.state
         for key, master in self.store._masters.items():
             if self.store._parameters[key] in state:
                 state[master] = state.pop(self.store._parameters[key])
 
     def restore(self) -> None:
-        """Put the model's own parameters back."""
-        if self.own is None:
+        """Put the model's own parameters back, and leave alone what another store has put there."""
+        if not self.substituted:
             return
-        for group, params in zip(self.optimizer.param_groups, self.own, strict=True):
-            group["params"] = params
-        self.own = None
+        self.substituted = False
+        own = {id(master): self.store._parameters[key] for key, master in self.store._masters.items()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [own.get(id(p), p) for p in group["params"]]
         state = self.optimizer.state
         for key, master in self.store._masters.items():
             if master in state:

@@ -1,0 +1,74 @@
+"""The state of the process: what the last `initialize` made. Optimizers keep the state they were initialised with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from halfstep.compat.apex.amp.frontend import Properties
+    from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle
+    from halfstep.compat.apex.amp.scaler import LossScaler
+
+__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
+
+
+class AmpState:
+    """What code in the wild reads and writes.
+
+    Attributes:
+        hard_override: conflicting options are printed as warnings and go through.
+        allow_incoming_model_not_fp32: models may hold parameters that are not fp32.
+        verbosity: 0 prints nothing, 2 prints every cast.
+        opt_properties: the options of the last `initialize`; None before it.
+        loss_scalers: its scalers, one for each loss.
+        handle: the handle of the last `init`, or of an `initialize` with O1.
+        min_loss_scale: its argument.
+        max_loss_scale: its argument.
+        loaded: a state_dict that was loaded while amp was off; `state_dict` gives it back.
+    """
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self.opt_properties: Properties | None = None
+        self.loss_scalers: list[LossScaler] = []
+        self.handle: AmpHandle | NoOpHandle | None = None
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float = 2.0**24
+        self.loaded: dict[str, Any] = {}
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise RuntimeError, or print `msg` if `AmpState.hard_override` is set."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    print(f"Warning:  {msg}")
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print unless verbosity is 0; with `rank0`, on the first process only."""
+    if _amp_state.verbosity <= 0:
+        return
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank0 and several and torch.distributed.get_rank() != 0:
+        return
+    print(msg)
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """Iterate over what `optimizer` steps: fp32 masters where its parameters are low, else the parameters.
+
+    After a `scale_loss` block their ``.grad`` is the unscaled fp32 gradient: clip these.
+    """
+    stash = getattr(optimizer, "_amp_stash", None)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter if stash is None else stash.master(parameter)

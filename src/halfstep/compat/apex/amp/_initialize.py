@@ -1,0 +1,278 @@
+"""What `initialize` does to models and optimizers: checks, then a policy for each model and `hs.prepare`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import halfstep as hs
+from halfstep.compat.apex.amp import amp
+from halfstep.compat.apex.amp._amp_state import _amp_state
+from halfstep.compat.apex.amp._process_optimizer import (
+    ADDED,
+    Session,
+    adopt,
+    attach,
+    masters_of,
+    process_optimizer,
+    release_optimizer,
+)
+from halfstep.compat.apex.amp.casts import NAMES
+from halfstep.compat.apex.amp.handle import AmpHandle
+from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.errors import BindError
+
+__all__ = ["close_casts", "initialize"]
+
+_initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+BATCHNORM = nn.modules.batchnorm._BatchNorm
+
+
+def close_casts() -> None:
+    """Switch off the casts of an earlier O1."""
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+        _amp_state.handle = None
+
+
+def initialize(
+    models: Any,
+    optimizers: Any,
+    properties: Any,
+    loss_scalers: list[LossScaler],
+    cast_model_outputs: torch.dtype | None,
+    *,
+    loud: bool,
+) -> Any:
+    """Prepare models and optimizers as `properties` say, and return them in the shape they came in."""
+    model_list = _listed(models, nn.Module, "models", "model")
+    without = optimizers is None or (isinstance(optimizers, (list, tuple)) and not optimizers)
+    optimizer_list = [] if without else _listed(optimizers, (Optimizer, _larc()), "optimizers", "optimizer")
+    _check_models(model_list)
+    if not _amp_state.allow_incoming_model_not_fp32:
+        _check_params_fp32(model_list)
+    inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizer_list]
+    _check_optimizers(inner)
+
+    session = Session(properties, loss_scalers)
+    close_casts()
+    policy = None
+    if properties.patch_torch_functions:
+        handle, policy = amp.switch_on(properties.low, loss_scale=properties.loss_scale, verbose=loud)
+        if isinstance(handle, AmpHandle) and handle._casts is not None:
+            session.casts_off, session.casts_on = handle._disable_casts, handle._casts.again
+    for model in model_list:
+        _release(model)
+    done: list[Optimizer] = []
+    try:
+        for optimizer in inner:
+            process_optimizer(optimizer, session)
+            done.append(optimizer)
+        for model in model_list:
+            _prepare(model, inner, session, policy, loud=loud)
+            _cast_outputs(model, properties, cast_model_outputs)
+        for optimizer in inner:
+            for group in optimizer.param_groups:
+                adopt(optimizer, session, group["params"])
+    except BaseException:
+        close_casts()
+        for model in model_list:
+            _release(model)
+        for optimizer in done:
+            release_optimizer(optimizer)
+        raise
+    for model in model_list:
+        _initialized.add(model)
+        for scaler in loss_scalers:
+            scaler.name_parameters(model.named_parameters())
+    return models if without else (models, optimizers)
+
+
+def _prepare(
+    model: nn.Module, optimizers: list[Optimizer], session: Session, o1: hs.Policy | None, *, loud: bool
+) -> None:
+    properties = session.properties
+    if o1 is not None:
+        if not loud:  # a bound model's region would hide its operators from what prints them
+            attach(model, optimizers, o1)
+        return
+    low = properties.low
+    if low is None:
+        if properties.cast_model_type is torch.float32:
+            model.to(torch.float32)
+        return
+    names = dict(model.named_parameters())
+    attach(model, optimizers, cast_policy(model, properties, low))
+    if properties.master_weights:
+        session.masters |= masters_of(model, names)
+    for module in model.modules():
+        module.register_state_dict_post_hook(_state_in_fp32)
+
+
+def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Policy:
+    """Return the policy of a model whose parameters are cast: O2 and O3 with their overrides.
+
+    Normalisation layers are told one by one, because Apex keeps BatchNorm with weights in fp32 and nothing else.
+    """
+    keep = bool(properties.keep_batchnorm_fp32)
+    rules = []
+    for path, module in model.named_modules():
+        kept = keep and isinstance(module, BATCHNORM) and module.affine
+        if "Norm" in type(module).__name__ and not kept and not list(module.children()):
+            rules.append((_literal(path), "low"))
+    return hs.Policy(
+        name=f"apex {properties.opt_level} {NAMES[low]}",
+        dtype=NAMES[low],
+        params="low",
+        master="master" if properties.master_weights else "none",
+        table="mixed" if properties.opt_level == "O2" else "all-low",
+        residual="low",
+        inputs="low",
+        outputs="fp32",
+        loss="fp32" if properties.opt_level == "O2" else "keep",
+        scale="none",
+        modules=tuple(rules),
+    )
+
+
+def _literal(path: str) -> str:
+    """Return a pattern that matches `path` alone."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in path)
+
+
+def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Turn low entries of a state_dict into fp32, as O2 and O3 promise."""
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in NAMES:
+            state_dict[name] = value.float()
+
+
+class _CastInputs:
+    """A forward hook that casts floating inputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _cast((args, kwargs), self.dtype)  # type: ignore[no-any-return]
+
+
+class _CastOutputs:
+    """A forward hook that casts floating outputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, self.dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    eligible = (torch.float32, torch.float16, torch.bfloat16)
+    return hs.map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in eligible else tensor)
+
+
+def _cast_outputs(model: nn.Module, properties: Any, dtype: torch.dtype | None) -> None:
+    """Cast at the model's door what its policy does not cast there."""
+    cast = properties.cast_model_type
+    if cast is torch.float32 and not properties.patch_torch_functions:
+        model.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True)
+        dtype = dtype or torch.float32
+    if dtype is not None:
+        model.register_forward_hook(_CastOutputs(dtype))
+
+
+def _release(model: nn.Module) -> None:
+    """Take off what an earlier `initialize` did to `model`: its weights are fp32 again, bit for bit."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, (_CastInputs, _CastOutputs)) or hook is _state_in_fp32:
+                    del hooks[key]
+    _initialized.discard(model)
+    with contextlib.suppress(BindError):  # not prepared
+        hs.unprepare(model)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _larc() -> type:
+    from halfstep.compat.apex.parallel import LARC
+
+    return LARC
+
+
+def _listed(value: Any, kind: Any, plural: str, one: str) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    if all(isinstance(item, kind) for item in items):
+        return list(items)
+    if one == "optimizer":
+        items = [item for item in items if not isinstance(item, kind)]
+        if isinstance(value, list) and type(items[0]).__name__ == "FP16_Optimizer":
+            raise RuntimeError(
+                f"amp.initialize: an incoming optimizer is an instance of {type(items[0])}, which keeps masters of its "
+                "own; pass bare optimizers of PyTorch or of apex.optimizers"
+            )
+    remedy = f"; write amp.initialize(..., list({plural}))" if isinstance(value, (tuple, dict)) else ""
+    if isinstance(value, dict):
+        remedy = f"; write amp.initialize(..., list({plural}.values()))"
+    raise TypeError(f"{plural} must be either a single {one} or a list of {plural}. It is {_described(value)}{remedy}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+def _check_models(models: list[nn.Module]) -> None:
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for model in models:
+        if isinstance(model, wrappers):
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            raise RuntimeError(
+                f"Incoming model is an instance of {kind}: parallel wrappers come AFTER amp.initialize. Pass the model "
+                "itself, then wrap what amp.initialize returns"
+            )
+
+
+def _check_params_fp32(models: list[nn.Module]) -> None:
+    for model in models:
+        entries: list[tuple[str, str, Tensor]] = [("param", n, p) for n, p in model.named_parameters()]
+        entries += [("buffer", n, b) for n, b in model.named_buffers()]
+        bound = model in _initialized  # its parameters are low because an earlier call made them so
+        for what, name, tensor in entries:
+            if tensor.dtype in NAMES and not (bound and what == "param"):
+                raise RuntimeError(
+                    f"Found {what} {name} with type {tensor.type()}, expected float32: amp.initialize makes models low "
+                    "itself, at every opt_level, so leave out .half(). To start from a low checkpoint, use .float(), "
+                    "or set amp._amp_state.allow_incoming_model_not_fp32 = True"
+                )
+
+
+def _check_optimizers(optimizers: list[Any]) -> None:
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if hasattr(optimizer, "_amp_stash") or id(optimizer) in seen:
+            raise RuntimeError(
+                f"This {type(optimizer).__name__} was passed through amp.initialize before, which an optimizer can be "
+                "only once; make a new one for another amp.initialize"
+            )
+        seen.add(id(optimizer))
+        for name in ADDED:
+            if hasattr(optimizer, name):
+                raise RuntimeError(f"Incoming optimizer already has an attribute {name}, which amp uses; rename it")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.is_floating_point():
+                    raise TypeError(
+                        "amp steps parameters of floating formats (float32, float16, bfloat16) and "
+                        f"{parameter.type()} is none; take it out of the optimizer"
+                    )

@@ -1,0 +1,404 @@
+"""What `initialize` adds to an optimizer: a stash of what amp knows, and steps that can be skipped.
+
+The instance's class is swapped for a cached subclass; none of its functions is replaced. Pickle and deepcopy see the
+original class. torch's schedulers replace ``optimizer.step`` by a function that counts; one made before `initialize`
+is taken off, because the subclass's step tells schedulers itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import halfstep as hs
+from halfstep.compat.apex.amp._amp_state import maybe_print
+from halfstep.compat.apex.amp.scaler import LossScaler
+
+__all__ = ["AmpOptimizerState", "Session", "process_optimizer", "release_optimizer"]
+
+OWN_STEP = "_amp_own_step"
+ADDED = ("_amp_stash", "_lazy_init_maybe_master_weights", "_prepare_amp_backward", "_post_amp_backward")
+TRIES = 64
+"""How often step(closure) evaluates again after an overflow; each try halves the scale, and 2**24 is 38 halvings above
+the floor."""
+
+LOWS = (torch.float16, torch.bfloat16)
+
+
+class Session:
+    """What one call of `initialize` made.
+
+    Attributes:
+        properties: its options.
+        loss_scalers: one for each loss.
+        masters: id of a low parameter -> (the parameter, its fp32 master).
+        casts_off: makes a context in which O1's casts are off.
+        casts_on: makes a context in which they are on.
+    """
+
+    def __init__(self, properties: Any, loss_scalers: list[LossScaler]) -> None:
+        self.properties = properties
+        self.loss_scalers = loss_scalers
+        self.masters: dict[int, tuple[Tensor, Tensor]] = {}
+        self.casts_off: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.casts_on: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class AmpOptimizerState:
+    """What amp knows of one optimizer (``optimizer._amp_stash``).
+
+    Attributes:
+        session: the call of `initialize` it was passed through.
+        params_have_scaled_gradients: a pass with delay_unscale=True left scaled gradients.
+        lazy_init_called: whether masters exist; they do from the beginning.
+        overflow: why the next step is to be skipped; "" if it is not.
+        skipped: whether the last step was.
+        scaling: whether a `scale_loss` block with this optimizer is open.
+    """
+
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
+        self._groups: Callable[[], list[dict[str, Any]]] = lambda: optimizer.param_groups
+        self.session = session
+        self.params_have_scaled_gradients = False
+        self.lazy_init_called = True
+        self.overflow = ""
+        self.skipped = False
+        self.scaling = False
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    # ------------------------------------------------------------------ parameters
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, which hold the model's own parameters."""
+        return self._groups()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Iterate over the model's parameters that the optimizer holds."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """Return what is stepped for `parameter`: its fp32 master, or itself."""
+        found = self.session.masters.get(id(parameter))
+        return found[1] if found is not None and parameter.dtype in LOWS else parameter
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return (low parameter, its master) for all that have one."""
+        both = ((p, self.master(p)) for p in self.parameters())
+        return [(parameter, master) for parameter, master in both if master is not parameter]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer steps masters."""
+        return bool(self.session.properties.master_weights)
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped."""
+        return bool(self.overflow)
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Low parameters with a master, by group."""
+        return [[p for p in g["params"] if self.master(p) is not p] for g in self.param_groups]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters, by group."""
+        return [[self.master(p) for p in group] for group in self.fp16_groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """Parameters that are their own masters, by group."""
+        return [[p for p in g["params"] if self.master(p) is p] for g in self.param_groups]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """Low parameters with a master."""
+        return [p for group in self.fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Their masters."""
+        return [p for group in self.fp32_from_fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """Parameters that are their own masters."""
+        return [p for group in self.fp32_from_fp32_groups for p in group]
+
+    @property
+    def all_fp16_grad_stash(self) -> list[Tensor | None]:
+        """Gradients set aside during a `scale_loss` block, of low parameters."""
+        return self._stashed(self.all_fp16_params)
+
+    @property
+    def all_fp32_from_fp32_grad_stash(self) -> list[Tensor | None]:
+        """Gradients set aside during a `scale_loss` block, of the others."""
+        return self._stashed(self.all_fp32_from_fp32_params)
+
+    def _stashed(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        kept = {id(parameter): gradient for parameter, gradient in self._kept}
+        return [kept.get(id(parameter)) for parameter in parameters]
+
+    # ------------------------------------------------------------------ one backward pass
+
+    def prepare(self) -> None:
+        """Set aside gradients that are unscaled already, so that scaled ones are not added to them."""
+        if self.params_have_scaled_gradients:
+            return
+        self._take_master_grads()
+        self._kept = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        for parameter, _ in self._kept:
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        """Restore the gradients set aside and drop those of a backward pass that raised."""
+        if self.params_have_scaled_gradients:
+            return  # they accumulate in place, as in plain PyTorch
+        for parameter in self.parameters():
+            parameter.grad = None
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+        self._kept = []
+        self._show_master_grads()
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Add the gradients set aside to the new, unscaled ones."""
+        old, new = [], []
+        for parameter, gradient in self._kept:
+            fresh = parameter.grad
+            if fresh is None:
+                parameter.grad = gradient
+            elif gradient.layout is torch.strided and fresh.layout is torch.strided and gradient.dtype is fresh.dtype:
+                old.append(gradient)
+                new.append(fresh)
+                parameter.grad = gradient  # the same tensor as before, as autograd accumulates
+            else:
+                parameter.grad = fresh + gradient.to(fresh.dtype)
+        if old:
+            torch._foreach_add_(old, new)
+        self._kept = []
+        self.params_have_scaled_gradients = False
+        self._show_master_grads()
+
+    def _show_master_grads(self) -> None:
+        """Let masters carry the fp32 gradients of their low parameters, for clipping by `master_params`."""
+        for parameter, master in self.pairs():
+            gradient = parameter.grad
+            master.grad = gradient if gradient is None or gradient.dtype is torch.float32 else gradient.float()
+
+    def _take_master_grads(self) -> None:
+        """Take gradients that were replaced on the masters by hand."""
+        for parameter, master in self.pairs():
+            gradient = master.grad
+            if gradient is not None and gradient is not parameter.grad and parameter.grad is not None:
+                parameter.grad = None
+                parameter.grad_dtype = None
+                parameter.grad = gradient
+
+    def drop_master_grads(self) -> None:
+        """Forget the gradients that masters show."""
+        for _, master in self.pairs():
+            master.grad = None
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, optimizer: Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the optimizer's own step, or skip it after an overflow."""
+        kind = type(optimizer).__name__
+        if self.scaling:
+            raise RuntimeError(
+                f"{kind}.step() was called inside `with amp.scale_loss(...)`, where gradients are still scaled; "
+                "call it after the block"
+            )
+        if self.params_have_scaled_gradients:
+            raise RuntimeError(
+                f"{kind}.step() was called while gradients are still scaled: the last amp.scale_loss block had "
+                "delay_unscale=True. Use delay_unscale=False for the last backward pass before the step"
+            )
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        args, kwargs = self._with_closure(kind, args, kwargs)
+        self.skipped = bool(self.overflow)
+        if self.skipped:
+            maybe_print(self.overflow)
+            self.overflow = ""
+            self.drop_master_grads()
+            return None
+        self._take_master_grads()
+        with self.session.casts_off():
+            result = run(*args, **kwargs)
+        self.drop_master_grads()
+        return result
+
+    def _with_closure(
+        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = args[0] if args else kwargs.get("closure")
+        if not callable(closure):
+            return args, kwargs
+        if self.has_masters:
+            raise RuntimeError(
+                f"amp does not support {kind}.step(closure) with master weights: the closure would run backward while "
+                "the optimizer holds fp32 masters. Run forward and backward before step(), or use opt_level='O1' or "
+                "'O0', whose optimizers may take a closure"
+            )
+        again = functools.partial(self._evaluate, kind, closure)
+        return ((again, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": again})
+
+    def _evaluate(self, kind: str, closure: Callable[[], Any]) -> Any:
+        """Run a closure with O1's casts on, again with a smaller scale as long as gradients overflow."""
+        for _ in range(TRIES):
+            with self.session.casts_on():
+                loss = closure()
+            if not self.overflow:
+                return loss
+            maybe_print(self.overflow.replace("Skipping step", "Evaluating the closure again"))
+            self.overflow = ""
+        raise RuntimeError(
+            f"{kind}.step(closure): gradients are not finite at any loss scale; look for inf or NaN in the batch, the "
+            "loss and the parameters"
+        )
+
+    def zeroed(self) -> None:
+        """Forget what belonged to gradients that `zero_grad` has cleared."""
+        self.params_have_scaled_gradients = False
+        self.overflow = ""
+        self._kept = []
+        self.drop_master_grads()
+
+
+def process_optimizer(optimizer: Optimizer, session: Session) -> None:
+    """Give `optimizer` its stash and let its steps heed overflows."""
+    own = optimizer.__dict__.pop("step", None)
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        optimizer.__dict__[OWN_STEP] = own
+    kind: Any = type(optimizer)  # mypy takes Optimizer for unhashable
+    optimizer.__class__ = amp_class(kind)
+    optimizer._amp_stash = AmpOptimizerState(optimizer, session)  # type: ignore[attr-defined]
+
+
+def release_optimizer(optimizer: Optimizer) -> None:
+    """Take off what `process_optimizer` did."""
+    optimizer.__class__ = type(optimizer).__mro__[1]
+    optimizer.__dict__.pop("_amp_stash", None)
+    if OWN_STEP in optimizer.__dict__:
+        optimizer.__dict__["step"] = optimizer.__dict__.pop(OWN_STEP)
+
+
+@cache
+def amp_class(original: Any) -> type[Optimizer]:
+    """Return the subclass of `original` that initialised optimizers get; one for each class."""
+
+    @functools.wraps(original.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self.__dict__.get(OWN_STEP) or functools.partial(original.step, self)
+        return self._amp_stash.step(self, run, args, kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # the original's step runs the hooks already
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it sets _opt_called itself
+
+    @functools.wraps(original.zero_grad)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        original.zero_grad(self, *args, **kwargs)
+        self._amp_stash.zeroed()
+
+    @functools.wraps(original.add_param_group)
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        original.add_param_group(self, param_group)
+        adopt(self, self._amp_stash.session, self.param_groups[-1]["params"])
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        made: Any = original.__reduce_ex__(self, max(int(protocol), 2))
+        return (_bare, (original,), *made[2:])
+
+    def prepare_amp_backward(self: Any) -> None:
+        self._amp_stash.prepare()
+
+    def post_amp_backward(self: Any, loss_scaler: LossScaler) -> None:
+        stash = self._amp_stash
+        loss_scaler.judge(self.param_groups, masters=stash.has_masters)
+        stash.add_up()
+
+    def lazy_init(self: Any) -> None:
+        self._amp_stash.lazy_init_called = True  # masters are made by initialize
+
+    @torch.no_grad()
+    def to_model(self: Any) -> None:
+        for parameter, master in self._amp_stash.pairs():
+            parameter.copy_(master)
+
+    body = {
+        "step": step,
+        "zero_grad": zero_grad,
+        "add_param_group": add_param_group,
+        "__reduce_ex__": reduce_ex,
+        "_prepare_amp_backward": prepare_amp_backward,
+        "_post_amp_backward": post_amp_backward,
+        "_amp_lazy_init": lazy_init,
+        "_lazy_init_maybe_master_weights": lazy_init,
+        "_master_params_to_model_params": to_model,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (original,), body)
+
+
+def _bare(kind: Any) -> Any:
+    """Return an instance of `kind` for pickle and deepcopy to fill."""
+    return kind.__new__(kind)
+
+
+def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> None:
+    """Give low parameters that belong to no prepared model fp32 masters, if the options want masters.
+
+    They are prepared as the parameters of a module of their own, whose only purpose is that.
+    """
+    if not session.properties.master_weights:
+        return
+    for low, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        new = [p for p in parameters if p.dtype is low and p.requires_grad and id(p) not in session.masters]
+        if not new:
+            continue
+        holder = nn.Module()
+        for index, parameter in enumerate(new):
+            holder.register_parameter(f"p{index}", cast(nn.Parameter, parameter))
+        attach(
+            holder, [optimizer], hs.Policy(name="apex masters", dtype=name, params="low", table="none", scale="none")
+        )
+        session.masters |= masters_of(holder, {f"p{index}": parameter for index, parameter in enumerate(new)})
+
+
+def attach(model: nn.Module, optimizers: list[Optimizer], policy: hs.Policy) -> None:
+    """Prepare `model` and those of its parameters that `optimizers` hold; what else they hold stays as it is."""
+    mine = {id(p) for p in model.parameters()}
+    groups = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+    for group, params in groups:
+        group["params"] = [p for p in params if id(p) in mine]
+    try:
+        hs.prepare(model, optimizers, policy=policy)
+    finally:
+        for group, params in groups:
+            group["params"] = params
+
+
+def masters_of(model: nn.Module, parameters: dict[str, Any]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return id -> (low parameter, master) of a prepared model.
+
+    Args:
+        model: prepared.
+        parameters: its named parameters, as they are outside of `hs.edit_weights`.
+    """
+    with hs.edit_weights(model):
+        wide = dict(model.named_parameters())
+    return {id(p): (p, wide[name]) for name, p in parameters.items() if wide[name] is not p}

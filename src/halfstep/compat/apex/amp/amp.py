@@ -1,0 +1,131 @@
+"""init, and rules for functions of one's own: decorators and registries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import halfstep as hs
+from halfstep.compat.apex.amp._amp_state import _amp_state
+from halfstep.compat.apex.amp.casts import Casts, o1_policy
+from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from halfstep.errors import PolicyError
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_registered: list[tuple[Any, str, str]] = []
+"""(module, name, rule) since the last `init`, which takes them."""
+
+
+def half_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to the low format while O1's casts are on; a decorator."""
+    return hs.operator("low")(fn)
+
+
+def float_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to fp32 while O1's casts are on; a decorator."""
+    return hs.operator("fp32")(fn)
+
+
+def promote_function(fn: F) -> F:
+    """Cast the tensors that `fn` is given to the widest of their formats while O1's casts are on; a decorator."""
+    return hs.operator("widest")(fn)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take low tensors from the next `initialize` or `init` on."""
+    _register(module, name, "low")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take fp32 tensors from the next `initialize` or `init` on."""
+    _register(module, name, "fp32")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have ``module.name`` take tensors of the widest of their formats from the next `initialize` or `init` on."""
+    _register(module, name, "widest")
+
+
+def _register(module: Any, name: str, rule: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    _registered.append((module, name, rule))
+
+
+def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Callable[..., Any]]]]:
+    """Return and forget what was registered: rules for operators of torch, and replacements for other functions."""
+    rules: list[tuple[str, str]] = []
+    functions: list[tuple[Any, str, Callable[..., Any]]] = []
+    for module, name, rule in _registered:
+        original = getattr(module, name)
+        operator = hs.operator_of(original) if module in (torch, torch.Tensor, torch.nn.functional) else None
+        if operator is not None:
+            rules.append((operator, rule))
+            continue
+        title = f"{getattr(module, '__name__', type(module).__name__)}::{name}"
+        try:
+            functions.append((module, name, hs.operator(rule, name=title)(original)))
+        except PolicyError:  # the name is taken by a function from elsewhere
+            functions.append((module, name, hs.operator(rule, name=f"{title}@{id(original):x}")(original)))
+    _registered.clear()
+    return rules, functions
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: str | float = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Switch O1's casts on in this thread, without models; casts that were on before are switched off first.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: of optimizers wrapped by the handle's ``wrap_optimizer``.
+        enable_caching: kept for Apex's signature; see `AmpHandle`.
+        verbose: print every cast.
+        allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
+    """
+    return switch_on(
+        torch.float16,
+        enabled=enabled,
+        loss_scale=loss_scale,
+        enable_caching=enable_caching,
+        verbose=verbose,
+        allow_banned=allow_banned,
+    )[0]
+
+
+def switch_on(
+    low: torch.dtype,
+    *,
+    enabled: bool = True,
+    loss_scale: str | float = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> tuple[AmpHandle | NoOpHandle, hs.Policy]:
+    """Do what `init` does in the format `low`; return the handle and the policy."""
+    rules, functions = take_registered()
+    policy = o1_policy(low, rules, allow_banned=allow_banned)
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+    handle: AmpHandle | NoOpHandle = NoOpHandle()
+    if enabled:
+        handle = AmpHandle(Casts(policy, low, functions, loud=verbose), loss_scale, enable_caching, verbose)
+    _amp_state.handle = handle
+    return handle, policy
