@@ -360,3 +360,15 @@ def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="many times slower"):
         make(hs.Policy.of("mixed", dtype="fp16", emulate="never"), ("cpu",))
     assert make(hs.Policy.of("mixed", dtype="fp16"), ("cpu",)).mode is not None
+
+
+def test_a_default_is_that_of_the_moment_and_not_of_the_first_use() -> None:
+    layer, x = nn.Linear(3, 5), torch.randn(2, 3)
+    for dtype in (HALF, BF16, HALF):
+        with hs.autocast("cpu", dtype=dtype), hs.autocast("cpu"):
+            assert layer(x).dtype is dtype
+        with hs.autocast("cpu"):
+            assert layer(x).dtype is BF16
+    for cache in (False, True, False):
+        with hs.autocast("cpu", dtype=BF16, cache_enabled=cache), hs.autocast("cpu", enabled=False):
+            assert torch.is_autocast_cache_enabled() is cache

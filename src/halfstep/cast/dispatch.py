@@ -41,6 +41,7 @@ FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # what rules
 LOWS = frozenset({torch.float16, torch.bfloat16})
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
 PLAIN = frozenset({Tensor, nn.Parameter})  # tensor subclasses (DTensor, functional wrappers) have their own lives
+STATEFUL = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
 
@@ -192,6 +193,39 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
     return run("cpu", func, args, {**kwargs, "input": low})
 
 
+def _stateful(target: Target, form: Format | None) -> Handler:
+    """Make the handler of a norm with running statistics: the input is cast, weights too where the result is fp32.
+
+    Kernels take a low input with fp32 weights and statistics, and compute in fp32. `form` is a simulated low format.
+    """
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = args[:1] or (kwargs.get("input"),)
+        tensors = _tensors(values, mode.devices)
+        device = mode.active(tensors)
+        if device is None:
+            return func(*args, **kwargs)
+        if form is not None:
+            func, dtype = simulated(func, form, inputs=False), torch.float32
+            tensors = [simulated(lambda x: x, form, inputs=False)(tensors[0])]
+        else:
+            found = target(device, tensors)
+            dtype = tensors[0].dtype if found is None else found
+        input = _cast(tensors[0], dtype, mode)
+        args, kwargs = ((input, *args[1:]), kwargs) if args else (args, {**kwargs, "input": input})
+        if dtype is torch.float32:
+            weights = _WEIGHTS_LAST if getattr(func, "__module__", "") == F.__name__ else _WEIGHTS_FIRST
+            args = tuple(_cast(a, dtype, mode) if i in weights else a for i, a in enumerate(args))
+            kwargs = {k: _cast(v, dtype, mode) if k in ("weight", "bias") else v for k, v in kwargs.items()}
+        return run(device, func, args, kwargs)
+
+    return handle
+
+
+_WEIGHTS_LAST, _WEIGHTS_FIRST = (3, 4), (1, 2)
+"""Where weight and bias are: F.batch_norm(input, mean, variance, weight, bias), torch.batch_norm(input, weight, ...)"""
+
+
 def _to_low(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
@@ -299,6 +333,8 @@ def target_of(rule: str, name: str, device: str, tensors: list[Tensor]) -> torch
 
 
 def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering) -> Handler:
+    if name in STATEFUL and rule in _TARGETS:
+        return _stateful(_TARGETS[rule], how.simulated if rule == "low" else None)
     if rule == "low":
         if how.simulated is not None:
             return _simulated(how.simulated, gathers=name in GATHERS)
