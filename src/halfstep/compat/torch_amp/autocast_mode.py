@@ -47,7 +47,9 @@ def autocast_decorator(autocast_instance: hs.autocast, func: F) -> F:
     return autocast_instance(func)  # type: ignore[return-value]
 
 
-def custom_fwd(fwd: Callable[..., Any] | None = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Any:
     """Decorate ``forward`` of an autograd.Function so that `custom_bwd` finds the region it ran in.
 
     Args:
