@@ -1,6 +1,6 @@
 """MegEngine's mixed-precision interface, carried out by halfstep on PyTorch.
 
-Change ``megengine`` in the imports into ``halfstep.compat.megengine``. Tensors are torch's, models are torch.nn.Modules.
+Change ``megengine`` in the imports into ``halfstep.compat.megengine``. Tensors are torch's, models torch.nn.Modules.
 What differs from MegEngine 1.13, and why, is in docs/compat_megengine.md.
 
 Example:

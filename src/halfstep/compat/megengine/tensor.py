@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from halfstep.errors import RegionError, did_you_mean
 
 __all__ = ["Parameter", "Tensor", "dtype_of", "tensor"]
 
-DTYPES = {
+DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")
 }
@@ -62,7 +63,7 @@ def dtype_of(dtype: Any) -> torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or getattr(dtype, "name", "")
+    name: str = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "") or getattr(dtype, "name", "")
     if name not in DTYPES:
         raise RegionError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}{did_you_mean(str(name), DTYPES)}")
     return DTYPES[name]

@@ -1,7 +1,7 @@
 """megengine.amp: `autocast`, the switch, `GradScaler`, and conversion to NHWC.
 
-``amp.enabled``, ``amp.low_prec_dtype``, ``amp.high_prec_dtype`` and ``amp.policy`` are properties of this module: setting
-one takes effect at once, in this thread, up to the end of the innermost `autocast` around it.
+``amp.enabled``, ``amp.low_prec_dtype``, ``amp.high_prec_dtype`` and ``amp.policy`` are properties of this module:
+setting one takes effect at once, in this thread, up to the end of the innermost `autocast` around it.
 """
 
 import sys

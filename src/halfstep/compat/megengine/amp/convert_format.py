@@ -13,7 +13,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def convert_tensor_format(x: Tensor, inplace: bool = True) -> Tensor:
-    """Return `x` with its channels last in memory; shape and values stay, and so do tensors of other ranks than 4 and 5.
+    """Return `x` with its channels last in memory; shape and values stay. Only ranks 4 and 5 change.
 
     Args:
         x: any tensor.

@@ -118,7 +118,7 @@ class GradScaler:
             update_scale: False leaves the scale as it is. Without `unscale_grad` it is never updated.
 
         Raises:
-            ScaleError: an attached tensor has a gradient that is unscaled already, to which a scaled one would be added.
+            ScaleError: an attached tensor has an unscaled gradient, to which a scaled one would be added.
         """
         if update_scale not in (True, False, "if_unscale_grad"):
             raise ScaleError(f"backward(update_scale={update_scale!r}): expected True, False or 'if_unscale_grad'")

@@ -37,8 +37,10 @@ NO_LOW_KERNEL = ("linalg.*", "fft.*")
 
 VOLUMES = ("conv3d", "conv_transpose3d")
 SUMS = ("sum", "nansum", "prod", "cumsum", "cumprod")
-PROMOTED = ("cat", "stack", "hstack", "vstack", "dstack", "column_stack", "where", "maximum", "minimum", "addcmul",
-            "addcdiv", "lerp", "remainder", "fmod", "cross", "index_put", "masked_scatter", "scatter", "scatter_add")  # fmt: skip
+PROMOTED = (
+    "cat", "stack", "hstack", "vstack", "dstack", "column_stack", "where", "maximum", "minimum", "addcmul", "addcdiv",
+    "lerp", "remainder", "fmod", "cross", "index_put", "masked_scatter", "scatter", "scatter_add",
+)  # fmt: skip
 """All other elementwise operators, Concat, Stack, where: the widest format of the arguments. (torch promotes sums,
 differences, products and comparisons like that by itself.)"""
 
@@ -50,7 +52,7 @@ AS_SHIPPED = hs.Policy(name="megengine-1.13", dtype="fp16", table="none", scale=
 AS_SHIPPED = AS_SHIPPED.with_ops(low=("linalg.multi_dot", "linalg.vecdot"))
 
 MEGENGINE = AS_SHIPPED.replace(name="megengine").with_ops(low=VOLUMES, fp32=("softmax", "softmin", *SUMS))
-"""The default: `AS_SHIPPED` with what its own document promises (softmax in fp32) and with sums that do not overflow."""
+"""The default: `AS_SHIPPED`, softmax in fp32 as MegEngine's document promises, and sums that do not overflow."""
 
 
 def for_formats(policy: hs.Policy, low: str, high: str) -> hs.Policy:

@@ -35,7 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _of_two(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
+def _of_two(function: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
     """Return `function` taking numbers in either place."""
 
     @wraps(function)
@@ -45,18 +45,34 @@ def _of_two(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
         elif not isinstance(y, Tensor):
             x = torch.as_tensor(x)
             y = torch.as_tensor(y, device=x.device).to(torch.result_type(x, y))
-        return function(x, y)
+        result: Tensor = function(x, y)
+        return result
 
     return call
 
 
-add, sub, mul, div, pow, mod = map(_of_two, (torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.remainder))
-floor_div, atan2, logaddexp = map(_of_two, (torch.floor_divide, torch.atan2, torch.logaddexp))
-maximum, minimum = map(_of_two, (torch.maximum, torch.minimum))
-equal, not_equal, less, less_equal = map(_of_two, (torch.eq, torch.ne, torch.lt, torch.le))
-greater, greater_equal = map(_of_two, (torch.gt, torch.ge))
-logical_and, logical_or, logical_xor = map(_of_two, (torch.logical_and, torch.logical_or, torch.logical_xor))
-left_shift, right_shift = map(_of_two, (torch.bitwise_left_shift, torch.bitwise_right_shift))
+add = _of_two(torch.add)
+sub = _of_two(torch.sub)
+mul = _of_two(torch.mul)
+div = _of_two(torch.div)
+pow = _of_two(torch.pow)
+mod = _of_two(torch.remainder)
+floor_div = _of_two(torch.floor_divide)
+atan2 = _of_two(torch.atan2)
+logaddexp = _of_two(torch.logaddexp)
+maximum = _of_two(torch.maximum)
+minimum = _of_two(torch.minimum)
+equal = _of_two(torch.eq)
+not_equal = _of_two(torch.ne)
+less = _of_two(torch.lt)
+less_equal = _of_two(torch.le)
+greater = _of_two(torch.gt)
+greater_equal = _of_two(torch.ge)
+logical_and = _of_two(torch.logical_and)
+logical_or = _of_two(torch.logical_or)
+logical_xor = _of_two(torch.logical_xor)
+left_shift = _of_two(torch.bitwise_left_shift)
+right_shift = _of_two(torch.bitwise_right_shift)
 
 
 def clip(x: Tensor, lower: Any = None, upper: Any = None) -> Tensor:

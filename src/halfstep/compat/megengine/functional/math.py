@@ -64,7 +64,8 @@ def min(inp: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def norm(inp: Tensor, ord: float | None = None, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Return the vector norm of order `ord`, 2 by default."""
-    return torch.norm(inp, 2.0 if ord is None else ord, axis, keepdim=keepdims)
+    length: Tensor = torch.norm(inp, 2.0 if ord is None else ord, axis, keepdim=keepdims)
+    return length
 
 
 def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, eps: float = 1e-12) -> Tensor:

@@ -11,7 +11,7 @@ __all__ = ["topk_accuracy"]
 
 
 def topk_accuracy(logits: Tensor, target: Tensor, topk: int | Sequence[int] = 1) -> Tensor | list[Tensor]:
-    """Return the share of samples whose label is among the `topk` largest logits; several numbers give several shares."""
+    """Return the share of samples whose label is among the `topk` largest logits, one for each number."""
     counts = [topk] if isinstance(topk, int) else list(topk)
     best = torch.topk(logits, max(counts), dim=-1).indices
     hits = best == target.long().unsqueeze(-1)

@@ -128,8 +128,10 @@ def batch_norm(
     bias: Tensor | None = None, *, training: bool = False, momentum: float = 0.9, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Normalise each channel; `momentum` is the share of the old statistics that stays."""
-    vectors = [None if t is None else t.reshape(-1) for t in (running_mean, running_var, weight, bias)]
-    return F.batch_norm(inp, *vectors, training, 1.0 - momentum, eps)
+    mean, variance, scale, shift = (
+        None if t is None else t.view(-1) for t in (running_mean, running_var, weight, bias)
+    )
+    return F.batch_norm(inp, mean, variance, scale, shift, training, 1.0 - momentum, eps)
 
 
 def layer_norm(
@@ -159,7 +161,7 @@ def instance_norm(
 def local_response_norm(
     inp: Tensor, kernel_size: int = 5, k: float = 2.0, alpha: float = 1e-4, beta: float = 0.75
 ) -> Tensor:
-    """Divide by the energy of neighbouring channels; `alpha` counts for each channel, not for their mean as in torch."""
+    """Divide by the energy of neighbouring channels; `alpha` is for their sum, not for their mean as in torch."""
     return F.local_response_norm(inp, kernel_size, alpha * kernel_size, beta, k)
 
 

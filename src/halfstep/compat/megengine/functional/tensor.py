@@ -84,7 +84,7 @@ def stack(inps: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 def split(inp: Tensor, nsplits_or_sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
     """Split into so many parts, or at so many places."""
-    return list(torch.tensor_split(inp, nsplits_or_sections, axis))  # type: ignore[arg-type]
+    return list(torch.tensor_split(inp, nsplits_or_sections, axis))
 
 
 def reshape(inp: Tensor, target_shape: Sequence[int]) -> Tensor:

@@ -26,7 +26,7 @@ def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwa
         entry: "resnet18".
         *args: for the model.
         pretrained: must be False: there are no weights here.
-        **kwargs: for the model, but ``git_host``, ``use_cache``, ``commit`` and ``protocol``, which have no meaning here.
+        **kwargs: for the model; ``git_host``, ``use_cache``, ``commit`` and ``protocol`` have no meaning here.
 
     Raises:
         StepError: another repository or model, or pretrained weights; the message says what there is.
@@ -35,7 +35,7 @@ def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwa
     if entry not in ENTRIES:
         near = did_you_mean(entry, ENTRIES)
         raise StepError(
-            f"hub.load: no model {entry!r} here; there is {', '.join(ENTRIES)}{near}. Any torch.nn.Module serves instead"
+            f"hub.load: no model {entry!r} here; there is {', '.join(ENTRIES)}{near}. Any torch.nn.Module serves"
         )
     if pretrained:
         raise StepError(

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from typing_extensions import Self
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Optimizer"]
+
+
+Self = TypeVar("Self", bound="Optimizer")
 
 
 class Optimizer(torch.optim.Optimizer):
     """What the optimizers share: ``opt.step().clear_grad()``; parameters without a gradient are passed over."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Self:  # type: ignore[override]
+    def step(self: Self, closure: Callable[[], Any] | None = None) -> Self:  # type: ignore[override]
         """Make one step and return this optimizer.
 
         Args:
             closure: evaluated first, as in torch; its result is not returned.
         """
-        super().step(closure)  # type: ignore[safe-super,arg-type]
+        super().step(closure)
         return self
 
-    def clear_grad(self) -> Self:
+    def clear_grad(self: Self) -> Self:
         """Set every gradient to None and return this optimizer."""
         self.zero_grad(set_to_none=True)
         return self
