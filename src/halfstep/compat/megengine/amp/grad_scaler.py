@@ -63,7 +63,7 @@ class GradScaler:
 
     @scale_factor.setter
     def scale_factor(self, value: float) -> None:
-        self._core.update(float(value))
+        self._core.update(value)
 
     @property
     def growth_factor(self) -> float:
@@ -188,7 +188,7 @@ class GradScaler:
             ScaleError: nothing was unscaled since the last update, or a scale that cannot be.
         """
         found, core = self._found, self._core
-        static = core.rule.is_static
+        static = _static(**self._numbers)
         if new_scale is not None:
             if static:
                 warnings.warn(
@@ -197,7 +197,7 @@ class GradScaler:
                     stacklevel=2,
                 )
             else:
-                core.update(float(new_scale))
+                core.update(new_scale)
             self._found = None
             return
         if found is None:
@@ -247,10 +247,15 @@ class GradScaler:
         return core
 
 
+def _static(growth_factor: float, backoff_factor: float, growth_interval: int) -> bool:
+    """Return whether the numbers are MegEngine's words for a scale that never moves."""
+    return growth_interval == 0 or growth_factor == 0
+
+
 def _rule(init_scale: float, *, growth_factor: float, backoff_factor: float, growth_interval: int) -> hs.ScaleRule:
     """Return the preset "megengine" with other numbers; zeros make a scale that never moves."""
     preset = hs.GradScaler(rule="megengine").rule
-    if growth_interval == 0 or growth_factor == 0:
+    if _static(growth_factor, backoff_factor, growth_interval):
         return dataclasses.replace(preset, init=init_scale, growth=1.0, backoff=1.0, interval=1)
     return dataclasses.replace(
         preset, init=init_scale, growth=growth_factor, backoff=backoff_factor, interval=growth_interval

@@ -92,7 +92,7 @@ class GradManager:
             if not tensor.requires_grad:
                 tensor.requires_grad_()
             elif not tensor.is_leaf:
-                tensor.retain_grad()
+                tensor.retain_grad()  # without it, reading .grad of an intermediate result warns
             self._attached.setdefault(id(tensor), _Attached(TensorWeakRef(tensor))).callbacks.extend(calls)
             _owners.setdefault(tensor, weakref.WeakSet()).add(self)
         return self
@@ -145,17 +145,25 @@ class GradManager:
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
         return GradManagerGroup([self]) | other
 
-    def _take(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> None:
-        """Send gradients through the callbacks and accumulate them."""
+    def _take(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], taken: set[int]) -> None:
+        """Send gradients through the callbacks and accumulate them.
+
+        Args:
+            gradients: one for each tensor; several may be one and the same.
+            tensors: attached.
+            taken: addresses of memory that is somebody's already; a gradient there is copied.
+        """
         for tensor, gradient in zip(tensors, gradients, strict=True):
             if gradient is None:
                 continue
             for callback in self._attached[id(tensor)].callbacks:
                 gradient = callback(tensor, gradient)
-            if gradient.requires_grad or tensor.grad is None:
+            if gradient.requires_grad:  # an outer manager will differentiate it
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-            else:
+            elif tensor.grad is not None:
                 tensor.grad += gradient
+            else:
+                tensor.grad = _own(gradient, tensor, taken)
 
 
 class GradManagerGroup:
@@ -205,6 +213,16 @@ def managers_of(tensors: Iterable[Tensor]) -> list[GradManager]:
     return list(found)
 
 
+def _own(gradient: Tensor, tensor: Tensor, taken: set[int]) -> Tensor:
+    """Return `gradient` in memory of its own, laid out as `tensor`: it will be changed in place."""
+    if gradient.layout is not torch.strided:
+        return gradient.clone()
+    if gradient.stride() != tensor.stride() or gradient.untyped_storage().data_ptr() in taken:
+        gradient = torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+    taken.add(gradient.untyped_storage().data_ptr())
+    return gradient
+
+
 def _backward(managers: Sequence[GradManager], y: Any, dy: Any) -> None:
     if not all(manager._recording for manager in managers):
         raise StepError(
@@ -246,8 +264,12 @@ def _differentiate(managers: Sequence[GradManager], ys: list[Tensor], dys: list[
     inputs = [tensor for tensors in wanted for tensor in tensors]
     if not inputs:
         return
+    taken = {one.untyped_storage().data_ptr() for one in dys}
+    intermediate = [(tensor, tensor.grad) for tensor in inputs if not tensor.is_leaf]
     with hs.autocast(policy="O0"):
         gradients = torch.autograd.grad(ys, inputs, dys, allow_unused=True, create_graph=outer)
+        for tensor, gradient in intermediate:  # torch has put something there, because they retain
+            tensor.grad = gradient
         for manager, tensors in zip(managers, wanted, strict=True):
-            manager._take(gradients[: len(tensors)], tensors)
+            manager._take(gradients[: len(tensors)], tensors, taken)
             gradients = gradients[len(tensors) :]

@@ -162,7 +162,7 @@ def local_response_norm(
     inp: Tensor, kernel_size: int = 5, k: float = 2.0, alpha: float = 1e-4, beta: float = 0.75
 ) -> Tensor:
     """Divide by the energy of neighbouring channels; `alpha` is for their sum, not for their mean as in torch."""
-    return F.local_response_norm(inp, kernel_size, alpha * kernel_size, beta, k)
+    return F.local_response_norm(inp.float(), kernel_size, alpha * kernel_size, beta, k).to(inp.dtype)
 
 
 def interpolate(
