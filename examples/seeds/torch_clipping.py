@@ -43,11 +43,11 @@ def error(model):
 
 loss_fn = nn.MSELoss()
 data = make_data()
-epochs = range(8)
+epochs = range(12)
 max_norm = 1.0
 
 model = Net().to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 before = error(model)
 
 # ---- the document's code

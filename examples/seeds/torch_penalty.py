@@ -43,10 +43,10 @@ def error(model):
 
 loss_fn = nn.MSELoss()
 data = make_data()
-epochs = range(8)
+epochs = range(12)
 
 model = Net().to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 before = error(model)
 
 # ---- the document's code

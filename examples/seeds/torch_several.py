@@ -38,11 +38,11 @@ def make_data(batches=10):
 
 loss_fn = nn.MSELoss()
 data = make_data()
-epochs = range(8)
+epochs = range(12)
 
 model0, model1 = Net().to(device), Net().to(device)
-optimizer0 = torch.optim.SGD(model0.parameters(), lr=0.005, momentum=0.9)
-optimizer1 = torch.optim.SGD(model1.parameters(), lr=0.005, momentum=0.9)
+optimizer0 = torch.optim.SGD(model0.parameters(), lr=0.002, momentum=0.9)
+optimizer1 = torch.optim.SGD(model1.parameters(), lr=0.002, momentum=0.9)
 
 
 def errors():

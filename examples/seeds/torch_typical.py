@@ -44,13 +44,13 @@ def error(model):
 
 loss_fn = nn.MSELoss()
 data = make_data()
-epochs = range(8)
+epochs = range(12)
 
 # ---- the document's code
 
 # amp依赖Tensor core架构,所以model参数必须是cuda tensor类型
 model = Net().to(device)
-optimizer = optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 # GradScaler对象用来自动做梯度缩放
 scaler = GradScaler()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["convert_module_format", "convert_tensor_format"]
 
+M = TypeVar("M", bound=nn.Module)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -29,7 +31,7 @@ def convert_tensor_format(x: Tensor, inplace: bool = True) -> Tensor:
     return x
 
 
-def convert_module_format(module: nn.Module, inplace: bool = True) -> nn.Module:
+def convert_module_format(module: M, inplace: bool = True) -> M:
     """Return `module` with every parameter and buffer of rank 4 or 5 channels last in memory.
 
     Args:

@@ -13,8 +13,8 @@ __all__ = ["AS_SHIPPED", "MEGENGINE", "for_formats"]
 PRODUCTS = (
     "conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d", "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot",
     "addmm", "addbmm", "baddbmm", "addmv", "addr", "einsum", "tensordot", "inner", "chain_matmul", "linalg.multi_dot",
-    "bilinear", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell",
-    "rnn_tanh_cell", "rnn_relu_cell",
+    "linalg.vecdot", "bilinear", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
+    "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 )  # fmt: skip
 """Convolution, MatrixMul, BatchedMatrixMul, and what torch has of the same kind."""
 
@@ -48,12 +48,12 @@ PROMOTED = (
 """All other elementwise operators, Concat, Stack, where: the widest format of the arguments. (torch promotes sums,
 differences, products and comparisons like that by itself.)"""
 
-AS_SHIPPED = hs.Policy(name="megengine-1.13", dtype="fp16", table="none", scale="megengine").with_ops(
-    low=(*PRODUCTS, *NORMS_IN_LOW), fp32=(*NO_LOW_KERNEL, *SENSITIVE, *MOMENTS), widest=(*PROMOTED, *VOLUMES)
+AS_SHIPPED = (
+    hs.Policy(name="megengine-1.13", dtype="fp16", table="none", scale="megengine")
+    .with_ops(fp32=NO_LOW_KERNEL)
+    .with_ops(low=(*PRODUCTS, *NORMS_IN_LOW), fp32=(*SENSITIVE, *MOMENTS), widest=(*PROMOTED, *VOLUMES))
 )
 """MegEngine 1.13.0's behaviour, with convolutions of volumes not lowered, and softmax and sums in low formats."""
-
-AS_SHIPPED = AS_SHIPPED.with_ops(low=("linalg.multi_dot", "linalg.vecdot"))
 
 MEGENGINE = AS_SHIPPED.replace(name="megengine").with_ops(low=VOLUMES, fp32=("softmax", "softmin", *SUMS))
 """The default: `AS_SHIPPED`, softmax in fp32 as MegEngine's document promises, and sums that do not overflow."""
@@ -68,5 +68,6 @@ def for_formats(policy: hs.Policy, low: str, high: str) -> hs.Policy:
         high: "fp32", or the same as `low`: then sensitive operators are lowered too.
     """
     if high != "fp32":
-        policy = policy.replace(ops=tuple((op, "low" if rule == "fp32" else rule) for op, rule in policy.ops))
+        lowered = ((op, "low" if rule == "fp32" and op not in NO_LOW_KERNEL else rule) for op, rule in policy.ops)
+        policy = policy.replace(ops=tuple(lowered), loss="keep")
     return policy.replace(dtype=low)
