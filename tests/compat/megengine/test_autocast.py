@@ -356,3 +356,16 @@ def test_any_policy_can_take_the_place_of_the_lists() -> None:
     with amp.autocast():
         amp.policy = amp.policy.with_ops(fp32=["matmul"])
         assert product() is FP32 and LOW["linear"](X).dtype is HALF
+
+
+def test_a_decorated_function_compiles_to_one_graph() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 2))
+
+    @amp.autocast()
+    def forward(x: Tensor) -> Tensor:
+        return net(x)  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(X), forward(X)) and compiled(X).dtype is HALF
+    torch._dynamo.reset()

@@ -37,7 +37,11 @@ MODULES = {
 }
 """Ours -> torch's."""
 
-NAMES = {".cpu": ["autocast", "GradScaler"]}  # torch.cpu.amp has no __all__
+NAMES = {
+    "": ["autocast", "custom_bwd", "custom_fwd", "is_autocast_available", "GradScaler"],  # no __all__ before torch 2.12
+    ".cpu": ["autocast", "GradScaler"],  # no __all__
+    ".cuda.common": ["amp_definitely_not_available"],
+}
 
 
 def public(path: str) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 import halfstep as hs
 from halfstep.compat.megengine.amp import state
 
@@ -35,7 +37,7 @@ class autocast:
         self.enabled = bool(enabled)
         self.low_prec_dtype = state.precision(low_prec_dtype, "low_prec_dtype")
         self.high_prec_dtype = state.precision(high_prec_dtype, "high_prec_dtype")
-        state.check(self.low_prec_dtype, self.high_prec_dtype)
+        state.policy_for(state.now().policy, self.low_prec_dtype, self.high_prec_dtype)  # refuses a pair that cannot be
 
     def __enter__(self) -> None:
         state.push(self, enabled=self.enabled, low=self.low_prec_dtype, high=self.high_prec_dtype)
@@ -46,11 +48,14 @@ class autocast:
         state.pop(self, failing=exc_type is not None)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
-        """Decorate `func`: each call runs in the region."""
-        hs.autocast(policy="O0")(func)  # refuses what cannot be decorated, and says why
+        """Decorate `func`: each call runs in the region, under torch.compile by the lists in force now."""
+        policy = state.policy_for(state.now().policy, self.low_prec_dtype, self.high_prec_dtype)
+        traced = hs.autocast(policy=policy, enabled=self.enabled)(func)  # refuses what cannot be decorated
 
         @functools.wraps(func)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return traced(*args, **kwargs)
             with self:
                 return func(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from halfstep.compat.megengine.amp.lists import MEGENGINE, for_formats
 from halfstep.compat.megengine.tensor import dtype_of
 from halfstep.errors import RegionError
 
-__all__ = ["Frame", "change", "check", "now", "pop", "precision", "push"]
+__all__ = ["Frame", "change", "now", "policy_for", "pop", "precision", "push"]
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
@@ -43,7 +43,7 @@ class Frame:
     def open(self) -> None:
         """Open the region; below the first frame none is needed to have nothing cast."""
         if self.enabled or self.owner is not None:
-            self.region = hs.autocast(policy=_policy(self.policy, self.low, self.high), enabled=self.enabled)
+            self.region = hs.autocast(policy=policy_for(self.policy, self.low, self.high), enabled=self.enabled)
             self.region.__enter__()
 
     def close(self, *, failing: bool = False) -> None:
@@ -87,7 +87,7 @@ def change(
     if wanted == frame:
         return
     if wanted.enabled:
-        _policy(wanted.policy, wanted.low, wanted.high)
+        policy_for(wanted.policy, wanted.low, wanted.high)
     frame.close()
     _frames.stack[-1] = wanted
     wanted.open()
@@ -128,15 +128,15 @@ def precision(dtype: object, where: str) -> str:
 
 
 @cache
-def _policy(policy: hs.Policy, low: str, high: str) -> hs.Policy:
+def policy_for(policy: hs.Policy, low: str, high: str) -> hs.Policy:
+    """Return `policy` for two formats.
+
+    Raises:
+        RegionError: they cannot be in force together.
+    """
     if high not in ("float32", low):
         raise RegionError(
             f"amp: high_prec_dtype={high!r} beside low_prec_dtype={low!r}; a region has one low format: use 'float32', "
             f"or {low!r} to lower sensitive operators too"
         )
     return for_formats(policy, SHORT[low], SHORT[high])
-
-
-def check(low: str, high: str) -> None:
-    """Raise RegionError unless the two formats can be in force together."""
-    _policy(MEGENGINE, low, high)
