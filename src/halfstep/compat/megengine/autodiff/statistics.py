@@ -6,6 +6,7 @@ update itself is left out.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -25,9 +26,11 @@ class Statistics:
         """Remember nothing yet."""
         self._saved: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
         self._hook: RemovableHandle | None = None
+        self._thread = 0
 
     def watch(self) -> None:
-        """Save the buffers of every norm that is called in training from now on."""
+        """Save the buffers of every norm that this thread calls in training from now on."""
+        self._thread = threading.get_ident()  # the hook is every thread's
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(self._save)
 
@@ -51,5 +54,5 @@ class Statistics:
 
     def _save(self, module: nn.Module, inputs: Any) -> None:
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            if module not in self._saved:
+            if module not in self._saved and threading.get_ident() == self._thread:
                 self._saved[module] = {name: b.clone() for name, b in module.named_buffers(recurse=False)}
