@@ -274,3 +274,26 @@ def test_never_emulated_means_torchs_own_kernels() -> None:
     policy = hs.Policy.of("torch", dtype="fp16", emulate="never")
     with _silence(), hs.autocast("cpu", policy=policy) as region:
         assert region.recipe.mode is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e3m4"])
+@pytest.mark.parametrize("rule", ["low", "fp32", "keep", "widest"])
+def test_no_rule_keeps_a_norm_from_its_running_statistics(rule: str, dtype: str) -> None:
+    policy = hs.Policy(dtype=dtype, table="none").with_ops(**{rule: ["batch_norm", "instance_norm"]})
+    batch, instance = nn.BatchNorm1d(8), nn.InstanceNorm1d(8, affine=True, track_running_stats=True)
+    for norm, x in ((batch, X + 3), (instance, torch.stack((X + 3, X), -1))):
+        out = under(policy, lambda norm=norm, x=x: norm(x))  # type: ignore[misc]
+        assert out.dtype is ({"bf16": BF16, "fp16": HALF}.get(dtype, FP32) if rule == "low" else FP32)
+        assert norm.running_mean is not None and bool((norm.running_mean != 0).all())
+        assert norm.running_mean.dtype is FP32
+
+
+def test_a_norm_in_fp32_takes_low_inputs_and_low_weights() -> None:
+    policy = hs.Policy(dtype="bf16", table="none").with_ops(fp32=["batch_norm"])
+    norm = nn.BatchNorm1d(8)
+    norm.weight.data, norm.bias.data = norm.weight.data.bfloat16(), norm.bias.data.bfloat16()
+    plain = F.batch_norm(X.bfloat16().float(), None, None, torch.ones(8), torch.zeros(8), training=True)
+    assert torch.equal(under(policy, lambda: norm(X.bfloat16())), plain)
+    weight, bias, mean, variance = torch.ones(8).bfloat16(), torch.zeros(8), torch.zeros(8), torch.ones(8)
+    low = under(policy, lambda: torch.batch_norm(X.bfloat16(), weight, bias, mean, variance, True, 0.1, 1e-5, False))
+    assert torch.equal(low, plain) and bool((mean != 0).all())

@@ -432,3 +432,15 @@ def test_low_weights_of_a_norm_meet_its_fp32_statistics(norm: nn.Module, dtype: 
     assert torch.allclose(found.float(), expected, atol=0.05)
     found.sum().backward()
     assert model.weight.grad is not None and model.running_mean.dtype is torch.float32
+
+
+def test_a_default_is_that_of_the_moment_and_not_of_the_first_use() -> None:
+    layer, x = nn.Linear(3, 5), torch.randn(2, 3)
+    for dtype in (HALF, BF16, HALF):
+        with hs.autocast("cpu", dtype=dtype), hs.autocast("cpu"):
+            assert layer(x).dtype is dtype
+        with hs.autocast("cpu"):
+            assert layer(x).dtype is BF16
+    for cache in (False, True, False):
+        with hs.autocast("cpu", dtype=BF16, cache_enabled=cache), hs.autocast("cpu", enabled=False):
+            assert torch.is_autocast_cache_enabled() is cache

@@ -36,6 +36,7 @@ def rules(draw: st.DrawFn) -> ScaleRule:
         at_floor=draw(st.sampled_from(["warn", "raise", "refuse"])),
         patience=draw(st.integers(0, 1000)),
         guard=draw(st.booleans()),
+        kept=draw(st.sampled_from(["fp32", "fp64"])),
     )
 
 

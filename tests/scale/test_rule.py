@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from halfstep.errors import ScaleError
 from halfstep.policy.scale_rule import FP32_MAX, SCALE_RULES, ScaleRule
+from halfstep.scale import GradScaler
 from halfstep.scale.rule import (
     ScaleState,
     advance,
@@ -288,3 +290,48 @@ def test_without_a_floor_the_scale_dies() -> None:
     state = advance(rule, state, BAD)
     assert state.scale.item() == 0.0
     assert rule.ceiling == FP32_MAX and advance(rule, state, BAD).alarm.item()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    steps=sequences,
+    interval=st.integers(1, 6),
+    growth=st.floats(1.0, 4.0),
+    backoff=st.floats(0.1, 1.0),
+    init=st.floats(1e-3, 1e6),
+)
+def test_a_rule_that_keeps_fp64_is_a_python_float(
+    steps: list[bool], interval: int, growth: float, backoff: float, init: float
+) -> None:
+    numbers: dict[str, Any] = {"growth": growth, "backoff": backoff, "interval": interval}
+    rule = dataclasses.replace(SCALE_RULES["megengine"], **numbers, init=init)
+    check(rule, peers.MegEngine(scale=init, **numbers), steps)
+
+
+def test_a_scale_kept_in_fp64_meets_losses_as_fp32_and_survives_saving() -> None:
+    rule = dataclasses.replace(SCALE_RULES["megengine"], init=0.1, growth=3.0, backoff=0.3, interval=1)
+    scaler, weight = GradScaler(rule=rule), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None and weight.grad.dtype is torch.float32
+    assert weight.grad.tolist() == [f32(0.1)] * 3
+    scaler.step(optimizer)  # fused: gets the scale as a tensor
+    scaler.update()
+    assert weight.tolist() == [0.0] * 3
+    assert scaler.get_scale() == 0.1 * 3.0 != f32(0.1) * 3.0
+    again = GradScaler(rule=rule)
+    again.load_state_dict(scaler.state_dict())
+    for one in (scaler, again, copy.deepcopy(scaler)):
+        one.record(torch.tensor(True))
+        one.update()
+        assert one.get_scale() == 0.1 * 3.0 * 0.3
+        one.update(1.1)
+        assert one.get_scale() == 1.1
+
+
+def test_a_scale_kept_in_fp64_does_not_grow_past_fp32() -> None:
+    rule = dataclasses.replace(SCALE_RULES["megengine"], init=2.0**126, growth=3.0, interval=1)
+    state = initial_state(rule, "cpu")
+    for _ in range(3):
+        state = advance(rule, state, GOOD)
+    assert state.scale.item() == 3.0 * 2.0**126 < FP32_MAX

@@ -43,6 +43,7 @@ LOWS = frozenset({torch.float16, torch.bfloat16})
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
 PLAIN = frozenset({Tensor, nn.Parameter})  # tensor subclasses (DTensor, functional wrappers) have their own lives
 MANY_LOGITS = 1 << 20  # where a Function of our own begins to be faster on a CPU; below it some MiB are at stake
+STATEFUL = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
 
@@ -196,6 +197,46 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
     return run("cpu", func, args, {**kwargs, "input": low})
 
 
+def _stateful(target: Target, form: Format | None) -> Handler:
+    """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
+
+    Kernels take a low input with fp32 statistics and compute in fp32, but want weight and bias in the statistics'
+    format. `form` is a simulated low format.
+    """
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = STATEFUL_F if getattr(func, "__module__", "") == F.__name__ else STATEFUL_TORCH
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = _tensors((values.get("input"),), mode.devices)
+        device = mode.active(tensors)
+        if device is None:
+            return func(*args, **kwargs)
+        if form is not None:
+            func, input = simulated(func, form, inputs=False), simulated(_same, form, inputs=False)(tensors[0])
+        else:
+            input = _cast(tensors[0], target(device, tensors) or tensors[0].dtype, mode)
+        statistics = values.get("running_mean")
+        cast = {"input": input}
+        if isinstance(statistics, Tensor) or input.dtype is torch.float32:
+            wanted = statistics.dtype if isinstance(statistics, Tensor) else torch.float32
+            cast.update({name: _cast(values.get(name), wanted, mode) for name in ("weight", "bias")})
+        args = tuple(cast.get(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :]
+        return run(device, func, args, {name: cast.get(name, value) for name, value in kwargs.items()})
+
+    return handle
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+STATEFUL_F = ("input", "running_mean", "running_var", "weight", "bias")
+"""First arguments of F.batch_norm and F.instance_norm."""
+
+STATEFUL_TORCH = ("input", "weight", "bias", "running_mean", "running_var")
+"""First arguments of torch.batch_norm and torch.instance_norm."""
+
+
 def _to_low(device: str, tensors: list[Tensor]) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
@@ -331,17 +372,6 @@ def _into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any,
     return run(device, func, args, {k: _cast(v, dtype, mode) for k, v in kwargs.items()})
 
 
-def _statistics_decide(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a norm with running statistics: kernels want weight and bias in the format of these, which is never low."""
-    values = dict(zip(("input", "running_mean", "running_var", "weight", "bias"), args, strict=False), **kwargs)
-    statistics = values.get("running_mean")
-    if not isinstance(statistics, Tensor) or mode.active(_tensors(args[:1], mode.devices)) is None:
-        return func(*args, **kwargs)
-    wide = {name: _cast(values.get(name), statistics.dtype, mode) for name in ("weight", "bias")}
-    args = (*args[:3], *(wide.pop(name) for name in ("weight", "bias")[: max(0, len(args) - 3)]), *args[5:])
-    return func(*args, **{**kwargs, **{name: value for name, value in wide.items() if name in kwargs}})
-
-
 IN_PLACE = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_scatter_",
             "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")  # fmt: skip
 """Methods of Tensor that refuse to mix formats."""
@@ -355,6 +385,8 @@ def target_of(rule: str, name: str, device: str, tensors: list[Tensor]) -> torch
 
 
 def _rule_handler(name: str, rule: str, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
+    if name in STATEFUL and rule in _TARGETS:
+        return _stateful(_TARGETS[rule], how.simulated if rule == "low" else None)
     if rule == "low":
         if how.simulated is not None:
             return _simulated(how.simulated, gathers=name in GATHERS)
@@ -420,8 +452,8 @@ def handlers(
         for func in callables(name):
             compiled[func] = _rule_handler(name, rule, func, how, native=_native(name, rule, devices))
     if policy.params == "low":
-        compiled.setdefault(F.batch_norm, _statistics_decide)
-        compiled.setdefault(F.instance_norm, _statistics_decide)
+        for func in (F.batch_norm, F.instance_norm):
+            compiled.setdefault(func, _stateful(_as_it_is, None))
     for composite in _composites(frozenset(rules)):
         if composite not in compiled and name_of(composite) not in decisions:
             compiled[composite] = _composite(_unreported(composite))

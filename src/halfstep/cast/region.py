@@ -291,6 +291,10 @@ class autocast:
     ) -> None:
         if policy is not None and not isinstance(policy, Policy) and str(policy).endswith(".toml"):
             policy = Policy.of(policy)  # a file may change; what is cached below is its content
+        if dtype is None and policy is None:
+            dtype = _dtype_here(device_type)
+        if cache_enabled is None:
+            cache_enabled = is_autocast_cache_enabled()
         self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
 
     def __enter__(self) -> autocast:
@@ -383,12 +387,20 @@ for _function in (
     run_eagerly(_function)
 
 
+def _dtype_here(device_type: str | None) -> torch.dtype | None:
+    """Return the format torch.autocast would take here and now: that of an outer region, or the device's default."""
+    try:
+        return get_autocast_dtype(device_type)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):  # `_recipe` says what is wrong
+        return None
+
+
 @functools.cache
 def _recipe(
     device_type: str | None,
     dtype: torch.dtype | None,
     enabled: bool,
-    cache_enabled: bool | None,
+    cache_enabled: bool,
     policy: Policy | str | None,
 ) -> Recipe:
     if device_type is None and policy is None:

@@ -35,7 +35,7 @@ MAX_COUNT = 2**31 - 2
 class ScaleRule:
     """Numbers that say how a loss scale moves; hashable, and ``eval(repr(rule)) == rule``.
 
-    The scale itself is an fp32 number; each move is computed exactly and rounded to fp32 once.
+    The scale is an fp32 number (see `kept`); each move is computed exactly and rounded once.
 
     Attributes:
         init: scale before the first step, in ``[floor, ceiling]``.
@@ -55,6 +55,8 @@ class ScaleRule:
             stay at it and raise; ``"refuse"`` never reach the floor: keep the scale where it is and raise.
         patience: bad steps in a row after which the scaler raises; 0 = never.
         guard: a growth past the largest fp32 number is not carried out. Without it the scale becomes inf for good.
+        kept: the format the scale moves in: "fp32", or "fp64" as a peer's Python float, which differs where a factor is
+            no power of two. Losses and gradients meet its fp32 number in any case.
 
     Raises:
         ScaleError: a value is of the wrong type or out of range; the message names it, its value and the range.
@@ -74,6 +76,7 @@ class ScaleRule:
     at_floor: Literal["warn", "raise", "refuse"] = "warn"
     patience: int = 0
     guard: bool = True
+    kept: Literal["fp32", "fp64"] = "fp32"
 
     def __repr__(self) -> str:
         """Return the constructor call with the fields that are not the default."""
@@ -99,6 +102,7 @@ class ScaleRule:
             ("at_floor", self.at_floor, ("warn", "raise", "refuse")),
             ("divide", self.divide, (False, True)),
             ("guard", self.guard, (False, True)),
+            ("kept", self.kept, ("fp32", "fp64")),
         ):
             if type(value) is not type(options[0]) or value not in options:
                 raise ScaleError(f"scale rule: {name}={value!r}; expected one of {', '.join(map(repr, options))}")
@@ -169,6 +173,6 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
         # mindspore.amp.DynamicLossScaleManager: raises at the 1001st bad step in a row.
         "mindspore-manager": ScaleRule(init=2.0**24, floor=1.0, ceiling=FP32_MAX, patience=1000),
         # megengine.amp.GradScaler: torch's rule on a Python float, from a smaller start.
-        "megengine": ScaleRule(init=2.0**4, floor=0.0, ceiling=FP32_MAX),
+        "megengine": ScaleRule(init=2.0**4, floor=0.0, ceiling=FP32_MAX, kept="fp64"),
     }
 )

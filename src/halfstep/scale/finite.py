@@ -39,7 +39,7 @@ def unscale_(
     Args:
         pairs: (parameter, gradient), gradients of any floating or complex dtype, dense or sparse, on any devices. They
             are changed in place; sparse low, conjugated and (under `into_fp32`) low ones are replaced.
-        scale: 0-dim fp32, the factor the loss was multiplied by.
+        scale: 0-dim fp32 or fp64, the factor the loss was multiplied by.
         into_fp32: give fp16 and bf16 parameters an fp32 gradient (their ``grad_dtype`` becomes None, any). Otherwise a
             gradient keeps its dtype: fp32 arithmetic, one rounding.
         check_scale: the scale may be so small that 1/scale is inf in fp32; that counts as not finite.
@@ -88,18 +88,18 @@ def check(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor) -> Tensor | None
 
     Args:
         pairs: (parameter, gradient) as for `unscale_`.
-        like: 0-dim fp32 on the device the verdict is wanted on.
+        like: 0-dim on the device the verdict is wanted on.
 
     Returns:
         0-dim fp32 on the device of `like`, not zero if a gradient was not finite; None without gradients.
     """
-    found = _Verdict(torch.zeros_like(like))
+    found = _Verdict(torch.zeros_like(like, dtype=torch.float32))
     batches = _Batches()
     for _, gradient in pairs:
         if gradient.is_sparse and gradient.dtype in LOW:
             gradient = gradient.to(torch.float32).coalesce()
         batches.add(gradient.resolve_conj())
-    batches.run(found, torch.ones_like(like))
+    batches.run(found, torch.ones_like(like, dtype=torch.float32))
     return found.combined() if batches else None
 
 

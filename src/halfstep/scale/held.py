@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import ScaleError
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.scale.choose import check_factor
-from halfstep.scale.rule import ScaleState, check_scale, fp32, initial_host, load_host, set_scale_, state_to_host
+from halfstep.scale.rule import ScaleState, check_scale, initial_host, kept, load_host, set_scale_, state_to_host
 from halfstep.scale.saved import host_from_state_dict, rule_from_state_dict, state_dict_from
 
 __all__ = ["HeldScale"]
@@ -102,18 +102,18 @@ class HeldScale:
     def scale_on(self, device: torch.device | str) -> Tensor:
         """Return the current scale as a 0-dim fp32 tensor on `device` (1 if disabled), without waiting.
 
-        On the scaler's own device, which is the first one asked for, it is the live tensor: `update` changes it in
-        place, so clone it to keep a value, and do not write to it.
+        On the scaler's own device, which is the first one asked for, it is the live tensor (but for a rule that keeps
+        fp64): `update` changes it in place, so clone it to keep a value, and do not write to it.
         """
         if not self._enabled:
             return torch.ones((), dtype=torch.float32, device=device)
         self._scalings += 1
-        return self._state_on(device).scale.to(device=device, non_blocking=True)
+        return self._state_on(device).scale.to(device=device, dtype=torch.float32, non_blocking=True)
 
     def _state_on(self, device: torch.device | str) -> ScaleState:
         """Return the tensors, made on `device` if there are none yet."""
         if self._state is None:
-            self._state = load_host(self._host, device)
+            self._state = load_host(self._host, device, self._rule)
         return self._state
 
     def _started(self, method: str) -> ScaleState:
@@ -134,4 +134,4 @@ class HeldScale:
             set_scale_(self._rule, self._state, value)
         else:
             check_scale(self._rule, value, "update(new_scale=...)")
-            self._host["scale"] = fp32(value)
+            self._host["scale"] = kept(self._rule, value)

@@ -28,6 +28,7 @@ __all__ = [
     "fp32",
     "initial_host",
     "initial_state",
+    "kept",
     "load_host",
     "set_scale_",
     "state_to_host",
@@ -38,7 +39,7 @@ class ScaleState(NamedTuple):
     """What a scale rule remembers; every field a 0-dim tensor on one device.
 
     Attributes:
-        scale: fp32, the factor a loss is multiplied by.
+        scale: the factor a loss is multiplied by, in the format of `ScaleRule.kept`.
         good: int32, good steps that count towards the next growth (negative while `ScaleRule.delay` runs).
         slack: int32, bad steps that will still be forgiven (hysteresis less one, when full).
         steps: int32, steps since the scale last moved; kept only under a `tolerance`.
@@ -65,7 +66,7 @@ _DTYPES = (torch.float32, *[torch.int32] * 6, torch.bool)  # in the order of the
 def initial_host(rule: ScaleRule) -> dict[str, Any]:
     """Return the state before the first step as plain numbers."""
     return {
-        "scale": fp32(rule.init),
+        "scale": kept(rule, rule.init),
         "good": -rule.delay,
         "slack": rule.hysteresis - 1,
         "steps": 0,
@@ -76,6 +77,11 @@ def initial_host(rule: ScaleRule) -> dict[str, Any]:
     }
 
 
+def kept(rule: ScaleRule, value: float) -> float:
+    """Return the number nearest to `value` that the scale of `rule` can be."""
+    return fp32(value) if rule.kept == "fp32" else float(value)
+
+
 def fp32(value: float) -> float:
     """Return the fp32 number nearest to a finite `value` within fp32's range."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
@@ -83,16 +89,18 @@ def fp32(value: float) -> float:
 
 def initial_state(rule: ScaleRule, device: torch.device | str) -> ScaleState:
     """Return the state before the first step, on `device`."""
-    return load_host(initial_host(rule), device)
+    return load_host(initial_host(rule), device, rule)
 
 
-def load_host(values: Mapping[str, Any], device: torch.device | str) -> ScaleState:
-    """Return plain numbers (as `state_to_host` gives them) as a state on `device`."""
+def load_host(values: Mapping[str, Any], device: torch.device | str, rule: ScaleRule | None = None) -> ScaleState:
+    """Return plain numbers (as `state_to_host` gives them) as a state on `device`, in the format `rule` keeps."""
+    double = rule is not None and rule.kept == "fp64" and torch.device(device).type != "mps"  # mps has no float64
+    dtypes = (torch.float64, *_DTYPES[1:]) if double else _DTYPES
     # full, not tensor: the number travels as a kernel argument, so this can run while a CUDA graph is being captured.
     return ScaleState(
         *(
             torch.full((), values[name], dtype=dtype, device=device)
-            for name, dtype in zip(ScaleState._fields, _DTYPES, strict=True)
+            for name, dtype in zip(ScaleState._fields, dtypes, strict=True)
         )
     )
 
@@ -135,7 +143,7 @@ def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState
     if rule.ceiling < FP32_MAX:
         raised = raised.clamp(max=rule.ceiling)
     elif rule.guard:
-        raised = torch.where(raised.isfinite(), raised, scale)
+        raised = torch.where(raised <= FP32_MAX, raised, scale)
     lowered = _over(scale, rule.growth) if rule.divide else _times(scale, rule.backoff)
     if rule.at_floor == "refuse":
         cornered = lowered <= rule.floor
@@ -200,7 +208,7 @@ def set_scale_(rule: ScaleRule, state: ScaleState, value: Tensor | float) -> Non
                 f"update(new_scale=...): a tensor of shape {tuple(value.shape)} and dtype {value.dtype}, "
                 f"requires_grad={value.requires_grad}; expected one real element without grad"
             )
-        wanted = value.detach().reshape(()).to(device=state.scale.device, dtype=torch.float32, non_blocking=True)
+        wanted = value.detach().reshape(()).to(device=state.scale.device, dtype=state.scale.dtype, non_blocking=True)
         usable = wanted.isfinite() & (wanted > 0)
         state.scale.copy_(torch.where(usable, wanted.clamp(rule.floor, rule.ceiling), state.scale))
         return
@@ -228,6 +236,7 @@ def _is_plain(rule: ScaleRule) -> bool:
         and rule.patience == 0
         and rule.guard
         and not rule.divide
+        and rule.kept == "fp32"
         and rule.at_floor != "refuse"
         # The kernel refuses a growth to inf before the clamp could bring it down to the ceiling.
         and (rule.ceiling == FP32_MAX or rule.ceiling * rule.growth <= FP32_MAX)
@@ -235,15 +244,15 @@ def _is_plain(rule: ScaleRule) -> bool:
 
 
 def _wide(scale: Tensor) -> torch.dtype:
-    """Return the dtype in which a product of an fp32 number and a Python float is rounded to fp32 only once."""
+    """Return the dtype in which the product of a scale and a Python float is rounded only once."""
     return torch.float32 if scale.device.type == "mps" else torch.float64  # mps has no float64
 
 
 def _times(scale: Tensor, factor: float) -> Tensor:
-    return (scale.to(_wide(scale)) * factor).to(torch.float32)
+    return (scale.to(_wide(scale)) * factor).to(scale.dtype)
 
 
 def _over(scale: Tensor, divisor: float) -> Tensor:
     # A tensor as divisor: CUDA turns a division by a number into a product with its reciprocal.
     wide = scale.to(_wide(scale))
-    return (wide / torch.full_like(wide, divisor)).to(torch.float32)
+    return (wide / torch.full_like(wide, divisor)).to(scale.dtype)

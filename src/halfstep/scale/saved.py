@@ -10,7 +10,7 @@ from typing import Any
 
 from halfstep.errors import ScaleError
 from halfstep.policy.scale_rule import MAX_COUNT, ScaleRule
-from halfstep.scale.rule import fp32, initial_host
+from halfstep.scale.rule import fp32, initial_host, kept
 
 __all__ = ["host_from_state_dict", "rule_from_state_dict", "state_dict_from"]
 
@@ -101,7 +101,7 @@ def _bounded(rule: ScaleRule, scale: Any) -> float:
             f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it",
             stacklevel=4,
         )
-    return fp32(bounded)
+    return kept(rule, bounded)
 
 
 def _count(name: str, value: Any, *, low: int) -> int:

@@ -237,7 +237,7 @@ class GradScaler(HeldScale):
             if not fused or must_not_skip(optimizer):
                 turn.bad = self._read(turn.found)
             if fused and not turn.bad:
-                scale = state.scale if turn.stage is Stage.READY else None
+                scale = state.scale.float() if turn.stage is Stage.READY else None
                 result = step_with_flag(optimizer, scale, turn.found, args, kwargs)
             elif not turn.bad:
                 result = optimizer.step(*args, **kwargs)

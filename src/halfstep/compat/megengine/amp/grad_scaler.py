@@ -1,0 +1,272 @@
+"""megengine.amp.GradScaler: MegEngine's words for one `hs.GradScaler` under the rule "megengine"."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import halfstep as hs
+from halfstep.compat.megengine.autodiff.grad_manager import GradManager, GradManagerGroup, managers_of
+from halfstep.errors import ScaleError
+
+__all__ = ["GradScaler"]
+
+KEYS = ("scale_factor", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+UNSCALED = "_halfstep_unscaled"
+"""Attribute of a gradient that has been divided by the scale."""
+
+
+class GradScaler:
+    """Scale gradients so that fp16 does not lose small ones, and drop them if one is not finite.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: at least 1; applied after `growth_interval` good steps in a row. 0: the scale never moves.
+        backoff_factor: above 0 and at most 1; applied at a bad step.
+        growth_interval: number of steps. 0: the scale never moves; bad steps are dropped all the same.
+
+    Raises:
+        ScaleError: a number that makes no sense.
+
+    Example:
+        >>> with gm:
+        ...     scaler.backward(gm, loss_of(net))
+        >>> optimizer.step().clear_grad()
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**4,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self._numbers: dict[str, Any] = {
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        self._core = hs.GradScaler(rule=_rule(init_scale, **self._numbers))
+        self._found: bool | None = None  # None: nothing unscaled since the last update
+
+    # --- numbers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def scale_factor(self) -> float:
+        """The scale; waits for the device. Can be set."""
+        return self._core.get_scale()
+
+    @scale_factor.setter
+    def scale_factor(self, value: float) -> None:
+        self._core.update(value)
+
+    @property
+    def growth_factor(self) -> float:
+        """What the scale is multiplied by after `growth_interval` good steps. Can be set."""
+        return float(self._numbers["growth_factor"])
+
+    @growth_factor.setter
+    def growth_factor(self, value: float) -> None:
+        self._change(growth_factor=value)
+
+    @property
+    def backoff_factor(self) -> float:
+        """What the scale is multiplied by at a bad step. Can be set."""
+        return float(self._numbers["backoff_factor"])
+
+    @backoff_factor.setter
+    def backoff_factor(self, value: float) -> None:
+        self._change(backoff_factor=value)
+
+    @property
+    def growth_interval(self) -> int:
+        """Good steps in a row that make the scale grow; 0: it never moves. Can be set."""
+        return int(self._numbers["growth_interval"])
+
+    @growth_interval.setter
+    def growth_interval(self, value: int) -> None:
+        self._change(growth_interval=value)
+
+    @property
+    def found_non_finite(self) -> bool:
+        """Whether a gradient unscaled since the last `update` was not finite."""
+        return bool(self._found)
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        gm: GradManager | GradManagerGroup,
+        y: Any = None,
+        dy: Any = None,
+        *,
+        unscale_grad: bool = True,
+        update_scale: bool | Literal["if_unscale_grad"] = "if_unscale_grad",
+    ) -> None:
+        """Go backward from the scaled `y`, and by default unscale the gradients and update the scale.
+
+        Args:
+            gm: the manager, recording.
+            y: the loss or several.
+            dy: gradient of each, to be scaled; default ones.
+            unscale_grad: False leaves gradients scaled, to accumulate several backward passes.
+            update_scale: False leaves the scale as it is. Without `unscale_grad` it is never updated.
+
+        Raises:
+            ScaleError: an attached tensor has an unscaled gradient, to which a scaled one would be added.
+        """
+        if update_scale not in (True, False, "if_unscale_grad"):
+            raise ScaleError(f"backward(update_scale={update_scale!r}): expected True, False or 'if_unscale_grad'")
+        for tensor in gm.attached_tensors():
+            if getattr(tensor.grad, UNSCALED, False):
+                raise ScaleError(
+                    f"backward: the gradient of an attached tensor of shape {tuple(tensor.shape)} is unscaled already, "
+                    "and a scaled one would be added to it. Call optimizer.step().clear_grad() first; to accumulate, "
+                    "use backward(..., unscale_grad=False) for all but the last"
+                )
+        ys = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
+        if dy is None:
+            dys = [torch.ones_like(one) for one in ys]
+        else:
+            dys = [dy] if isinstance(dy, Tensor) else list(dy)
+        gm.backward(ys, self._core.scale(dys))
+        if unscale_grad:
+            self.unscale(gm.attached_tensors())
+            if update_scale:
+                self.update()
+
+    def unscale(self, grad_tensors: Iterable[Tensor | None]) -> GradScaler:
+        """Divide the gradients of `grad_tensors` by the scale; if one is not finite, set all of them to None.
+
+        What norms counted during the forward passes of a dropped step is put back.
+
+        Args:
+            grad_tensors: tensors with gradients; those without (and None) are passed over.
+
+        Returns:
+            This scaler.
+
+        Raises:
+            ScaleError: a gradient has been unscaled already.
+        """
+        attached = [tensor for tensor in grad_tensors if tensor is not None]
+        tensors = [tensor for tensor in attached if tensor.grad is not None]
+        for tensor in tensors:
+            if getattr(tensor.grad, UNSCALED, False):
+                raise ScaleError(
+                    f"unscale: the gradient of a tensor of shape {tuple(tensor.shape)} has been unscaled already; call "
+                    "it once for each step (backward() does, unless unscale_grad=False) and clear_grad() after it"
+                )
+        bad = False
+        if tensors:
+            self._core.scale_on(tensors[0].device)
+            holder: Any = _Holder(tensors)
+            self._core.step(holder)
+            bad = bool(self._core.skipped(holder))
+        for tensor in tensors:
+            if bad:
+                tensor.grad = None
+            else:
+                setattr(tensor.grad, UNSCALED, True)
+        for manager in managers_of(attached):
+            manager.statistics.restore() if bad else manager.statistics.forget()
+        self._found = bool(self._found) or bad
+        return self
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Let the scale answer the step, or set it.
+
+        Args:
+            new_scale: in place of the rule's answer; the good steps counted so far stay counted.
+
+        Raises:
+            ScaleError: nothing was unscaled since the last update, or a scale that cannot be.
+        """
+        found, core = self._found, self._core
+        static = _static(**self._numbers)
+        if new_scale is not None:
+            if static:
+                warnings.warn(
+                    f"update(new_scale={new_scale!r}) does nothing: with growth_interval={self.growth_interval} and "
+                    f"growth_factor={self.growth_factor} the scale never moves; set scaler.scale_factor",
+                    stacklevel=2,
+                )
+            else:
+                core.update(new_scale)
+            self._found = None
+            return
+        if found is None:
+            raise ScaleError(
+                "update(): no gradient has been unscaled since the last update; call "
+                "scaler.unscale(gm.attached_tensors()) first (scaler.backward does both)"
+            )
+        core.record(torch.tensor(found))
+        core.update()
+        self._found = None
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers and the good steps counted so far."""
+        core = self._core.state_dict()
+        return {"scale_factor": core["scale"], **self._numbers, "_growth_tracker": core["_growth_tracker"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` (MegEngine's too) returned; nothing changes if that fails.
+
+        Raises:
+            ScaleError: a key is missing or a value makes no sense.
+        """
+        missing = [key for key in KEYS if key not in state]
+        if missing:
+            raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
+        numbers = {key: state[key] for key in KEYS[1:4]}
+        self._core = self._with(numbers, state["scale_factor"], state["_growth_tracker"])
+        self._numbers, self._found = numbers, None
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value!r}" for name, value in self._numbers.items())
+        return f"GradScaler(init_scale={self._core.rule.init!r}, {numbers})"
+
+    def _change(self, **numbers: Any) -> None:
+        """Go on with other numbers."""
+        wanted, core = {**self._numbers, **numbers}, self._core.state_dict()
+        self._core = self._with(wanted, core["scale"], core["_growth_tracker"])
+        self._numbers = wanted
+
+    def _with(self, numbers: Mapping[str, Any], scale: Any, tracker: Any) -> hs.GradScaler:
+        rule = _rule(scale, **numbers)
+        core = hs.GradScaler(rule=rule)
+        saved = core.state_dict()
+        core.load_state_dict({**saved, "scale": scale, "_growth_tracker": tracker})
+        return core
+
+
+def _static(growth_factor: float, backoff_factor: float, growth_interval: int) -> bool:
+    """Return whether the numbers are MegEngine's words for a scale that never moves."""
+    return growth_interval == 0 or growth_factor == 0
+
+
+def _rule(init_scale: float, *, growth_factor: float, backoff_factor: float, growth_interval: int) -> hs.ScaleRule:
+    """Return the preset "megengine" with other numbers; zeros make a scale that never moves."""
+    preset = hs.GradScaler(rule="megengine").rule
+    if _static(growth_factor, backoff_factor, growth_interval):
+        return dataclasses.replace(preset, init=init_scale, growth=1.0, backoff=1.0, interval=1)
+    return dataclasses.replace(
+        preset, init=init_scale, growth=growth_factor, backoff=backoff_factor, interval=growth_interval
+    )
+
+
+class _Holder:
+    """What the core takes for an optimizer: it holds tensors, and its step does nothing."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": tensors}]
+
+    def step(self) -> None:
+        """Do nothing: the gradients are the result."""

@@ -1,0 +1,275 @@
+"""megengine.autodiff.GradManager over torch's autograd.
+
+torch records always; a manager says for which tensors gradients are wanted, until when, and accumulates them into
+``.grad``. Backward runs with autocast off, so that its result does not depend on where it is called.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+import halfstep as hs
+from halfstep.compat.megengine.autodiff.statistics import Statistics
+from halfstep.errors import StepError
+
+__all__ = ["GradManager", "GradManagerGroup", "managers_of"]
+
+Callback = Callable[[Tensor, Tensor], Tensor]
+"""(attached tensor, its gradient of this backward) -> the gradient to accumulate."""
+
+_owners = WeakTensorKeyDictionary()
+"""Attached tensor -> the managers it is attached to."""
+
+
+class _Recording(threading.local):
+    def __init__(self) -> None:
+        self.managers: list[GradManager] = []
+
+
+_recording = _Recording()
+
+
+@dataclass(slots=True)
+class _Attached:
+    tensor: TensorWeakRef
+    callbacks: list[Callback] = field(default_factory=list)
+
+
+class GradManager:
+    """Compute gradients of what happens between `record` (or ``with gm:``) and `backward`.
+
+    Managers nest for higher derivatives: what the inner one puts into ``.grad`` can be differentiated by the outer one.
+
+    Example:
+        >>> gm = GradManager().attach(net.parameters())
+        >>> with gm:
+        ...     gm.backward(loss_of(net))
+    """
+
+    def __init__(self) -> None:
+        """Attach nothing yet."""
+        self._attached: dict[int, _Attached] = {}
+        self._recording = False
+        self._statistics = Statistics()
+
+    def attached_tensors(self) -> list[Tensor]:
+        """Return the attached tensors that are still alive, in the order of their attachment."""
+        return [tensor for entry in self._attached.values() if (tensor := entry.tensor()) is not None]
+
+    def attach(
+        self, tensors: Tensor | Iterable[Tensor], callbacks: Callback | Sequence[Callback] | None = None
+    ) -> GradManager:
+        """Want gradients of `tensors`; they are not kept alive.
+
+        Args:
+            tensors: a floating tensor or several; a parameter, an input or an intermediate result.
+            callbacks: called in order as ``gradient = callback(tensor, gradient)`` with the (scaled) gradient of each
+                backward, before it is accumulated.
+
+        Returns:
+            This manager.
+
+        Raises:
+            StepError: something is not a floating tensor; nothing is attached then.
+        """
+        found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for tensor in found:
+            if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+                what = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
+                raise StepError(f"GradManager.attach: got {what}; only floating tensors have gradients")
+        calls = [callbacks] if callable(callbacks) else list(callbacks or ())
+        self._attached = {key: entry for key, entry in self._attached.items() if entry.tensor() is not None}
+        for tensor in found:
+            if not tensor.requires_grad:
+                tensor.requires_grad_()
+            elif not tensor.is_leaf:
+                tensor.retain_grad()  # without it, reading .grad of an intermediate result warns
+            self._attached.setdefault(id(tensor), _Attached(TensorWeakRef(tensor))).callbacks.extend(calls)
+            _owners.setdefault(tensor, weakref.WeakSet()).add(self)
+        return self
+
+    def record(self) -> None:
+        """Begin: `backward` is possible from here on, once.
+
+        Raises:
+            StepError: it is recording already.
+        """
+        if self._recording:
+            raise StepError("GradManager.record: it is recording already; use one manager for each nested `with`")
+        self._recording = True
+        self._statistics.watch()
+        _recording.managers.append(self)
+
+    def release(self) -> None:
+        """End without gradients; also after `backward`. Nothing happens if it is not recording."""
+        self._recording = False
+        self._statistics.unwatch()
+        _recording.managers[:] = [other for other in _recording.managers if other is not self]
+
+    def backward(self, y: Any = None, dy: Any = None) -> None:
+        """Accumulate the gradients of `y` into ``.grad`` of the attached tensors that it depends on, and end recording.
+
+        Args:
+            y: a tensor or several; None: nothing.
+            dy: gradient of each; default ones.
+
+        Raises:
+            StepError: not recording (also a second backward), `dy` does not fit `y`, or `y` depends on nothing that has
+                a gradient.
+        """
+        _backward((self,), y, dy)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What norms had before the steps since the last verdict of a GradScaler."""
+        return self._statistics
+
+    def __enter__(self) -> GradManager:
+        self.record()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
+        return GradManagerGroup([self]) | other
+
+    def _take(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], taken: set[int]) -> None:
+        """Send gradients through the callbacks and accumulate them.
+
+        Args:
+            gradients: one for each tensor; several may be one and the same.
+            tensors: attached.
+            taken: addresses of memory that is somebody's already; a gradient there is copied.
+        """
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if gradient is None:
+                continue
+            for callback in self._attached[id(tensor)].callbacks:
+                gradient = callback(tensor, gradient)
+            if gradient.requires_grad:  # an outer manager will differentiate it
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+            elif tensor.grad is not None:
+                tensor.grad += gradient
+            else:
+                tensor.grad = _own(gradient, tensor, taken)
+
+
+class GradManagerGroup:
+    """Several managers that record and go backward together: ``gm1 | gm2``."""
+
+    def __init__(self, managers: Iterable[GradManager]) -> None:
+        """Group `managers`."""
+        self._managers = list(managers)
+
+    def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
+        others = [other] if isinstance(other, GradManager) else other._managers
+        return GradManagerGroup([*self._managers, *others])
+
+    def attached_tensors(self) -> list[Tensor]:
+        """Return the attached tensors of all."""
+        return [tensor for manager in self._managers for tensor in manager.attached_tensors()]
+
+    def record(self) -> None:
+        """Begin in all."""
+        for manager in self._managers:
+            manager.record()
+
+    def release(self) -> None:
+        """End in all."""
+        for manager in self._managers:
+            manager.release()
+
+    def backward(self, y: Any = None, dy: Any = None) -> None:
+        """As `GradManager.backward`, for the tensors of all."""
+        _backward(self._managers, y, dy)
+
+    def __enter__(self) -> GradManagerGroup:
+        self.record()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def managers_of(tensors: Iterable[Tensor]) -> list[GradManager]:
+    """Return the managers that any of `tensors` is attached to."""
+    found: dict[GradManager, None] = {}
+    for tensor in tensors:
+        found.update(dict.fromkeys(_owners.get(tensor, ())))
+    return list(found)
+
+
+def _own(gradient: Tensor, tensor: Tensor, taken: set[int]) -> Tensor:
+    """Return `gradient` in memory of its own, laid out as `tensor`: it will be changed in place."""
+    if gradient.layout is not torch.strided:
+        return gradient.clone()
+    if gradient.stride() != tensor.stride() or gradient.untyped_storage().data_ptr() in taken:
+        gradient = torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+    taken.add(gradient.untyped_storage().data_ptr())
+    return gradient
+
+
+def _backward(managers: Sequence[GradManager], y: Any, dy: Any) -> None:
+    if not all(manager._recording for manager in managers):
+        raise StepError(
+            "GradManager.backward: no computation history; call it once, inside `with gm:` or between record() and "
+            "release(), and after the forward pass"
+        )
+    try:
+        ys, dys = _pairs(y, dy)
+        if ys:
+            _differentiate(managers, ys, dys)
+    finally:
+        for manager in managers:
+            manager.release()
+
+
+def _pairs(y: Any, dy: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return outputs and their gradients as lists of equal length."""
+    ys = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
+    dys = [torch.ones_like(one) for one in ys] if dy is None else [dy] if isinstance(dy, Tensor) else list(dy)
+    if len(ys) != len(dys):
+        raise StepError(f"GradManager.backward: {len(ys)} outputs and {len(dys)} gradients dy; give one for each")
+    for one, its in zip(ys, dys, strict=True):
+        if its.shape != one.shape:
+            raise StepError(
+                f"GradManager.backward: dy has shape {tuple(its.shape)} and y {tuple(one.shape)}; they must be equal"
+            )
+    if ys and not any(one.requires_grad for one in ys):
+        raise StepError(
+            "GradManager.backward: y depends on no attached tensor; attach before the forward pass, and look for "
+            "no_grad() or detach() in it"
+        )
+    pairs = [(one, its.to(one)) for one, its in zip(ys, dys, strict=True) if one.requires_grad]
+    return [one for one, _ in pairs], [its for _, its in pairs]
+
+
+def _differentiate(managers: Sequence[GradManager], ys: list[Tensor], dys: list[Tensor]) -> None:
+    outer = any(manager not in managers for manager in _recording.managers)
+    wanted = [manager.attached_tensors() for manager in managers]
+    inputs = [tensor for tensors in wanted for tensor in tensors]
+    if not inputs:
+        return
+    taken = {one.untyped_storage().data_ptr() for one in dys}
+    intermediate = [(tensor, tensor.grad) for tensor in inputs if not tensor.is_leaf]
+    with hs.autocast(policy="O0"):
+        gradients = torch.autograd.grad(ys, inputs, dys, allow_unused=True, create_graph=outer)
+        for tensor, gradient in intermediate:  # torch has put something there, because they retain
+            tensor.grad = gradient
+        for manager, tensors in zip(managers, wanted, strict=True):
+            manager._take(gradients[: len(tensors)], tensors, taken)
+            gradients = gradients[len(tensors) :]

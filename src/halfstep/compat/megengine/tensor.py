@@ -1,0 +1,69 @@
+"""Tensors: torch's, made with MegEngine's words and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from halfstep.compat.megengine.device import device_of
+from halfstep.errors import RegionError, did_you_mean
+
+__all__ = ["Parameter", "Tensor", "dtype_of", "tensor"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")
+}
+
+
+def tensor(
+    data: Any,
+    dtype: Any = None,
+    device: str | torch.device | None = None,
+    is_const: bool = False,
+    no_cache: bool = False,
+    name: str | None = None,
+    format: str = "default",
+) -> Tensor:
+    """Return `data` as a tensor of its own.
+
+    Args:
+        data: a number, nested lists, a numpy array or a tensor.
+        dtype: a name such as "float32", or numpy's or torch's dtype. Default: that of `data`, but fp32 for fp64 and
+            int32 for int64, as MegEngine has neither.
+        device: "xpux", "cpu0", "gpu0", ...; default: the default device.
+        is_const: kept for MegEngine's signature; a tensor nobody attaches is a constant.
+        no_cache: kept for MegEngine's signature; there is no cache of small tensors.
+        name: kept for MegEngine's signature.
+        format: "default", or "nhwc" for torch.channels_last.
+
+    Raises:
+        RegionError: an unknown dtype, device or format.
+    """
+    if format not in ("default", "nchw", "nhwc"):
+        raise RegionError(f"tensor(format={format!r}): expected 'default', 'nchw' or 'nhwc'")
+    made = torch.as_tensor(data)
+    if dtype is not None:
+        wanted = dtype_of(dtype)
+    else:
+        wanted = {torch.float64: torch.float32, torch.int64: torch.int32}.get(made.dtype, made.dtype)
+    made = made.detach().to(device=device_of(device), dtype=wanted, copy=True)
+    return made.contiguous(memory_format=torch.channels_last) if format == "nhwc" and made.dim() == 4 else made
+
+
+def dtype_of(dtype: Any) -> torch.dtype:
+    """Return torch's dtype for a name, numpy's or torch's dtype.
+
+    Raises:
+        RegionError: there is none; the message names the nearest.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name: str = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "") or getattr(dtype, "name", "")
+    if name not in DTYPES:
+        raise RegionError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}{did_you_mean(str(name), DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,51 @@
+"""docs/compat_megengine.md lists every name, and what it says of each is so."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import pytest
+
+import halfstep.compat.megengine as mge
+from halfstep.compat.megengine import amp, autodiff, functional, hub, optimizer
+from tests.compat.name_table import DOCS, Row, exists, repeated, rows
+
+PAGE = "compat_megengine.md"
+TABLE = rows(PAGE)
+OWN = {"amp.AS_SHIPPED", "amp.MEGENGINE", "amp.policy", "hub.resnet18"}  # not in MegEngine
+PACKAGES = ("amp", "autodiff", "functional", "hub", "optimizer")
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.names[0])
+def test_a_row_is_true(row: Row) -> None:
+    for name in row.names:
+        assert exists(mge, name) == (row.verdict != "absent"), name
+    assert row.verdict == "works" or len(row.note) > 10, "why?"
+
+
+def test_every_name_has_one_row() -> None:
+    listed = {name for row in TABLE for name in row.names} | OWN
+    modules: dict[str, ModuleType] = {"": mge, "amp.": amp, "autodiff.": autodiff, "hub.": hub, "optimizer.": optimizer}
+    modules |= {"functional.": functional, "functional.nn.": functional.nn}
+    for prefix, module in modules.items():
+        for name in module.__all__:
+            assert prefix + name in listed or name in PACKAGES, prefix + name
+    for prefix, cls in (("amp.GradScaler", amp.GradScaler), ("autodiff.GradManager", autodiff.GradManager)):
+        for name in vars(cls):
+            assert name.startswith("_") or f"{prefix}.{name}" in listed or name in ("found_non_finite", "statistics")
+    assert not list(repeated(TABLE))
+
+
+def test_the_snippet_runs() -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / PAGE).read_text(encoding="utf-8"), re.S)
+    exec(snippet, {})
+
+
+def test_the_lists_are_those_of_the_page() -> None:
+    text = (DOCS / PAGE).read_text(encoding="utf-8")
+    cured = re.findall(r"^\| (.+) \| .+`AS_SHIPPED`: .+\|$", text, re.M)
+    assert cured == ["softmax, sum, prod, cumsum", "convolutions of volumes"]
+    difference = amp.MEGENGINE.diff(amp.AS_SHIPPED).splitlines()
+    assert "fp32 -> input: cumprod, cumsum, nansum, prod, softmax, softmin, sum" in difference
+    assert "low -> widest: conv3d, conv_transpose3d" in difference
