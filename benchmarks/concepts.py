@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -60,7 +61,9 @@ def meanings(kind: type) -> dict[str, str]:
 
 def attributes(kind: Any, head: str) -> str:
     told = meanings(kind)
-    return table([head, "what it is"], [[f"`{f.name}`", told[f.name]] for f in dataclasses.fields(kind) if f.name in told])
+    return table(
+        [head, "what it is"], [[f"`{f.name}`", told[f.name]] for f in dataclasses.fields(kind) if f.name in told]
+    )
 
 
 def formats() -> str:
@@ -79,7 +82,16 @@ def formats() -> str:
         ]
         for f in FORMATS.values()
     ]
-    head = ["format", "bits", "bytes stored", "exponent + mantissa", "max", "smallest normal", "smallest subnormal", "eps"]
+    head = [
+        "format",
+        "bits",
+        "bytes stored",
+        "exponent + mantissa",
+        "max",
+        "smallest normal",
+        "smallest subnormal",
+        "eps",
+    ]
     return table([*head, "specials", "dtype"], rows)
 
 
@@ -141,7 +153,9 @@ def _plain(value: Any) -> str:
         return "none"
     if value == 0 and isinstance(value, float):
         return "0"
-    return number(value) if isinstance(value, float) else f"`{value!r}`" if isinstance(value, (str, bool)) else str(value)
+    return (
+        number(value) if isinstance(value, float) else f"`{value!r}`" if isinstance(value, (str, bool)) else str(value)
+    )
 
 
 # ------------------------------------------------------------------ bytes per parameter, counted
@@ -247,7 +261,9 @@ def halfstep_loop(
     return update
 
 
-def counted(policy: hs.Policy | None, *, low: bool = False, frees: bool = False) -> tuple[dict[str, dict[str, int]], int]:
+def counted(
+    policy: hs.Policy | None, *, low: bool = False, frees: bool = False
+) -> tuple[dict[str, dict[str, int]], int]:
     """Return (moment -> place -> bytes, number of parameters) of AdamW under `policy`; None: torch's own loop."""
     torch.manual_seed(0)
     model = small_gpt()
@@ -300,6 +316,7 @@ def counted_model() -> str:
 # ------------------------------------------------------------------ pages
 
 
+@cache
 def blocks() -> dict[str, str]:
     return {
         "formats": formats(),
@@ -318,7 +335,6 @@ def blocks() -> dict[str, str]:
 
 def stale_pages(*, write: bool = False) -> list[str]:
     """Return the pages whose tables are not what the code says; `write` puts them right."""
-    torch.set_num_threads(1)
     made, stale = blocks(), []
     for path in sorted(PAGES.glob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -330,6 +346,7 @@ def stale_pages(*, write: bool = False) -> list[str]:
 
 
 def main() -> int:
+    torch.set_num_threads(1)
     check = "--check" in sys.argv
     stale = stale_pages(write=not check)
     if stale and check:

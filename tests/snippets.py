@@ -58,7 +58,9 @@ def run_block(code: str, namespace: dict[str, Any], page: str = "<page>", line: 
         kept += 1
         got = _raised(statement, namespace, page) if kind == "raises" else _given(statement, namespace, page)
         pattern = ".*".join(re.escape(_flat(part)) for part in text.split("..."))
-        assert re.fullmatch(pattern, _flat(got), re.DOTALL), f"{where}\n promised: {_flat(text)}\n      got: {_flat(got)}"
+        assert re.fullmatch(pattern, _flat(got), re.DOTALL), (
+            f"{where}\n promised: {_flat(text)}\n      got: {_flat(got)}"
+        )
     promised = len(re.findall(rf"{PROMISE.pattern}", code))
     assert kept == promised, f"{page}:{line}: {promised} promises, and statements for {kept}"
     return kept

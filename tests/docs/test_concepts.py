@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import concepts
 from benchmarks.concepts import blocks, stale_pages
 from tests.snippets import run_page, snippets
 
@@ -39,6 +40,15 @@ def test_every_concept_has_a_page_with_pitfalls_and_pointers() -> None:
 
 def test_tables_are_what_the_code_says() -> None:
     assert stale_pages() == [], "run `make tables`"
+
+
+def test_a_number_changed_by_hand_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "concepts" / "formats.md").read_text(encoding="utf-8")
+    (tmp_path / "formats.md").write_text(text.replace("| 65504 |", "| 65505 |"), encoding="utf-8")
+    monkeypatch.setattr(concepts, "PAGES", tmp_path)
+    assert stale_pages() == ["formats.md"]
+    assert stale_pages(write=True) == ["formats.md"]
+    assert (tmp_path / "formats.md").read_text(encoding="utf-8") == text
 
 
 def test_every_table_the_code_makes_is_on_a_page() -> None:
