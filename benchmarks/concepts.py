@@ -2,8 +2,8 @@
 
     python -m benchmarks.concepts [--check]
 
-What these pages say about formats, policies and scale rules is read from the code's own values and docstrings. Bytes per
-parameter are counted while a small GPT trains. `tests/docs/test_concepts.py` holds the pages to it.
+What these pages say about formats, policies and scale rules is read from the code's own values and docstrings. Bytes
+per parameter are counted while a small GPT trains. `tests/docs/test_concepts.py` holds the pages to it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class LowCopies(TorchDispatchMode):
     """Notes every cast of a weight, and says how many bytes of these copies are still alive."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it without types
         self.weights = {w.untyped_storage().data_ptr() for w in weights}
         self.copies: list[tuple[StorageWeakRef, int]] = []
 

@@ -1,4 +1,4 @@
-"""The helper that runs the snippets of pages can fail: a broken promise is noticed, and so is one that nothing keeps."""
+"""The helper that runs snippets can fail: a broken promise is noticed, and so is one that nothing keeps."""
 
 from __future__ import annotations
 

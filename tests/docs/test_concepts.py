@@ -1,4 +1,4 @@
-"""The concept pages do what they say: snippets run and give what stands beside them, tables are the code's, links lead."""
+"""The concept pages: snippets run and give what stands beside them, tables are the code's, links lead somewhere."""
 
 from __future__ import annotations
 
