@@ -49,8 +49,9 @@ compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/
 	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task resnet --policies $(FULL) --seeds 5 --json benchmarks/results/compare_resnet.json
 
-tables: $(READY)  ## write the numbers of benchmarks/results/ into README and docs
+tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.concepts
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist out src/halfstep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

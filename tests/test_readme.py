@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.snippets import run_page, snippets
+
 README = Path(__file__).resolve().parent.parent / "README.md"
-
-
-def snippets() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    found = snippets()
-    assert len(found) == 5
-    namespace: dict[str, Any] = {}
-    for code in found:
-        exec(compile(code, str(README), "exec"), namespace)
+    assert len(snippets(README)) == 5
+    run_page(README)
     saved = torch.load(tmp_path / "weights.pt")
     assert all(value.dtype is torch.float32 for value in saved.values())
     printed = capsys.readouterr().out

@@ -24,11 +24,31 @@ def test_every_make_target_it_names_exists() -> None:
     assert {"lint", "test", "bench"} <= named <= targets
 
 
+def reading_lists() -> list[list[tuple[str, int, int]]]:
+    """Return the two lists of files to read, as (file, lines, minutes)."""
+    path = TEXT.partition("## The code in an hour")[2].partition("\n## ")[0]
+    tables = path.split("| file | lines | minutes |")[1:]
+    row = re.compile(r"^\| `(src/halfstep/[\w/]+\.py)` \| (\d+) \| (\d+) \|", re.MULTILINE)
+    return [[(file, int(lines), int(minutes)) for file, lines, minutes in row.findall(table)] for table in tables]
+
+
 def test_the_hour_path_is_complete_and_in_the_order_of_the_layers() -> None:
-    rows = re.findall(r"^\| `src/halfstep/([\w/]+)\.py`", TEXT, re.MULTILINE)
-    assert len(rows) == 11
-    layers = [LAYERS[row.split("/")[0]] for row in rows]
-    assert layers == sorted(layers)
+    first, second = reading_lists()
+    assert len(first) == 13 and len(second) == 19
+    assert len({file for file, _, _ in first + second}) == 32
+    for rows in (first, second):
+        layers = [LAYERS[Path(file).relative_to("src/halfstep").parts[0].removesuffix(".py")] for file, _, _ in rows]
+        assert layers == sorted(layers)
+
+
+def test_the_hour_path_takes_an_hour() -> None:
+    for rows in reading_lists():
+        for file, lines, minutes in rows:
+            real = len((ROOT / file).read_text(encoding="utf-8").splitlines())
+            assert abs(lines - real) <= max(10, real / 4), f"{file} has {real} lines"
+            assert minutes == max(1, round(lines / 45)), file
+        total = sum(minutes for _, _, minutes in rows)
+        assert 50 <= total <= 75 and f"{total} " in TEXT
 
 
 def test_the_layers_it_draws_are_the_enforced_ones() -> None:

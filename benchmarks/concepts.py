@@ -1,0 +1,359 @@
+"""Write the tables of docs/concepts/ from the package; `make tables`.
+
+    python -m benchmarks.concepts [--check]
+
+What these pages say about formats, policies and scale rules is read from the code's own values and docstrings. Bytes
+per parameter are counted while a small GPT trains. `tests/docs/test_concepts.py` holds the pages to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep as hs
+from benchmarks.tables import fill, table
+from halfstep.blocks import BLOCK_FORMATS
+from halfstep.events import StepResult
+from halfstep.formats import FORMATS
+from halfstep.policy.optable import RULES, TABLES
+from halfstep.policy.optable import table as operators
+from halfstep.policy.scale_rule import FP32_MAX, SCALE_RULES
+from halfstep.step import StepMetrics
+from halfstep.step.prepare import store_of
+from halfstep.tasks.gpt import GPT
+
+PAGES = Path(__file__).resolve().parent.parent / "docs" / "concepts"
+
+# ------------------------------------------------------------------ what the code says of itself
+
+
+def number(value: float) -> str:
+    """Write a power of two as one, anything else in four digits."""
+    power = math.log2(value) if value > 0 else math.nan
+    if power == round(power) and not -4 < power < 11:
+        return f"2^{round(power)}"
+    return f"{value:.4g}"
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """Return attribute -> what the class docstring says about it, in Markdown."""
+    text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    text = re.split(r"\n(?=\w+:\n)", text)[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.MULTILINE)
+    return {name: " ".join(words.split()).replace("``", "`") for name, words in found}
+
+
+def attributes(kind: Any, head: str) -> str:
+    told = meanings(kind)
+    return table(
+        [head, "what it is"], [[f"`{f.name}`", told[f.name]] for f in dataclasses.fields(kind) if f.name in told]
+    )
+
+
+def formats() -> str:
+    rows = [
+        [
+            f"`{f.name}`",
+            str(f.bits),
+            str(f.bytes),
+            f"{f.exponent_bits} + {f.mantissa_bits}",
+            f"{f.max:.7g}",
+            number(f.smallest_normal),
+            number(f.smallest_subnormal),
+            number(f.eps),
+            {(True, True): "inf, nan", (False, True): "nan", (False, False): "-"}[f.has_inf, f.has_nan],
+            "-" if f.torch_dtype is None else f"`{f.torch_dtype}`",
+        ]
+        for f in FORMATS.values()
+    ]
+    head = [
+        "format",
+        "bits",
+        "bytes stored",
+        "exponent + mantissa",
+        "max",
+        "smallest normal",
+        "smallest subnormal",
+        "eps",
+    ]
+    return table([*head, "specials", "dtype"], rows)
+
+
+def block_formats() -> str:
+    rows = [
+        [f"`{b.name}`", f"`{b.element.name}`", str(b.block), f"{b.bits:g}", f"{b.element.max:g}"]
+        for b in BLOCK_FORMATS.values()
+    ]
+    return table(["block format", "element", "elements a scale", "bits a number", "max of an element"], rows)
+
+
+def policy_fields() -> str:
+    told, hints = meanings(hs.Policy), get_type_hints(hs.Policy)
+    rows = []
+    for f in dataclasses.fields(hs.Policy):
+        choice = get_origin(hints[f.name]) is Literal
+        values = ", ".join(f"`{v}`" for v in get_args(hints[f.name])) if choice else "see there"
+        rows.append([f"`{f.name}`", values, f"`{f.default!r}`", told[f.name]])
+    return table(["field", "values", "default", "meaning"], rows)
+
+
+def presets() -> str:
+    plain, rows = hs.Policy(), []
+    for name, policy in hs.PRESETS.items():
+        changed = [f.name for f in dataclasses.fields(policy) if f.name != "name"]
+        changed = [f for f in changed if getattr(policy, f) != getattr(plain, f)]
+        rows.append([f"`{name}`", ", ".join(f"`{f}={getattr(policy, f)!r}`" for f in changed) or "the defaults"])
+    return table(["preset", "fields that are not the default"], rows)
+
+
+def tables() -> str:
+    rows = []
+    for name in TABLES:
+        for device in ("cpu", "cuda") if name == "torch" else ("cpu",):
+            count = Counter(row.rule for row in operators(name, device).values())
+            label = f"`{name}`" + (f" on {device}" if name == "torch" else "")
+            rows.append([label, *(str(count[rule]) for rule in RULES)])
+    return table(["table", *(f"`{rule}`" for rule in RULES)], rows)
+
+
+def scale_fields() -> str:
+    told = meanings(hs.ScaleRule)
+    rows = [[f"`{f.name}`", _plain(f.default), told[f.name]] for f in dataclasses.fields(hs.ScaleRule)]
+    return table(["field", "default", "meaning"], rows)
+
+
+def scale_rules() -> str:
+    shown = ("init", "growth", "backoff", "interval", "floor", "ceiling", "hysteresis")
+    plain, rows = hs.ScaleRule(), []
+    for name, rule in SCALE_RULES.items():
+        others = [f.name for f in dataclasses.fields(rule) if f.name not in shown]
+        others = [f"`{f}={getattr(rule, f)!r}`" for f in others if getattr(rule, f) != getattr(plain, f)]
+        rows.append([f"`{name}`", *(_plain(getattr(rule, f)) for f in shown), ", ".join(others)])
+    return table(["rule", *shown, "besides"], rows)
+
+
+def _plain(value: Any) -> str:
+    if value == FP32_MAX:
+        return "none"
+    if value == 0 and isinstance(value, float):
+        return "0"
+    return (
+        number(value) if isinstance(value, float) else f"`{value!r}`" if isinstance(value, (str, bool)) else str(value)
+    )
+
+
+# ------------------------------------------------------------------ bytes per parameter, counted
+
+WHERE = ("weight", "low copy", "gradient", "fp32 gradient", "master", "optimizer state")
+MOMENTS = ("forward", "update", "between")
+UPDATES = 3  # the last one is counted: then the optimizer has its state and buffers are there
+
+
+def storage_bytes(found: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of some tensors, each counted once."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(sizes.values())
+
+
+class LowCopies(TorchDispatchMode):
+    """Notes every cast of a weight, and says how many bytes of these copies are still alive."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        self.weights = {w.untyped_storage().data_ptr() for w in weights}
+        self.copies: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.weights:
+            storage = result.untyped_storage()
+            self.copies.append((StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+    def alive(self) -> int:
+        return sum(size for reference, size in self.copies if not reference.expired())
+
+
+@dataclass
+class Count:
+    """Bytes of one training run by place, at the moments of its last update."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    copies: LowCopies
+    at: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def look(self, moment: str) -> None:
+        weights, store = list(self.model.parameters()), store_of(self.model)
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+        gradients = [p.grad for p in weights if p.grad is not None]
+        self.at[moment] = {
+            "weight": storage_bytes(weights),
+            "low copy": self.copies.alive(),
+            "gradient": storage_bytes(gradients),
+            "fp32 gradient": 0 if store is None else storage_bytes(store.buffers()),
+            "master": 0 if store is None else storage_bytes(store.masters()),
+            "optimizer state": storage_bytes(state),
+        }
+
+
+def small_gpt() -> nn.Module:
+    return GPT(vocabulary=64, width=128, layers=3, heads=4, length=32)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def torch_loop(model: nn.Module, optimizer: torch.optim.Optimizer, low: bool, count: Count) -> Callable[..., None]:
+    """Train as torch.amp's page shows it: cast in a region, clip, step, forget gradients."""
+
+    def update(*batch: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = loss_of(model, *batch)
+            count.look("forward")
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        count.look("update")
+        optimizer.step()
+        optimizer.zero_grad()
+        count.look("between")
+
+    return update
+
+
+def halfstep_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: hs.Policy, count: Count, *, frees: bool
+) -> Callable[..., None]:
+    """Train with a TrainStep; `frees`: give fp32 gradient buffers back after the step, as accelerators do."""
+
+    def counted(model: nn.Module, *batch: Tensor) -> Tensor:
+        loss = loss_of(model, *batch)
+        count.look("forward")
+        return loss
+
+    step = hs.TrainStep(model, optimizer, counted, policy=policy, clip_norm=1.0)
+    optimizer.register_step_pre_hook(lambda *_: count.look("update"))
+
+    def update(*batch: Tensor) -> None:
+        step(*batch)
+        store = store_of(model)
+        if frees and store is not None:
+            store.free_buffers()
+        count.look("between")
+
+    return update
+
+
+def counted(
+    policy: hs.Policy | None, *, low: bool = False, frees: bool = False
+) -> tuple[dict[str, dict[str, int]], int]:
+    """Return (moment -> place -> bytes, number of parameters) of AdamW under `policy`; None: torch's own loop."""
+    torch.manual_seed(0)
+    model = small_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    copies = LowCopies([])
+    count = Count(model, optimizer, copies)
+    if policy is None:
+        update = torch_loop(model, optimizer, low, count)
+    else:
+        update = halfstep_loop(model, optimizer, policy, count, frees=frees)
+    copies.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with copies:
+        for _ in range(UPDATES):
+            update(torch.randint(0, 64, (4, 32)), torch.randint(0, 64, (4, 32)))
+    return count.at, sum(p.numel() for p in model.parameters())
+
+
+def bytes_per_parameter() -> str:
+    bf16 = {name: hs.Policy.of(name, dtype="bf16") for name in ("O1", "mixed", "O2", "O3")}
+    runs = {
+        "fp32 (torch)": counted(None),
+        "torch.amp": counted(None, low=True),
+        "`O1`": counted(bf16["O1"]),
+        "`mixed`": counted(bf16["mixed"]),
+        "`O2`, CPU": counted(bf16["O2"]),
+        "`O2`, buffers given back": counted(bf16["O2"], frees=True),
+        '`O2`, `grads="fp32"`': counted(bf16["O2"].replace(grads="fp32")),
+        "`O3`": counted(bf16["O3"]),
+    }
+    rows = []
+    for name, (at, total) in runs.items():
+        most = [max(at[moment][place] for moment in MOMENTS) / total for place in WHERE]
+        peak = max(sum(at[moment].values()) for moment in MOMENTS) / total
+        kept = sum(at["between"].values()) / total
+        rows.append([name, *(f"{b:.2f}" if b else "-" for b in most), f"{peak:.2f}", f"{kept:.2f}"])
+    return table(["AdamW in bf16", *WHERE, "most at once", "between updates"], rows)
+
+
+def counted_model() -> str:
+    model = small_gpt()
+    total = sum(p.numel() for p in model.parameters())
+    norms = sum(p.numel() for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters())
+    places = sum(p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+    return (
+        f"A GPT of 3 layers of 128: {total:,} parameters, of which {norms:,} in norms and {places:,} in embeddings; "
+        f"update {UPDATES} of a run."
+    )
+
+
+# ------------------------------------------------------------------ pages
+
+
+@cache
+def blocks() -> dict[str, str]:
+    return {
+        "formats": formats(),
+        "block formats": block_formats(),
+        "policy fields": policy_fields(),
+        "presets": presets(),
+        "operator tables": tables(),
+        "scale fields": scale_fields(),
+        "scale rules": scale_rules(),
+        "bytes": bytes_per_parameter(),
+        "bytes model": counted_model(),
+        "result": attributes(StepResult, "`result.`"),
+        "record": attributes(StepMetrics, "`record.`"),
+    }
+
+
+def stale_pages(*, write: bool = False) -> list[str]:
+    """Return the pages whose tables are not what the code says; `write` puts them right."""
+    made, stale = blocks(), []
+    for path in sorted(PAGES.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if (new := fill(text, made)) != text:
+            stale.append(path.name)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    return stale
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    check = "--check" in sys.argv
+    stale = stale_pages(write=not check)
+    if stale and check:
+        print(f"not what the code says: {', '.join(stale)}; run `make tables`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
