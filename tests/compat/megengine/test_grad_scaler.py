@@ -315,6 +315,17 @@ def test_going_backward_onto_unscaled_gradients_is_refused() -> None:
     assert weight.grad is not None and weight.grad.item() == 1.0
 
 
+def test_a_step_with_scaled_gradients_is_refused() -> None:
+    weight = parameter(1.0)
+    gm, scaler, opt = GradManager().attach(weight), GradScaler(), SGD([weight], lr=1.0)
+    with gm:
+        scaler.backward(gm, weight.sum(), unscale_grad=False)
+    with pytest.raises(ScaleError, match=r"still scaled.*scaler.unscale\(gm.attached_tensors\(\)\)"):
+        opt.step()
+    scaler.unscale([weight])
+    assert opt.step().clear_grad() is opt and weight.tolist() == [0.0]
+
+
 def test_an_update_without_unscaling_is_explained() -> None:
     scaler = GradScaler()
     for _ in range(2):

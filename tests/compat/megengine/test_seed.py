@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.compat.megengine import amp
+import halfstep.compat.megengine.functional as F
+from halfstep.compat.megengine import amp, hub
+from halfstep.compat.megengine.autodiff import GradManager
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "seeds" / "megengine_amp.py"
 
@@ -45,3 +47,17 @@ def test_the_documents_step_trains(seed: dict[str, Any]) -> None:
     assert loss.dtype is torch.float32 and loss.item() < 0.5 * math.log(1000)
     assert seed["scaler"].state_dict()["_growth_tracker"] == 3 and seed["scaler"].scale_factor == 16.0
     assert all(p.grad is None for p in seed["net"].parameters())
+
+
+def test_every_layer_is_fp16_and_the_loss_and_the_gradients_are_fp32() -> None:
+    net = hub.load("megengine/models", "resnet18", width=4, num_classes=3)
+    seen: dict[str, torch.dtype] = {}
+    for name, module in net.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output.dtype}))
+    gm = GradManager().attach(net.parameters())
+    with amp.autocast(), gm:
+        loss = F.nn.cross_entropy(net(torch.rand(2, 3, 32, 32)), torch.tensor([0, 1]))
+        gm.backward(loss)
+    assert set(seen.values()) == {torch.float16} and {"conv1", "bn1", "maxpool", "layers.7", "fc", ""} <= seen.keys()
+    assert loss.dtype is torch.float32
+    assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}

@@ -12,13 +12,12 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.compat.megengine.autodiff.grad_manager import GradManager, GradManagerGroup, managers_of
+from halfstep.compat.megengine.marks import SCALED, UNSCALED, mark, marked
 from halfstep.errors import ScaleError
 
 __all__ = ["GradScaler"]
 
 KEYS = ("scale_factor", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-UNSCALED = "_halfstep_unscaled"
-"""Attribute of a gradient that has been divided by the scale."""
 
 
 class GradScaler:
@@ -123,7 +122,7 @@ class GradScaler:
         if update_scale not in (True, False, "if_unscale_grad"):
             raise ScaleError(f"backward(update_scale={update_scale!r}): expected True, False or 'if_unscale_grad'")
         for tensor in gm.attached_tensors():
-            if getattr(tensor.grad, UNSCALED, False):
+            if marked(tensor.grad, UNSCALED):
                 raise ScaleError(
                     f"backward: the gradient of an attached tensor of shape {tuple(tensor.shape)} is unscaled already, "
                     "and a scaled one would be added to it. Call optimizer.step().clear_grad() first; to accumulate, "
@@ -135,6 +134,8 @@ class GradScaler:
         else:
             dys = [dy] if isinstance(dy, Tensor) else list(dy)
         gm.backward(ys, self._core.scale(dys))
+        for tensor in gm.attached_tensors():
+            mark(tensor.grad, SCALED)
         if unscale_grad:
             self.unscale(gm.attached_tensors())
             if update_scale:
@@ -157,7 +158,7 @@ class GradScaler:
         attached = [tensor for tensor in grad_tensors if tensor is not None]
         tensors = [tensor for tensor in attached if tensor.grad is not None]
         for tensor in tensors:
-            if getattr(tensor.grad, UNSCALED, False):
+            if marked(tensor.grad, UNSCALED):
                 raise ScaleError(
                     f"unscale: the gradient of a tensor of shape {tuple(tensor.shape)} has been unscaled already; call "
                     "it once for each step (backward() does, unless unscale_grad=False) and clear_grad() after it"
@@ -172,7 +173,7 @@ class GradScaler:
             if bad:
                 tensor.grad = None
             else:
-                setattr(tensor.grad, UNSCALED, True)
+                mark(tensor.grad, UNSCALED)
         for manager in managers_of(attached):
             manager.statistics.restore() if bad else manager.statistics.forget()
         self._found = bool(self._found) or bad

@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from halfstep.compat.megengine.marks import SCALED, marked
+from halfstep.errors import ScaleError
+
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Optimizer"]
 
 
@@ -21,7 +24,15 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: evaluated first, as in torch; its result is not returned.
+
+        Raises:
+            ScaleError: a gradient is still multiplied by a GradScaler's scale.
         """
+        if any(marked(p.grad, SCALED) for group in self.param_groups for p in group["params"]):
+            raise ScaleError(
+                f"{type(self).__name__}.step: gradients are still scaled; after scaler.backward(..., "
+                "unscale_grad=False) call scaler.unscale(gm.attached_tensors()) and scaler.update() before the step"
+            )
         super().step(closure)
         return self
 
