@@ -146,6 +146,7 @@ class TestEngine:
                 "policy 'pure' cannot run yet: missing are losses that .*; the nearest that runs is 'O2'",
             ),
             (PRESETS["fp8"], "policy 'fp8' cannot run yet: missing are products in fp8"),
+            (PRESETS["fp8"].replace(dtype="bf16", norms="fp32"), "policy 'fp8' cannot run yet"),
             (PRESETS["O2"].replace(master="split"), "master='split' is not built yet; use master='master'"),
             (PRESETS["O2"].replace(state="low"), "state='low' is not built yet"),
             (PRESETS["O2"].replace(reduce="fp32"), "reduce='fp32' is not built yet"),
@@ -154,6 +155,10 @@ class TestEngine:
     def test_says_what_is_missing(self, policy: Policy, message: str) -> None:
         with pytest.raises(NotImplementedError, match=message):
             require_engine(policy)
+
+    def test_refuses_masters_of_nothing(self) -> None:
+        with pytest.raises(PolicyError, match="policy 'mixed': master='split' is what stands behind low parameters"):
+            require_engine(PRESETS["mixed"].replace(master="split"))
 
 
 class TestOperatorRules:

@@ -91,6 +91,8 @@ def test_without_cuda_it_works_all_the_same() -> None:
         ("auto", "fp16", True, SCALE_RULES["halfstep"]),
         ("auto", torch.float16, True, SCALE_RULES["halfstep"]),
         ("auto", "bf16", False, None),
+        ("auto", "e4m3", True, SCALE_RULES["halfstep"]),
+        ("auto", None, False, None),
         (128.0, "fp16", True, ScaleRule.static(128.0)),
         (1, "bf16", True, ScaleRule.static(1)),
         ("apex", "fp16", True, SCALE_RULES["apex"]),

@@ -281,6 +281,13 @@ def test_module_rules() -> None:
     assert block(model, 0).fc1.weight.dtype is FP32 and block(model, 1).fc1.weight.dtype is BF16
 
 
+def test_a_module_rule_wins_over_operator_rules() -> None:
+    wanted = policy("mixed").with_ops(fp32=["linear"]).with_modules({"blocks.1": "low"})
+    model = hs.prepare(net(), policy=wanted)
+    model(X)
+    assert block(model, 0).seen == [FP32] and block(model, 1).seen == [BF16]
+
+
 def test_a_class_rule_on_leaves() -> None:
     model = hs.prepare(net(), policy=policy("mixed").with_modules({"class:LayerNorm": "fp32"}))
     dtypes: list[torch.dtype] = []

@@ -54,8 +54,8 @@ class Policy:
         loss: whether loss functions run in fp32 even where `table` has no rule for them.
         reduce: format gradients are summed in across processes: their own, fp32 or low.
         state: format of the optimizer's state.
-        scale: loss scale. auto: the rule "halfstep" if the low format is fp16, else none. A number is a static scale,
-            a name one of `SCALE_RULES`.
+        scale: loss scale. auto: the rule "halfstep" if the low format has fewer exponent bits than fp32, as fp16 has,
+            else none. A number is a static scale, a name one of `SCALE_RULES`.
         emulate: whether fp16 operators are emulated in fp32 arithmetic. auto: on devices without fp16 units. A format
             that no dtype stores is always simulated.
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.errors import PolicyError
 from halfstep.formats import FP32, format_of
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
@@ -102,14 +103,20 @@ def require_engine(policy: Policy) -> None:
 
     Raises:
         NotImplementedError: the message says what is missing and what comes nearest.
+        PolicyError: a field asks for something that another field rules out.
     """
     missing = ""
-    if policy == PRESETS["fp8"]:
+    if policy.name == PRESETS["fp8"].name:  # its rules come with its engine; until then nothing else tells it from pure
         missing = "products in fp8 (formats, scaling of tensors, casts)"
     elif policy.params == "low" and policy.dtype not in DTYPES:
         raise NotImplementedError(
             f"policy {policy.name!r}: parameters cannot be held in {policy.dtype!r}, which no dtype stores; use "
             "params='fp32': operators see them rounded to it"
+        )
+    elif policy.params == "fp32" and policy.master not in {"auto", "none"}:
+        raise PolicyError(
+            f"policy {policy.name!r}: master={policy.master!r} is what stands behind low parameters, and "
+            "params='fp32'; set params='low', or leave master out"
         )
     elif policy.params == "low" and policy.norms == "low" and policy.master != "none":
         missing = "losses that read low logits and accumulate in fp32, which low norms and low outputs need"

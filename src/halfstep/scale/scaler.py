@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.errors import ScaleError
 from halfstep.events import WEIGHTS_ATTRIBUTE
+from halfstep.formats import FP32, format_of
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.scale import finite
 from halfstep.scale.alarm import Watch, alarm_text, raises
@@ -120,13 +121,15 @@ class GradScaler(HeldScale):
 
         Args:
             scale: ``"none"`` (disabled), a number (static), a rule, the name of a rule, or ``"auto"``.
-            dtype: the policy's low format; only ``"auto"`` looks at it: rule ``"halfstep"`` for fp16, else disabled.
+            dtype: the policy's low format; only ``"auto"`` looks at it: rule ``"halfstep"`` if it has fewer exponent
+                bits than fp32, else disabled.
 
         Raises:
             ScaleError: an unknown name, or a number that cannot be a scale.
         """
         if scale == "auto":
-            scale = "halfstep" if dtype in ("fp16", torch.float16) else "none"
+            narrow = dtype is not None and format_of(dtype).exponent_bits < FP32.exponent_bits
+            scale = "halfstep" if narrow else "none"
         if scale == "none":
             return cls(enabled=False)
         if isinstance(scale, (ScaleRule, str)):

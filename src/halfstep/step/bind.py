@@ -89,9 +89,14 @@ def _rebuild_binding(
 
 @cache
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
-    """Return the region of a module under `rule`: low = every operator low but losses, fp32 = off, keep = by input."""
+    """Return the region of a module under `rule`, which wins over the policy's operator rules.
+
+    low = every operator low but losses, fp32 = off, keep = by input.
+    """
     if rule == "low":
-        return recipe_for(policy.replace(table="all-low", loss="fp32", modules=()), device_types)
+        return recipe_for(
+            policy.replace(table="all-low", ops=(), residual="low", loss="fp32", modules=()), device_types
+        )
     if rule == "keep":
         every = (("*", "keep"),)
         return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32", modules=()), device_types)
