@@ -20,7 +20,7 @@ from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 __all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
-FUSED = (Adam, AdamW, SGD, Adagrad)
+FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
     Only before the first step: the forms keep their step counters on different devices.
     """
-    if not isinstance(optimizer, FUSED) or _stepped(optimizer):
+    if type(optimizer) not in FUSED or _stepped(optimizer):
         return
     for group in optimizer.param_groups:
         chosen = group.get("fused") is not None or group.get("foreach") is not None
