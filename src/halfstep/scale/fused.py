@@ -13,8 +13,13 @@ _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `optimizer` takes scale and flag as attributes (torch's optimizers with ``fused=True``)."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return whether `optimizer` takes scale and flag as attributes (torch's optimizers with ``fused=True``).
+
+    torch's own marker outlives a `load_state_dict` that puts another form into the groups.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def must_not_skip(optimizer: torch.optim.Optimizer) -> bool:
