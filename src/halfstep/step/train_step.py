@@ -99,6 +99,7 @@ class TrainStep:
         self._statistics: list[Tensor] = []
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
+        self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
         if self._store is not None and self.policy.grads == "fp32":
@@ -123,9 +124,10 @@ class TrainStep:
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
             loss, aux = self._forward(batch, named)
-            scale = self.scaler.scale_on(loss.device)
-            if self.scaler.is_enabled():
-                scale = scale.clone()  # the scaler updates its own in place
+            if self._window == 0:  # one scale for all of a window, whatever becomes of the scaler's own meanwhile
+                scale = self.scaler.scale_on(loss.device)
+                self._scale = scale.clone() if self.scaler.is_enabled() else scale
+            scale = self._scale
             seed = scale if self.accumulate == 1 else scale / self.accumulate
             if loss.dtype is not seed.dtype or loss.dim():
                 seed = seed.to(loss.dtype).reshape(loss.shape)
@@ -197,11 +199,9 @@ class TrainStep:
         if self._window == 0:
             return None
         self._reduce_gradients()
-        device = next(iter(unwrap(self.model).parameters())).device
-        scale = self.scaler.scale_on(device).clone()
         norm, bad, culprits = self._update(self._window)
-        loss = torch.full((), float("nan"), device=device)
-        return StepResult(self._step, loss, None, scale, norm, bad, ~bad, culprits)
+        loss = torch.full((), float("nan"), device=norm.device)
+        return StepResult(self._step, loss, None, self._scale, norm, bad, ~bad, culprits)
 
     def _reduce_gradients(self) -> None:
         """Average gradients over the ranks of DistributedDataParallel, whose own reduction waits for a last batch."""
@@ -217,7 +217,7 @@ class TrainStep:
         parameters, gradients = self._gradients()
         self._window = 0
         scaling = self.scaler.is_enabled()
-        divisor = self.scaler.scale_on(gradients[0].device) if scaling else None
+        divisor = self._scale.to(gradients[0].device) if scaling else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.tensor(count / self.accumulate, device=gradients[0].device)
             divisor = share if divisor is None else divisor * share
