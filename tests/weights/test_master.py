@@ -322,3 +322,55 @@ def test_errors_name_what_is_wrong_and_change_nothing() -> None:
         optimizer.step(closure=lambda: 1.0)
     good.grad = torch.ones_like(good)
     optimizer.step()
+
+
+def test_an_optimizer_made_later_steps_the_masters_too() -> None:
+    def train(when: str) -> list[Tensor]:
+        parameters = shapes()
+        optimizer = torch.optim.AdamW(parameters, 1e-2)
+        store = adopted(parameters)
+        if when == "attached":
+            store.attach(optimizer)
+        elif when == "made later":
+            optimizer = torch.optim.AdamW(parameters, 1e-2)
+        else:
+            optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], 1e-2)
+            optimizer.step()
+            optimizer.add_param_group({"params": parameters})
+        for i in range(4):
+            gradients(parameters, i, BF16)
+            optimizer.step()
+        assert store.attached(optimizer)
+        return [store.read(p) for p in parameters]
+
+    want = train("attached")
+    for when in ("made later", "group added later"):
+        assert all(torch.equal(a, b) for a, b in zip(train(when), want, strict=True)), when
+
+
+def test_adagrad_made_later_has_precise_state() -> None:
+    parameters = shapes()
+    store = adopted(parameters)
+    optimizer = torch.optim.Adagrad(parameters, 1e-2)
+    gradients(parameters, 0, BF16)
+    optimizer.step()
+    assert store.attached(optimizer) and all(optimizer.state[p]["sum"].dtype is FP32 for p in parameters)
+
+
+def test_state_that_was_rounded_on_loading_is_refused() -> None:
+    parameters = shapes()
+    optimizer = torch.optim.AdamW(parameters)
+    gradients(parameters, 0, FP32)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    store = adopted(parameters)
+    late = torch.optim.AdamW(parameters)
+    late.load_state_dict(saved)
+    gradients(parameters, 0, BF16)
+    before = [store.read(p) for p in parameters]
+    with pytest.raises(WeightsError, match=r"AdamW for p0 was rounded to torch.bfloat16.*hs.prepare\(model, optimizer"):
+        late.step()
+    assert all(torch.equal(store.read(p), b) for p, b in zip(parameters, before, strict=True))
+    store.attach(late)
+    late.load_state_dict(saved)
+    late.step()

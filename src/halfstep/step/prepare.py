@@ -91,7 +91,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 
     stores = [_bind(m, wanted, concrete, devices, plan) for m, plan in zip(model_list, plans, strict=True)]
     for optimizer in optimizer_list:
-        _attach(optimizer, [s for s in stores if s is not None])
+        _attach(optimizer, model_list, stores)
     if optimizers is None:
         return models
     scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
@@ -197,10 +197,11 @@ def _bind(
     return store
 
 
-def _attach(optimizer: Optimizer, stores: list[MasterWeights]) -> None:
+def _attach(optimizer: Optimizer, models: list[nn.Module], stores: list[MasterWeights | None]) -> None:
+    """Let `optimizer` step the masters of the models it has parameters of, also if these are not low (yet)."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for store in stores:
-        if any(id(p) in mine for p in store.parameters()) and not store.attached(optimizer):
+    for model, store in zip(models, stores, strict=True):
+        if store is not None and not store.attached(optimizer) and any(id(p) in mine for p in model.parameters()):
             store.attach(optimizer)
 
 

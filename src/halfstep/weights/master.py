@@ -11,12 +11,15 @@ pointed at other storage: torch would drop their AccumulateGrad nodes, and Distr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
@@ -55,8 +58,10 @@ class MasterWeights:
         self._masters: dict[int, nn.Parameter] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._attached: dict[int, _Attachment] = {}
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for name, parameter in pairs:
             self.adopt(name, parameter)
+        _stores().add(self)
 
     # ------------------------------------------------------------------ the weights
 
@@ -67,6 +72,7 @@ class MasterWeights:
         master = nn.Parameter(parameter.detach().float().clone(), requires_grad=parameter.requires_grad)
         if parameter.dtype is not self.dtype:
             parameter.data = parameter.data.to(self.dtype)
+        self._strangers.clear()
         key = id(parameter)
         self._names[key], self._masters[key], self._parameters[key] = name, master, parameter
 
@@ -134,6 +140,31 @@ class MasterWeights:
             raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
         self._attached[id(optimizer)] = _Attachment(self, optimizer)
 
+    def welcome(self, optimizer: Optimizer) -> None:
+        """Attach `optimizer`, which is about to step, if it holds low parameters and nobody has attached it.
+
+        Raises:
+            WeightsError: it has loaded its state into low parameters, which rounded it.
+        """
+        if self.attached(optimizer):
+            return
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._strangers.get(optimizer) == held:  # looked at before
+            return
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self]
+        if not mine:
+            self._strangers[optimizer] = held
+            return
+        for parameter in mine:
+            state = optimizer.state.get(parameter, {})
+            if float(state.get("step", 1)) > 0 and any(_is_low(value) for value in state.values()):
+                raise WeightsError(
+                    f"the state of {type(optimizer).__name__} for {self._names[id(parameter)]} was rounded to "
+                    f"{self.dtype}, as torch does when it is loaded for low parameters; call hs.prepare(model, "
+                    "optimizer) first, then optimizer.load_state_dict"
+                )
+        self.attach(optimizer)
+
     def attached(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` steps these masters."""
         return id(optimizer) in self._attached
@@ -196,6 +227,23 @@ class MasterWeights:
         self._parameters.clear()
 
 
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOWS
+
+
+@cache
+def _stores() -> weakref.WeakSet[MasterWeights]:
+    """Return the stores there are; optimizers made after `hs.prepare` find theirs here when they step."""
+    stores = weakref.WeakSet[MasterWeights]()
+
+    def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for store in list(stores):
+            store.welcome(optimizer)
+
+    register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
+    return stores
+
+
 class _Attachment:
     """One optimizer and one store: the hooks, the substitution and the gradient buffers between them."""
 
@@ -215,6 +263,9 @@ class _Attachment:
         ]
         count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
         setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
+        for parameter, state in optimizer.state.items():  # Adagrad makes some when it is built
+            if parameter in store:
+                state.update({key: value.float() for key, value in state.items() if _is_low(value)})
 
     @property
     def substituted(self) -> bool:
