@@ -374,3 +374,36 @@ def test_state_that_was_rounded_on_loading_is_refused() -> None:
     store.attach(late)
     late.load_state_dict(saved)
     late.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_cleared_after_a_step_that_raised_are_gone(set_to_none: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    store = adopted([parameter])
+    optimizer = torch.optim.SGD([parameter], 1.0)
+    store.attach(optimizer)
+    (100 * parameter).sum().backward()
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.zero_grad(set_to_none=set_to_none)
+    store.heal()  # as the next forward pass does
+    parameter.sum().backward()
+    optimizer.step()
+    assert torch.equal(store.read(parameter), -torch.ones(2))
+
+
+def test_a_gradient_lifted_for_a_step_that_raised_is_not_used_again() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    store = adopted([parameter])
+    optimizer = torch.optim.SGD([parameter], 1.0)
+    store.attach(optimizer)
+    (100 * parameter).sum().backward()
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(store.read(parameter), -torch.ones(2))

@@ -58,6 +58,7 @@ class MasterWeights:
         self._masters: dict[int, nn.Parameter] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._attached: dict[int, _Attachment] = {}
+        self._substituted: list[_Attachment] = []  # whose optimizers hold masters now
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for name, parameter in pairs:
             self.adopt(name, parameter)
@@ -194,10 +195,10 @@ class MasterWeights:
 
     def heal(self) -> bool:
         """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
-        if not any(a.substituted for a in self._attached.values()):
+        if not self._substituted:
             return False
-        for attachment in self._attached.values():
-            attachment.restore()
+        for attachment in list(self._substituted):
+            attachment.recover()
         self.write_back()
         return True
 
@@ -267,10 +268,6 @@ class _Attachment:
             if parameter in store:
                 state.update({key: value.float() for key, value in state.items() if _is_low(value)})
 
-    @property
-    def substituted(self) -> bool:
-        return self.own is not None
-
     def remove(self) -> None:
         self.restore()
         for handle in self.handles:
@@ -285,12 +282,13 @@ class _Attachment:
 
     def substitute(self) -> None:
         """Put masters into the optimizer's groups and re-key its state."""
-        self.restore()
+        self.store.heal()
         own = []
         for group in self.optimizer.param_groups:
             own.append(group["params"])
             group["params"] = [self.store.master(p) if p in self.store else p for p in group["params"]]
         self.own = own
+        self.store._substituted.append(self)
         state = self.optimizer.state
         for key, master in self.store._masters.items():
             if self.store._parameters[key] in state:
@@ -303,17 +301,31 @@ class _Attachment:
         for group, params in zip(self.optimizer.param_groups, self.own, strict=True):
             group["params"] = params
         self.own = None
+        self.store._substituted.remove(self)
         state = self.optimizer.state
         for key, master in self.store._masters.items():
             if master in state:
                 state[self.store._parameters[key]] = state.pop(master)
 
+    def recover(self) -> None:
+        """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
+        lifted, self.lifted = self.lifted, None
+        self.restore()
+        for group in self.optimizer.param_groups if lifted is not None else ():
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.store:
+                    gradient = self.store.master(parameter).grad
+                    if gradient is None:
+                        parameter.grad = None
+                    elif not gradient.any():
+                        parameter.grad.zero_()
+
     # ------------------------------------------------------------------ gradients
 
     def lift(self) -> list[Tensor]:
+        self.store.heal()
         if self.lifted is not None:
             return self.lifted
-        self.restore()
         sources, targets, lifted = [], [], []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
