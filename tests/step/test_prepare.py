@@ -391,3 +391,17 @@ def test_a_compiled_model_that_raises_leaves_no_region_behind() -> None:
     with pytest.raises(ValueError, match="bad batch"):
         compiled(torch.ones(2, 4), True)
     assert model(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
+def test_weights_changed_by_hand_under_low_parameters_stay_changed() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    hs.prepare(model, optimizer, policy=policy("O2"))
+    nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
+    assert torch.equal(model.state_dict()["1.weight"], torch.ones(4, 4))
+    with hs.edit_weights(model), torch.no_grad():
+        assert torch.equal(model[1].weight, torch.ones(4, 4))  # type: ignore[arg-type]
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[1].weight, torch.ones(4, 4, dtype=BF16))  # type: ignore[arg-type]
+    assert float(model.state_dict()["0.weight"].norm(dim=1).max()) <= 0.51

@@ -407,3 +407,22 @@ def test_a_gradient_lifted_for_a_step_that_raised_is_not_used_again() -> None:
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert torch.equal(store.read(parameter), -torch.ones(2))
+
+
+def test_low_weights_changed_by_hand_change_their_masters() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]) + 1e-4)
+    store = adopted([parameter])
+    optimizer = torch.optim.SGD([parameter], 0.5)
+    store.attach(optimizer)
+    with torch.no_grad():
+        parameter[1] = 7.0
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    want = torch.tensor([1.0 + 1e-4, 7.0, 3.0 + 1e-4]) - 0.5  # untouched elements keep what bf16 cannot hold
+    assert torch.allclose(store.read(parameter), want, rtol=0, atol=1e-6)
+    assert torch.equal(parameter, want.bfloat16())
+    nn.init.ones_(parameter)
+    assert torch.equal(store.read(parameter), torch.ones(3))
+    nn.init.zeros_(parameter)
+    store.release()
+    assert torch.equal(parameter, torch.zeros(3))

@@ -246,6 +246,8 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
 
     Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the
     low weights when the block ends, also when it ends with an exception. Without low parameters it is the model itself.
+    Writes through ``.data`` and averages (AveragedModel.update_parameters) belong here; outside, they see or change low
+    weights only.
 
     Raises:
         BindError: the model is not prepared.

@@ -7,6 +7,10 @@ arithmetic); on accelerators they go back to the caching allocator.
 Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold the masters and its
 `state` is keyed by them; before and after they hold the model's own parameters. The model's parameters are never
 pointed at other storage: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks with them.
+
+Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
+counts in their `_version`; whoever asks for a master first sees to it that it follows. Writes through ``.data`` are not
+counted and end with the next write back: they belong into `hs.edit_weights`.
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ class MasterWeights:
         self._names: dict[int, str] = {}
         self._masters: dict[int, nn.Parameter] = {}
         self._parameters: dict[int, nn.Parameter] = {}
+        self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached: dict[int, _Attachment] = {}
         self._substituted: list[_Attachment] = []  # whose optimizers hold masters now
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -76,6 +81,7 @@ class MasterWeights:
         self._strangers.clear()
         key = id(parameter)
         self._names[key], self._masters[key], self._parameters[key] = name, master, parameter
+        self._versions[key] = parameter._version
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether `parameter` is a low parameter of this store."""
@@ -94,14 +100,22 @@ class MasterWeights:
         return iter(self._masters.values())
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 master of `parameter`: the object itself, not a copy."""
-        found = self._masters.get(id(parameter))
+        """Return the fp32 master of `parameter`: the object itself, not a copy.
+
+        If the low weight was changed by hand since it was last written back, the master takes what is new in it.
+        """
+        key = id(parameter)
+        found = self._masters.get(key)
         if found is None:
             raise WeightsError(
                 f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
                 "prepare the model after its parameters are made"
             )
         found.requires_grad_(parameter.requires_grad)
+        if parameter._version != self._versions[key]:
+            self._versions[key] = parameter._version
+            with torch.no_grad():  # where the low weight still is the rounded master, the master knows more
+                found.copy_(torch.where(found.to(self.dtype) == parameter, found, parameter.float()))
         return found
 
     def read(self, parameter: nn.Parameter) -> Tensor:
@@ -120,14 +134,17 @@ class MasterWeights:
             raise WeightsError(f"{name} has shape {tuple(master.shape)} and was assigned {tuple(value.shape)}")
         with torch.no_grad():
             master.copy_(value)
-            parameter.copy_(master)
+        self.write_back([parameter])
 
     @torch.no_grad()
     def write_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Round masters into low weights, in place: all, or those of `parameters`."""
         keys = list(self._masters) if parameters is None else [id(p) for p in parameters]
         if keys:
-            torch._foreach_copy_([self._parameters[k] for k in keys], [self._masters[k] for k in keys])
+            low = [self._parameters[k] for k in keys]
+            torch._foreach_copy_(low, [self._masters[k] for k in keys])
+            for key, parameter in zip(keys, low, strict=True):
+                self._versions[key] = parameter._version
 
     # ------------------------------------------------------------------ optimizers
 
@@ -220,9 +237,9 @@ class MasterWeights:
         self.heal()
         for attachment in list(self._attached.values()):
             self.detach(attachment.optimizer)
-        for key, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             parameter.grad = None
-            parameter.data = self._masters[key].data
+            parameter.data = self.master(parameter).data
         self._names.clear()
         self._masters.clear()
         self._parameters.clear()
