@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError, PolicyError, WeightsError
+from halfstep.step.prepare import store_of
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = ["torch", "O1", "mixed", "O2", "O3"]
@@ -405,3 +408,38 @@ def test_weights_changed_by_hand_under_low_parameters_stay_changed() -> None:
     optimizer.step()
     assert torch.equal(model[1].weight, torch.ones(4, 4, dtype=BF16))  # type: ignore[arg-type]
     assert float(model.state_dict()["0.weight"].norm(dim=1).max()) <= 0.51
+
+
+def test_nothing_stays_behind_without_the_cyclic_collector() -> None:
+    def alive() -> list[weakref.ref[Any]]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        hs.prepare(model, optimizer, policy=policy("O2"))
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.state_dict()
+        store = store_of(model)
+        assert store is not None
+        return [weakref.ref(o) for o in (model, optimizer, store, next(store.masters()))]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [r() for r in alive()] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_bound_classes_go_with_the_classes_of_their_user() -> None:
+    def prepared() -> weakref.ref[type]:
+        class Local(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        hs.prepare(Local(), policy=policy("mixed"))
+        return weakref.ref(Local)
+
+    kind = prepared()
+    gc.collect()  # the bound class
+    gc.collect()  # its base
+    assert kind() is None

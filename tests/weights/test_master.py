@@ -426,3 +426,20 @@ def test_low_weights_changed_by_hand_change_their_masters() -> None:
     nn.init.zeros_(parameter)
     store.release()
     assert torch.equal(parameter, torch.zeros(3))
+
+
+def test_one_optimizer_over_two_stores() -> None:
+    def train(parts: int) -> list[Tensor]:
+        parameters = shapes()
+        optimizer = torch.optim.AdamW(parameters, 1e-2)
+        stores = [adopted(parameters[i::parts]) for i in range(parts)]
+        for store in stores:
+            store.attach(optimizer)
+        for i in range(4):
+            gradients(parameters, i, BF16)
+            optimizer.step()
+            optimizer.state_dict()
+            assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+        return [next(s for s in stores if p in s).read(p) for p in parameters]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(1), train(2), strict=True))

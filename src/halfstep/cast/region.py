@@ -68,7 +68,7 @@ class Recipe:
     cache: bool = True
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # somebody who tries policies may try thousands
 def recipe_for(
     policy: Policy,
     device_types: tuple[str, ...],
@@ -340,7 +340,7 @@ for _function in (autocast.__enter__, autocast.__exit__, open_recipe, close_reci
     run_eagerly(_function)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _recipe(
     device_type: str | None,
     dtype: torch.dtype | None,

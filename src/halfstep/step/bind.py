@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ def _rebuild_binding(
     return Binding(policy, device_types, path=path, rule=rule, entrance=entrance, opens=opens)
 
 
-@cache
+@lru_cache(maxsize=256)
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`: low = every operator low but losses, fp32 = off, keep = by input."""
     if rule == "low":
@@ -200,9 +201,18 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     return result if output is None else _cast_floats(result, output)
 
 
-@cache
+BOUND = WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]]()  # what `bound_class` made and is in use
+
+
 def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
     """Return the subclass of `original` that bound instances get; one for each class and kind."""
+    kind = BOUND.get((original, opens))
+    if kind is None:
+        kind = BOUND[original, opens] = _bound_class(original, opens=opens)
+    return kind
+
+
+def _bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)

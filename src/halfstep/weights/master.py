@@ -62,8 +62,8 @@ class MasterWeights:
         self._masters: dict[int, nn.Parameter] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
-        self._attached: dict[int, _Attachment] = {}
-        self._substituted: list[_Attachment] = []  # whose optimizers hold masters now
+        self._attached = weakref.WeakValueDictionary[int, _Attachment]()  # by optimizer; its hooks own them
+        self._substituted: list[tuple[_Attachment, Optimizer]] = []  # these hold masters now
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for name, parameter in pairs:
             self.adopt(name, parameter)
@@ -192,7 +192,7 @@ class MasterWeights:
         attachment = self._attached.pop(id(optimizer), None)
         if attachment is None:
             raise WeightsError(f"{type(optimizer).__name__} does not step these masters")
-        attachment.remove()
+        attachment.remove(optimizer)
 
     def lift(self, optimizer: Optimizer) -> list[Tensor]:
         """Copy low gradients into the masters' fp32 gradients and return all gradients `optimizer` will read.
@@ -204,7 +204,7 @@ class MasterWeights:
             fp32 gradients in the order of `param_groups`, without those that are None; parameters without a master
             give their own gradient. Called again before the step, it returns the same tensors and copies nothing.
         """
-        return self._attached[id(optimizer)].lift()
+        return self._attached[id(optimizer)].lift(optimizer)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Forget the lifted gradients: the step they were for is over, or was skipped."""
@@ -214,8 +214,8 @@ class MasterWeights:
         """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
         if not self._substituted:
             return False
-        for attachment in list(self._substituted):
-            attachment.recover()
+        for attachment, optimizer in list(self._substituted):
+            attachment.recover(optimizer)
         self.write_back()
         return True
 
@@ -236,7 +236,8 @@ class MasterWeights:
         """Give every parameter its fp32 values back, in place, and let go of optimizers."""
         self.heal()
         for attachment in list(self._attached.values()):
-            self.detach(attachment.optimizer)
+            if (optimizer := attachment.optimizer()) is not None:
+                self.detach(optimizer)
         for parameter in self._parameters.values():
             parameter.grad = None
             parameter.data = self.master(parameter).data
@@ -263,14 +264,18 @@ def _stores() -> weakref.WeakSet[MasterWeights]:
 
 
 class _Attachment:
-    """One optimizer and one store: the hooks, the substitution and the gradient buffers between them."""
+    """One optimizer and one store: the hooks, the substitution and the gradient buffers between them.
+
+    The optimizer's hooks own it and it owns the store; nothing points back, so that all of it goes with the last
+    reference to the optimizer and the model, without waiting for the cyclic garbage collector.
+    """
 
     def __init__(self, store: MasterWeights, optimizer: Optimizer) -> None:
         self.store = store
-        self.optimizer = optimizer
+        self.optimizer = weakref.ref(optimizer)
         self.buffers: dict[int, Tensor] = {}
         self.lifted: list[Tensor] | None = None
-        self.own: list[list[nn.Parameter]] | None = None
+        self.own: dict[int, nn.Parameter] | None = None
         self.handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -285,50 +290,51 @@ class _Attachment:
             if parameter in store:
                 state.update({key: value.float() for key, value in state.items() if _is_low(value)})
 
-    def remove(self) -> None:
-        self.restore()
+    def remove(self, optimizer: Optimizer) -> None:
+        self.restore(optimizer)
         for handle in self.handles:
             handle.remove()
-        count = getattr(self.optimizer, WEIGHTS_ATTRIBUTE) - 1
+        count = getattr(optimizer, WEIGHTS_ATTRIBUTE) - 1
         if count:
-            setattr(self.optimizer, WEIGHTS_ATTRIBUTE, count)
+            setattr(optimizer, WEIGHTS_ATTRIBUTE, count)
         else:
-            delattr(self.optimizer, WEIGHTS_ATTRIBUTE)
+            delattr(optimizer, WEIGHTS_ATTRIBUTE)
 
     # ------------------------------------------------------------------ substitution
 
-    def substitute(self) -> None:
+    def substitute(self, optimizer: Optimizer) -> None:
         """Put masters into the optimizer's groups and re-key its state."""
         self.store.heal()
-        own = []
-        for group in self.optimizer.param_groups:
-            own.append(group["params"])
-            group["params"] = [self.store.master(p) if p in self.store else p for p in group["params"]]
-        self.own = own
-        self.store._substituted.append(self)
-        state = self.optimizer.state
+        self.own = {}
+        for group in optimizer.param_groups:
+            for i, parameter in enumerate(group["params"]):
+                if parameter in self.store:
+                    master = group["params"][i] = self.store.master(parameter)
+                    self.own[id(master)] = parameter
+        self.store._substituted.append((self, optimizer))
+        state = optimizer.state
         for key, master in self.store._masters.items():
             if self.store._parameters[key] in state:
                 state[master] = state.pop(self.store._parameters[key])
 
-    def restore(self) -> None:
+    def restore(self, optimizer: Optimizer) -> None:
         """Put the model's own parameters back."""
         if self.own is None:
             return
-        for group, params in zip(self.optimizer.param_groups, self.own, strict=True):
-            group["params"] = params
+        for group in optimizer.param_groups:  # masters of another store may be among them, and stay
+            group["params"][:] = [self.own.get(id(p), p) for p in group["params"]]
         self.own = None
-        self.store._substituted.remove(self)
-        state = self.optimizer.state
+        self.store._substituted.remove((self, optimizer))
+        state = optimizer.state
         for key, master in self.store._masters.items():
             if master in state:
                 state[self.store._parameters[key]] = state.pop(master)
 
-    def recover(self) -> None:
+    def recover(self, optimizer: Optimizer) -> None:
         """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
         lifted, self.lifted = self.lifted, None
-        self.restore()
-        for group in self.optimizer.param_groups if lifted is not None else ():
+        self.restore(optimizer)
+        for group in optimizer.param_groups if lifted is not None else ():
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self.store:
                     gradient = self.store.master(parameter).grad
@@ -339,12 +345,12 @@ class _Attachment:
 
     # ------------------------------------------------------------------ gradients
 
-    def lift(self) -> list[Tensor]:
+    def lift(self, optimizer: Optimizer) -> list[Tensor]:
         self.store.heal()
         if self.lifted is not None:
             return self.lifted
         sources, targets, lifted = [], [], []
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if parameter in self.store:
@@ -387,21 +393,21 @@ class _Attachment:
                 "holds fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
             )
         with torch.no_grad():
-            self.lift()
-        self.substitute()
+            self.lift(optimizer)
+        self.substitute(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.restore()
+        self.restore(optimizer)
         self.lifted = None
         self.free_where_cheap()
         low = [p for g in optimizer.param_groups for p in g["params"] if p in self.store and p.grad is not None]
         self.store.write_back(low)
 
     def _before_state(self, optimizer: Optimizer) -> None:
-        self.substitute()
+        self.substitute(optimizer)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.substitute()
+        self.substitute(optimizer)
 
     def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
-        self.restore()
+        self.restore(optimizer)
