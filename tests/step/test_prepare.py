@@ -443,3 +443,25 @@ def test_bound_classes_go_with_the_classes_of_their_user() -> None:
     gc.collect()  # the bound class
     gc.collect()  # its base
     assert kind() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_model_and_optimizer_copied_together_stay_together(copied: Callable[[Any], Any], first: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    hs.prepare(model, optimizer, policy=policy("O2"))
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if first == "model":
+        twin, other = copied((model, optimizer))
+    else:
+        other, twin = copied((optimizer, model))
+    assert all(p is q for p, q in zip(other.param_groups[0]["params"], twin.parameters(), strict=True))
+    assert all(p.dtype is FP32 for p in twin.parameters())
+    before = twin.state_dict()["head.weight"].clone()
+    assert torch.equal(before, model.state_dict()["head.weight"])
+    twin(X).sum().backward()
+    other.step()
+    assert not torch.equal(twin.state_dict()["head.weight"], before)

@@ -10,10 +10,9 @@ below the root), every module under a module rule, and every module that owns lo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -255,16 +254,25 @@ def _bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, max(int(protocol), 2))
-        state = copy.copy(reduced[2]) if len(reduced) > 2 else None
-        low = {name: store.master(parameter) for name, parameter, store in _low_parameters(self)}
-        if low and isinstance(state, dict):  # the masters themselves: tied parameters stay tied
-            state["_parameters"] = {n: low.get(n, p) for n, p in state["_parameters"].items()}
-        return (_rebuild, (original, opens), state, *reduced[3:])
+        state = reduced[2] if len(reduced) > 2 else None
+        precise = {name: store.master(parameter) for name, parameter, store in _low_parameters(self)}
+        return (_rebuild, (original, opens), _Carried(state, precise) if precise else state, *reduced[3:])
+
+    def setstate(self: nn.Module, state: Any) -> None:
+        if not isinstance(state, _Carried):
+            original.__setstate__(self, state)
+            return
+        original.__setstate__(self, state.state)
+        for name, master in state.precise.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            parameter.data = master.data
 
     body: dict[str, Any] = {
         "_save_to_state_dict": save,
         "_load_from_state_dict": load,
         "__reduce_ex__": reduce_ex,
+        "__setstate__": setstate,
         "_halfstep_original": original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -274,6 +282,18 @@ def _bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
         forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
         body["forward"] = forward
     return type(original.__name__, (original,), body)
+
+
+class _Carried(NamedTuple):
+    """The state of a module with low parameters while it is copied or pickled.
+
+    Attributes:
+        state: what its class says; the low parameters in it are those an optimizer holds, and stay the same objects.
+        precise: the fp32 values they take in the copy, by name.
+    """
+
+    state: Any
+    precise: dict[str, nn.Parameter]
 
 
 def _rebuild(original: type[nn.Module], opens: bool) -> nn.Module:

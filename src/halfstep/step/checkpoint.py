@@ -11,18 +11,23 @@ from halfstep.step.prepare import prepared_policy, unwrap
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["load_step", "save_step"]
+__all__ = ["load_step", "refuse_window", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 
 
-def save_step(step: TrainStep) -> dict[str, Any]:
-    """Return the state of `step` as plain containers and tensors (torch.save, weights_only-safe)."""
+def refuse_window(step: TrainStep, what: str) -> None:
+    """Refuse to save or copy `step` while gradients of an accumulation window wait for their update."""
     if step._window:
         raise StepError(
-            f"state_dict() after {step._window} of {step.accumulate} micro-batches would lose their gradients; "
+            f"{what} after {step._window} of {step.accumulate} micro-batches would lose their gradients; "
             "save between updates, or call step.flush() first"
         )
+
+
+def save_step(step: TrainStep) -> dict[str, Any]:
+    """Return the state of `step` as plain containers and tensors (torch.save, weights_only-safe)."""
+    refuse_window(step, "state_dict()")
     policy = prepared_policy(step.model)
     assert policy is not None
     return {

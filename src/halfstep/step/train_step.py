@@ -30,7 +30,7 @@ from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import tail
 from halfstep.step.bind import binding_of, explained
-from halfstep.step.checkpoint import load_step, save_step
+from halfstep.step.checkpoint import load_step, refuse_window, save_step
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 
@@ -320,6 +320,20 @@ class TrainStep:
         self._settle()
         return save_step(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
+
+        Raises:
+            StepError: in the middle of an accumulation window.
+        """
+        self._settle()
+        refuse_window(self, "a copy")
+        named = {
+            name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")
+        }
+        named["policy"] = prepared_policy(self.model)
+        return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; validated before anything changes.
 
@@ -328,6 +342,14 @@ class TrainStep:
         """
         self._pending = None
         load_step(self, state)
+
+
+def _rebuild(
+    model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, named: dict[str, Any], step: int
+) -> TrainStep:
+    made = TrainStep(model, optimizer, loss_fn, **named)
+    made._step = step
+    return made
 
 
 def _validate(

@@ -1,0 +1,51 @@
+"""The state of a training step: copies, checkpoints, and loads that fail."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.errors import StepError
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def made(name: str = "O2", accumulate: int = 1) -> hs.TrainStep:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    chosen = hs.Policy.of(name, dtype="fp16")
+    return hs.TrainStep(model, optimizer, square, policy=chosen, scheduler=scheduler, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["mixed", "O2"])
+def test_a_copy_goes_on_as_the_step_does(copied: Callable[[hs.TrainStep], hs.TrainStep], name: str) -> None:
+    step = made(name)
+    for _ in range(3):
+        step(X)
+    twin = copied(step)
+    assert twin.model is not step.model and twin.scheduler is not step.scheduler
+    for _ in range(3):
+        assert step(X).host() == twin(X).host()
+    mine, other = step.state_dict(), twin.state_dict()
+    assert all(torch.equal(mine["model"][k], other["model"][k]) for k in mine["model"])
+    assert mine["scaler"] == other["scaler"] and mine["scheduler"]["last_epoch"] == other["scheduler"]["last_epoch"]
+
+
+def test_no_copy_in_the_middle_of_a_window() -> None:
+    step = made(accumulate=2)
+    step(X)
+    with pytest.raises(StepError, match="a copy after 1 of 2 micro-batches would lose their gradients"):
+        copy.deepcopy(step)
