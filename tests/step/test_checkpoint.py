@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.errors import StepError
+from halfstep.errors import ScaleError, StepError
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -49,3 +49,25 @@ def test_no_copy_in_the_middle_of_a_window() -> None:
     step(X)
     with pytest.raises(StepError, match="a copy after 1 of 2 micro-batches would lose their gradients"):
         copy.deepcopy(step)
+
+
+@pytest.mark.parametrize("part", ["optimizer", "scaler"])
+def test_a_load_that_fails_changes_nothing(part: str) -> None:
+    step = made()
+    step(X)
+    before = copy.deepcopy(step.state_dict())
+    state = copy.deepcopy(before)
+    for value in state["model"].values():
+        value.zero_()
+    if part == "optimizer":
+        state["optimizer"]["param_groups"][0]["params"].pop()
+        with pytest.raises(StepError, match=r"groups have \[3\] parameters, and here they have \[4\]"):
+            step.load_state_dict(state)
+    else:
+        state["scaler"] = {}
+        with pytest.raises(ScaleError, match="the state is empty"):
+            step.load_state_dict(state)
+    after = step.state_dict()
+    assert all(torch.equal(after["model"][k], before["model"][k]) for k in before["model"])
+    moments = [s["state"][0]["exp_avg"] for s in (after["optimizer"], before["optimizer"])]
+    assert torch.equal(*moments) and after["scaler"] == before["scaler"]
