@@ -465,3 +465,62 @@ def test_model_and_optimizer_copied_together_stay_together(copied: Callable[[Any
     twin(X).sum().backward()
     other.step()
     assert not torch.equal(twin.state_dict()["head.weight"], before)
+
+
+# ------------------------------------------------------------------------------------------ models that share parts
+
+
+@pytest.mark.parametrize("order", ["part first", "whole first"])
+def test_a_part_and_the_whole_prepared_in_one_call(order: str) -> None:
+    part = nn.Linear(4, 4, bias=False)
+    whole = nn.Sequential(part, nn.Linear(4, 4))
+    want = part.weight.detach().clone()
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    models: list[nn.Module] = [part, whole] if order == "part first" else [whole, part]
+    hs.prepare(models, optimizer, policy=policy("O2"))
+    assert torch.equal(whole.state_dict()["0.weight"], want) and torch.equal(part.state_dict()["weight"], want)
+    assert part.weight.dtype is BF16 and part(torch.randn(2, 4)).dtype is FP32
+    whole(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(part.state_dict()["weight"], want)
+    hs.unprepare(whole)
+    assert all(p.dtype is FP32 for p in whole.parameters()) and type(part) is nn.Linear
+
+
+def test_unprepare_of_one_model_leaves_the_other() -> None:
+    a, b = net(), net()
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
+    hs.prepare([a, b], optimizer, policy=policy("O2"))
+    hs.unprepare(a)
+    assert a.head.weight.dtype is FP32 and b.head.weight.dtype is BF16
+    before = b.state_dict()["head.weight"]
+    (a(X) + b(X)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(b.state_dict()["head.weight"], before)
+
+
+@pytest.mark.parametrize("name", ["mixed", "O1"])
+def test_a_part_prepared_before_the_whole_still_works_alone(name: str) -> None:
+    model = net()
+    hs.prepare(model.head, policy=policy(name))
+    hs.prepare(model, policy=policy(name))
+    assert model.head(X).dtype is FP32 and model(X).dtype is FP32
+
+
+def test_a_part_prepared_before_under_low_parameters_or_another_policy() -> None:
+    model = net()
+    hs.prepare(model.blocks[1], policy=policy("O2"))
+    with pytest.raises(BindError, match=r"parameter blocks\.1\.fc1\.weight is low already.*in one call"):
+        hs.prepare(model, policy=policy("O2"))
+    with pytest.raises(
+        BindError, match=r"module 'blocks\.1' is already prepared with policy 'O2' and was given 'mixed'"
+    ):
+        hs.prepare(model, policy=policy("mixed"))
+    assert type(model) is Net and model.head.weight.dtype is FP32
+
+
+def test_an_error_in_the_second_model_leaves_the_first() -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4).half()
+    with pytest.raises(WeightsError, match="parameter weight is torch.float16"):
+        hs.prepare([a, b], policy=policy("O2"))
+    assert type(a) is nn.Linear and a.weight.dtype is FP32

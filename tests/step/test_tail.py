@@ -75,7 +75,9 @@ def test_the_state_of_an_optimizer_that_was_not_fused_goes_on(kind: Any, name: s
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     model, other = plain()
-    step = hs.TrainStep(model, other, total, policy=hs.Policy.of(name) if name == "O0" else hs.Policy.of(name, dtype="bf16"))
+    step = hs.TrainStep(
+        model, other, total, policy=hs.Policy.of(name) if name == "O0" else hs.Policy.of(name, dtype="bf16")
+    )
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step(torch.ones(2, 8))
     assert step.host_reads == 0 and other.param_groups[0]["fused"]

@@ -38,7 +38,7 @@ class Binding:
         policy: the policy the model was prepared with.
         device_types: the devices its region enters.
         path: dotted name of the module under the prepared root; "" is the root.
-        root: whether it is.
+        root: whether it is, or was prepared as a model of its own before the whole was.
         rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
         entrance: whether this module is the outermost one its rule applies to (it casts inputs and outputs).
         opens: whether its forward opens a region (leaves of torch.nn without a rule do not).
@@ -52,6 +52,7 @@ class Binding:
         device_types: tuple[str, ...],
         *,
         path: str,
+        root: bool,
         rule: str = "",
         entrance: bool = False,
         opens: bool = True,
@@ -60,7 +61,7 @@ class Binding:
         self.policy = policy
         self.device_types = device_types
         self.path = path
-        self.root = not path  # what is traced asks this: a guard on each path would compile equal layers one by one
+        self.root = root  # what is traced asks this: a guard on each path would compile equal layers one by one
         self.rule = rule
         self.entrance = entrance
         self.opens = opens
@@ -72,6 +73,7 @@ class Binding:
             self.policy,
             self.device_types,
             self.path,
+            self.root,
             self.rule,
             self.entrance,
             self.opens,
@@ -82,9 +84,9 @@ class Binding:
 
 
 def _rebuild_binding(
-    policy: Policy, device_types: tuple[str, ...], path: str, rule: str, entrance: bool, opens: bool
+    policy: Policy, device_types: tuple[str, ...], path: str, root: bool, rule: str, entrance: bool, opens: bool
 ) -> Binding:
-    return Binding(policy, device_types, path=path, rule=rule, entrance=entrance, opens=opens)
+    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance, opens=opens)
 
 
 @lru_cache(maxsize=256)

@@ -328,9 +328,7 @@ class TrainStep:
         """
         self._settle()
         refuse_window(self, "a copy")
-        named = {
-            name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")
-        }
+        named = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")}
         named["policy"] = prepared_policy(self.model)
         return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step)
 
@@ -344,9 +342,7 @@ class TrainStep:
         load_step(self, state)
 
 
-def _rebuild(
-    model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, named: dict[str, Any], step: int
-) -> TrainStep:
+def _rebuild(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, named: dict[str, Any], step: int) -> TrainStep:
     made = TrainStep(model, optimizer, loss_fn, **named)
     made._step = step
     return made

@@ -83,6 +83,11 @@ class MasterWeights:
         self._names[key], self._masters[key], self._parameters[key] = name, master, parameter
         self._versions[key] = parameter._version
 
+    @staticmethod
+    def behind(parameter: nn.Parameter) -> MasterWeights | None:
+        """Return the store that has the fp32 values of `parameter`, or None."""
+        return next((store for store in _stores() if parameter in store), None)
+
     def __contains__(self, parameter: object) -> bool:
         """Return whether `parameter` is a low parameter of this store."""
         return id(parameter) in self._masters
@@ -232,18 +237,19 @@ class MasterWeights:
         for attachment in self._attached.values():
             yield from attachment.buffers.values()
 
-    def release(self) -> None:
-        """Give every parameter its fp32 values back, in place, and let go of optimizers."""
+    def release(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Give parameters (default: all) their fp32 values back, in place; without any left, let go of optimizers."""
         self.heal()
-        for attachment in list(self._attached.values()):
+        for parameter in list(self.parameters() if parameters is None else parameters):
+            if parameter in self:
+                parameter.grad = None
+                parameter.data = self.master(parameter).data
+                for entries in (self._names, self._masters, self._parameters, self._versions):
+                    entries.pop(id(parameter))  # type: ignore[attr-defined]
+        self.free_buffers()
+        for attachment in [] if self._masters else list(self._attached.values()):
             if (optimizer := attachment.optimizer()) is not None:
                 self.detach(optimizer)
-        for parameter in self._parameters.values():
-            parameter.grad = None
-            parameter.data = self.master(parameter).data
-        self._names.clear()
-        self._masters.clear()
-        self._parameters.clear()
 
 
 def _is_low(value: object) -> bool:
@@ -275,7 +281,7 @@ class _Attachment:
         self.optimizer = weakref.ref(optimizer)
         self.buffers: dict[int, Tensor] = {}
         self.lifted: list[Tensor] | None = None
-        self.own: dict[int, nn.Parameter] | None = None
+        self.own: dict[nn.Parameter, nn.Parameter] | None = None  # by master, while those are in place
         self.handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -310,25 +316,22 @@ class _Attachment:
             for i, parameter in enumerate(group["params"]):
                 if parameter in self.store:
                     master = group["params"][i] = self.store.master(parameter)
-                    self.own[id(master)] = parameter
+                    self.own[master] = parameter
+                    if parameter in optimizer.state:
+                        optimizer.state[master] = optimizer.state.pop(parameter)
         self.store._substituted.append((self, optimizer))
-        state = optimizer.state
-        for key, master in self.store._masters.items():
-            if self.store._parameters[key] in state:
-                state[master] = state.pop(self.store._parameters[key])
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the model's own parameters back."""
         if self.own is None:
             return
         for group in optimizer.param_groups:  # masters of another store may be among them, and stay
-            group["params"][:] = [self.own.get(id(p), p) for p in group["params"]]
+            group["params"][:] = [self.own.get(p, p) for p in group["params"]]
+        for master, parameter in self.own.items():
+            if master in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(master)
         self.own = None
         self.store._substituted.remove((self, optimizer))
-        state = optimizer.state
-        for key, master in self.store._masters.items():
-            if master in state:
-                state[self.store._parameters[key]] = state.pop(master)
 
     def recover(self, optimizer: Optimizer) -> None:
         """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
