@@ -33,7 +33,7 @@ def test_a_subclass_with_a_step_of_its_own_gets_plain_gradients() -> None:
 
 
 def test_momentum_of_a_parameter_whose_first_gradient_comes_late() -> None:
-    """torch's fused SGD makes momentum for all parameters at once and fails if some have none."""
+    """Fused SGD of torch makes momentum for all parameters at once and fails if some have none."""
 
     def train(*, fused: bool, nesterov: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -300,7 +300,7 @@ class _Carried(NamedTuple):
 
 def _rebuild(original: type[nn.Module], opens: bool) -> nn.Module:
     """Make the bare instance that pickle and deepcopy fill."""
-    kind = bound_class(original, opens=opens)  # type: ignore[arg-type]  # mypy takes nn.Module for unhashable
+    kind = bound_class(original, opens=opens)
     return kind.__new__(kind)
 
 

@@ -89,7 +89,7 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
         return
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
-    optimizer._step_supports_amp_scaling = True  # torch's marker, set by its __init__
+    vars(optimizer)["_step_supports_amp_scaling"] = True  # torch's marker, set by its __init__
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
 
 

@@ -146,7 +146,7 @@ class MasterWeights:
         """Round masters into low weights, in place: all, or those of `parameters`."""
         keys = list(self._masters) if parameters is None else [id(p) for p in parameters]
         if keys:
-            low = [self._parameters[k] for k in keys]
+            low: list[Tensor] = [self._parameters[k] for k in keys]
             torch._foreach_copy_(low, [self._masters[k] for k in keys])
             for key, parameter in zip(keys, low, strict=True):
                 self._versions[key] = parameter._version
@@ -245,7 +245,7 @@ class MasterWeights:
                 parameter.grad = None
                 parameter.data = self.master(parameter).data
                 for entries in (self._names, self._masters, self._parameters, self._versions):
-                    entries.pop(id(parameter))  # type: ignore[attr-defined]
+                    entries.pop(id(parameter))
         self.free_buffers()
         for attachment in [] if self._masters else list(self._attached.values()):
             if (optimizer := attachment.optimizer()) is not None:
