@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError, PolicyError, WeightsError
+from halfstep.step.prepare import store_of
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = ["torch", "O1", "mixed", "O2", "O3"]
@@ -431,3 +434,133 @@ def test_one_optimizer_over_two_low_models_holds_their_own_parameters_after_ever
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], own, strict=True))
     found = [*first.state_dict().values(), *second.state_dict().values()]
     assert all(torch.equal(a, b) for a, b in zip(found, plain.state_dict().values(), strict=True))
+
+
+def test_weights_changed_by_hand_under_low_parameters_stay_changed() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    hs.prepare(model, optimizer, policy=policy("O2"))
+    nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
+    assert torch.equal(model.state_dict()["1.weight"], torch.ones(4, 4))
+    with hs.edit_weights(model), torch.no_grad():
+        assert torch.equal(model[1].weight, torch.ones(4, 4))  # type: ignore[arg-type]
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[1].weight, torch.ones(4, 4, dtype=BF16))  # type: ignore[arg-type]
+    assert float(model.state_dict()["0.weight"].norm(dim=1).max()) <= 0.51
+
+
+def test_nothing_stays_behind_without_the_cyclic_collector() -> None:
+    def alive() -> list[weakref.ref[Any]]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        hs.prepare(model, optimizer, policy=policy("O2"))
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.state_dict()
+        store = store_of(model)
+        assert store is not None
+        return [weakref.ref(o) for o in (model, optimizer, store, next(store.masters()))]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [r() for r in alive()] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_bound_classes_go_with_the_classes_of_their_user() -> None:
+    def prepared() -> weakref.ref[type]:
+        class Local(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        hs.prepare(Local(), policy=policy("mixed"))
+        return weakref.ref(Local)
+
+    kind = prepared()
+    gc.collect()  # the bound class
+    gc.collect()  # its base
+    assert kind() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_model_and_optimizer_copied_together_stay_together(copied: Callable[[Any], Any], first: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    hs.prepare(model, optimizer, policy=policy("O2"))
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if first == "model":
+        twin, other = copied((model, optimizer))
+    else:
+        other, twin = copied((optimizer, model))
+    assert all(p is q for p, q in zip(other.param_groups[0]["params"], twin.parameters(), strict=True))
+    assert all(p.dtype is FP32 for p in twin.parameters())
+    before = twin.state_dict()["head.weight"].clone()
+    assert torch.equal(before, model.state_dict()["head.weight"])
+    twin(X).sum().backward()
+    other.step()
+    assert not torch.equal(twin.state_dict()["head.weight"], before)
+
+
+# ------------------------------------------------------------------------------------------ models that share parts
+
+
+@pytest.mark.parametrize("order", ["part first", "whole first"])
+def test_a_part_and_the_whole_prepared_in_one_call(order: str) -> None:
+    part = nn.Linear(4, 4, bias=False)
+    whole = nn.Sequential(part, nn.Linear(4, 4))
+    want = part.weight.detach().clone()
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    models: list[nn.Module] = [part, whole] if order == "part first" else [whole, part]
+    hs.prepare(models, optimizer, policy=policy("O2"))
+    assert torch.equal(whole.state_dict()["0.weight"], want) and torch.equal(part.state_dict()["weight"], want)
+    assert part.weight.dtype is BF16 and part(torch.randn(2, 4)).dtype is FP32
+    whole(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(part.state_dict()["weight"], want)
+    hs.unprepare(whole)
+    assert all(p.dtype is FP32 for p in whole.parameters()) and type(part) is nn.Linear
+
+
+def test_unprepare_of_one_model_leaves_the_other() -> None:
+    a, b = net(), net()
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
+    hs.prepare([a, b], optimizer, policy=policy("O2"))
+    hs.unprepare(a)
+    assert a.head.weight.dtype is FP32 and b.head.weight.dtype is BF16
+    before = b.state_dict()["head.weight"]
+    (a(X) + b(X)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(b.state_dict()["head.weight"], before)
+
+
+@pytest.mark.parametrize("name", ["mixed", "O1"])
+def test_a_part_prepared_before_the_whole_still_works_alone(name: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 3))
+    hs.prepare(model[0], policy=policy(name))
+    hs.prepare(model, policy=policy(name))
+    assert model[0](X).dtype is FP32 and model(X).dtype is FP32
+
+
+def test_a_part_prepared_before_under_low_parameters_or_another_policy() -> None:
+    model = net()
+    hs.prepare(model.blocks[1], policy=policy("O2"))
+    with pytest.raises(BindError, match=r"parameter blocks\.1\.fc1\.weight is low already.*in one call"):
+        hs.prepare(model, policy=policy("O2"))
+    with pytest.raises(
+        BindError, match=r"module 'blocks\.1' is already prepared with policy 'O2' and was given 'mixed'"
+    ):
+        hs.prepare(model, policy=policy("mixed"))
+    assert type(model) is Net and model.head.weight.dtype is FP32
+
+
+def test_an_error_in_the_second_model_leaves_the_first() -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4).half()
+    with pytest.raises(WeightsError, match="parameter weight is torch.float16"):
+        hs.prepare([a, b], policy=policy("O2"))
+    assert type(a) is nn.Linear and a.weight.dtype is FP32

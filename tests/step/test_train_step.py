@@ -492,3 +492,19 @@ def test_flush_brings_the_scheduler_up_to_date() -> None:
     for _ in range(3):
         step(torch.ones(2, 2))
     assert step.flush() is None and scheduler.last_epoch == 3
+
+
+def test_a_scale_that_changes_inside_a_window_is_for_the_next() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    scaler = hs.GradScaler("cpu", init_scale=1024.0)
+    chosen = hs.Policy.of("mixed", dtype="fp16")
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = hs.TrainStep(model, sgd, lambda m, x: m(x).sum(), policy=chosen, accumulate=2, scaler=scaler)
+    x = torch.ones(1, 4)
+    for finish in (lambda: step(x), step.flush):
+        before = model.weight.detach().clone()
+        step(x)
+        scaler.update(new_scale=512.0)
+        finish()
+        assert torch.equal(model.weight, before - 1.0)
+        scaler.update(new_scale=1024.0)

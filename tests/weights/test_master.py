@@ -322,3 +322,124 @@ def test_errors_name_what_is_wrong_and_change_nothing() -> None:
         optimizer.step(closure=lambda: 1.0)
     good.grad = torch.ones_like(good)
     optimizer.step()
+
+
+def test_an_optimizer_made_later_steps_the_masters_too() -> None:
+    def train(when: str) -> list[Tensor]:
+        parameters = shapes()
+        optimizer = torch.optim.AdamW(parameters, 1e-2)
+        store = adopted(parameters)
+        if when == "attached":
+            store.attach(optimizer)
+        elif when == "made later":
+            optimizer = torch.optim.AdamW(parameters, 1e-2)
+        else:
+            optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], 1e-2)
+            optimizer.step()
+            optimizer.add_param_group({"params": parameters})
+        for i in range(4):
+            gradients(parameters, i, BF16)
+            optimizer.step()
+        assert store.attached(optimizer)
+        return [store.read(p) for p in parameters]
+
+    want = train("attached")
+    for when in ("made later", "group added later"):
+        assert all(torch.equal(a, b) for a, b in zip(train(when), want, strict=True)), when
+
+
+def test_adagrad_made_later_has_precise_state() -> None:
+    parameters = shapes()
+    store = adopted(parameters)
+    optimizer = torch.optim.Adagrad(parameters, 1e-2)
+    gradients(parameters, 0, BF16)
+    optimizer.step()
+    assert store.attached(optimizer) and all(optimizer.state[p]["sum"].dtype is FP32 for p in parameters)
+
+
+def test_state_that_was_rounded_on_loading_is_refused() -> None:
+    parameters = shapes()
+    optimizer = torch.optim.AdamW(parameters)
+    gradients(parameters, 0, FP32)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    store = adopted(parameters)
+    late = torch.optim.AdamW(parameters)
+    late.load_state_dict(saved)
+    gradients(parameters, 0, BF16)
+    before = [store.read(p) for p in parameters]
+    with pytest.raises(WeightsError, match=r"AdamW for p0 was rounded to torch.bfloat16.*hs.prepare\(model, optimizer"):
+        late.step()
+    assert all(torch.equal(store.read(p), b) for p, b in zip(parameters, before, strict=True))
+    store.attach(late)
+    late.load_state_dict(saved)
+    late.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_cleared_after_a_step_that_raised_are_gone(set_to_none: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    store = adopted([parameter])
+    optimizer = torch.optim.SGD([parameter], 1.0)
+    store.attach(optimizer)
+    (100 * parameter).sum().backward()
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.zero_grad(set_to_none=set_to_none)
+    store.heal()  # as the next forward pass does
+    parameter.sum().backward()
+    optimizer.step()
+    assert torch.equal(store.read(parameter), -torch.ones(2))
+
+
+def test_a_gradient_lifted_for_a_step_that_raised_is_not_used_again() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    store = adopted([parameter])
+    optimizer = torch.optim.SGD([parameter], 1.0)
+    store.attach(optimizer)
+    (100 * parameter).sum().backward()
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(store.read(parameter), -torch.ones(2))
+
+
+def test_low_weights_changed_by_hand_change_their_masters() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]) + 1e-4)
+    store = adopted([parameter])
+    optimizer = torch.optim.SGD([parameter], 0.5)
+    store.attach(optimizer)
+    with torch.no_grad():
+        parameter[1] = 7.0
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    want = torch.tensor([1.0 + 1e-4, 7.0, 3.0 + 1e-4]) - 0.5  # untouched elements keep what bf16 cannot hold
+    assert torch.allclose(store.read(parameter), want, rtol=0, atol=1e-6)
+    assert torch.equal(parameter, want.bfloat16())
+    nn.init.ones_(parameter)
+    assert torch.equal(store.read(parameter), torch.ones(3))
+    nn.init.zeros_(parameter)
+    store.release()
+    assert torch.equal(parameter, torch.zeros(3))
+
+
+def test_one_optimizer_over_two_stores() -> None:
+    def train(parts: int) -> list[Tensor]:
+        parameters = shapes()
+        optimizer = torch.optim.AdamW(parameters, 1e-2)
+        stores = [adopted(parameters[i::parts]) for i in range(parts)]
+        for store in stores:
+            store.attach(optimizer)
+        for i in range(4):
+            gradients(parameters, i, BF16)
+            optimizer.step()
+            optimizer.state_dict()
+            assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+        return [next(s for s in stores if p in s).read(p) for p in parameters]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(1), train(2), strict=True))

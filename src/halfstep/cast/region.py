@@ -68,7 +68,7 @@ class Recipe:
     cache: bool = True
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # somebody who tries policies may try thousands
 def recipe_for(
     policy: Policy,
     device_types: tuple[str, ...],
@@ -395,7 +395,7 @@ def _dtype_here(device_type: str | None) -> torch.dtype | None:
         return None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _recipe(
     device_type: str | None,
     dtype: torch.dtype | None,

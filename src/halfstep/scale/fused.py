@@ -7,24 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["begin_momentum", "must_not_skip", "skips_itself", "step_with_flag"]
+__all__ = ["must_not_skip", "skips_itself", "step_with_flag"]
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `optimizer` takes scale and flag as attributes (torch's optimizers with ``fused=True``)."""
-    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(marked) and all(group.get("fused", True) for group in optimizer.param_groups)
+    """Return whether `optimizer` takes scale and flag as attributes (torch's optimizers with ``fused=True``).
+
+    torch's own marker outlives a `load_state_dict` that puts another form into the groups.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def must_not_skip(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a skip on the device would do harm, so that the host must decide.
 
     torch's fused SGD (2.13) allocates its momentum without filling it in the first step that it is called for; if that
-    one is skipped, the next good step starts from whatever was in memory. (TrainStep sees to it: `begin_momentum`.)
+    one is skipped, the next good step starts from whatever was in memory.
     """
-    if not isinstance(optimizer, torch.optim.SGD) or begin_momentum in optimizer._optimizer_step_pre_hooks.values():
+    if not isinstance(optimizer, torch.optim.SGD):
         return False
     for group in optimizer.param_groups:
         if group["momentum"]:
@@ -32,20 +36,6 @@ def must_not_skip(optimizer: torch.optim.Optimizer) -> bool:
             if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
                 return True
     return False
-
-
-def begin_momentum(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-    """Give fused SGD, before a step, the momentum that it lacks: zeros. A hook for ``register_step_pre_hook``.
-
-    torch's own first momentum is the gradient, which is what zeros become (without dampening). But it makes momentum
-    only if all is missing: a parameter that gets its first gradient later than others is a TypeError in torch 2.13.
-    """
-    for group in optimizer.param_groups:
-        if group["momentum"] and not group["dampening"]:
-            for parameter in group["params"]:
-                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                    zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                    optimizer.state[parameter]["momentum_buffer"] = zeros
 
 
 def step_with_flag(

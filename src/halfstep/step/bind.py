@@ -10,10 +10,10 @@ below the root), every module under a module rule, and every module that owns lo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Binding:
         policy: the policy the model was prepared with.
         device_types: the devices its region enters.
         path: dotted name of the module under the prepared root; "" is the root.
-        root: whether it is.
+        root: whether it is, or was prepared as a model of its own before the whole was.
         rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
         entrance: whether this module is the outermost one its rule applies to (it casts inputs and outputs).
         opens: whether its forward opens a region (leaves of torch.nn without a rule do not).
@@ -52,6 +52,7 @@ class Binding:
         device_types: tuple[str, ...],
         *,
         path: str,
+        root: bool,
         rule: str = "",
         entrance: bool = False,
         opens: bool = True,
@@ -60,7 +61,7 @@ class Binding:
         self.policy = policy
         self.device_types = device_types
         self.path = path
-        self.root = not path  # what is traced asks this: a guard on each path would compile equal layers one by one
+        self.root = root  # what is traced asks this: a guard on each path would compile equal layers one by one
         self.rule = rule
         self.entrance = entrance
         self.opens = opens
@@ -72,6 +73,7 @@ class Binding:
             self.policy,
             self.device_types,
             self.path,
+            self.root,
             self.rule,
             self.entrance,
             self.opens,
@@ -82,12 +84,12 @@ class Binding:
 
 
 def _rebuild_binding(
-    policy: Policy, device_types: tuple[str, ...], path: str, rule: str, entrance: bool, opens: bool
+    policy: Policy, device_types: tuple[str, ...], path: str, root: bool, rule: str, entrance: bool, opens: bool
 ) -> Binding:
-    return Binding(policy, device_types, path=path, rule=rule, entrance=entrance, opens=opens)
+    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance, opens=opens)
 
 
-@cache
+@lru_cache(maxsize=256)
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`, which wins over the policy's operator rules.
 
@@ -205,9 +207,18 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     return result if output is None else _cast_floats(result, output)
 
 
-@cache
+BOUND = WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]]()  # what `bound_class` made and is in use
+
+
 def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
     """Return the subclass of `original` that bound instances get; one for each class and kind."""
+    kind = BOUND.get((original, opens))
+    if kind is None:
+        kind = BOUND[original, opens] = _bound_class(original, opens=opens)
+    return kind
+
+
+def _bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
@@ -250,16 +261,25 @@ def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, max(int(protocol), 2))
-        state = copy.copy(reduced[2]) if len(reduced) > 2 else None
-        low = {name: store.master(parameter) for name, parameter, store in _low_parameters(self)}
-        if low and isinstance(state, dict):  # the masters themselves: tied parameters stay tied
-            state["_parameters"] = {n: low.get(n, p) for n, p in state["_parameters"].items()}
-        return (_rebuild, (original, opens), state, *reduced[3:])
+        state = reduced[2] if len(reduced) > 2 else None
+        precise = {name: store.master(parameter) for name, parameter, store in _low_parameters(self)}
+        return (_rebuild, (original, opens), _Carried(state, precise) if precise else state, *reduced[3:])
+
+    def setstate(self: nn.Module, state: Any) -> None:
+        if not isinstance(state, _Carried):
+            original.__setstate__(self, state)
+            return
+        original.__setstate__(self, state.state)
+        for name, master in state.precise.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            parameter.data = master.data
 
     body: dict[str, Any] = {
         "_save_to_state_dict": save,
         "_load_from_state_dict": load,
         "__reduce_ex__": reduce_ex,
+        "__setstate__": setstate,
         "_halfstep_original": original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -271,9 +291,21 @@ def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
     return type(original.__name__, (original,), body)
 
 
+class _Carried(NamedTuple):
+    """The state of a module with low parameters while it is copied or pickled.
+
+    Attributes:
+        state: what its class says; the low parameters in it are those an optimizer holds, and stay the same objects.
+        precise: the fp32 values they take in the copy, by name.
+    """
+
+    state: Any
+    precise: dict[str, nn.Parameter]
+
+
 def _rebuild(original: type[nn.Module], opens: bool) -> nn.Module:
     """Make the bare instance that pickle and deepcopy fill."""
-    kind = bound_class(original, opens=opens)  # type: ignore[arg-type]  # mypy takes nn.Module for unhashable
+    kind = bound_class(original, opens=opens)
     return kind.__new__(kind)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
@@ -11,18 +13,23 @@ from halfstep.step.prepare import prepared_policy, unwrap
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["load_step", "save_step"]
+__all__ = ["load_step", "refuse_window", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 
 
-def save_step(step: TrainStep) -> dict[str, Any]:
-    """Return the state of `step` as plain containers and tensors (torch.save, weights_only-safe)."""
+def refuse_window(step: TrainStep, what: str) -> None:
+    """Refuse to save or copy `step` while gradients of an accumulation window wait for their update."""
     if step._window:
         raise StepError(
-            f"state_dict() after {step._window} of {step.accumulate} micro-batches would lose their gradients; "
+            f"{what} after {step._window} of {step.accumulate} micro-batches would lose their gradients; "
             "save between updates, or call step.flush() first"
         )
+
+
+def save_step(step: TrainStep) -> dict[str, Any]:
+    """Return the state of `step` as plain containers and tensors (torch.save, weights_only-safe)."""
+    refuse_window(step, "state_dict()")
     policy = prepared_policy(step.model)
     assert policy is not None
     return {
@@ -59,9 +66,23 @@ def load_step(step: TrainStep, state: dict[str, Any]) -> None:
         raise StepError(
             f"the saved model does not fit this one: {wrong[0]!r} is missing on one side or differs in shape"
         )
+    _check_groups(step.optimizer, state["optimizer"])
+    step.scaler.load_state_dict(state["scaler"])  # first: it checks for itself before it changes
     model.load_state_dict(want)
     step.optimizer.load_state_dict(state["optimizer"])
-    step.scaler.load_state_dict(state["scaler"])
     if step.scheduler is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     step._step, step._window = int(state["step"]), 0
+
+
+def _check_groups(optimizer: Optimizer, state: Any) -> None:
+    """Refuse an optimizer state whose groups are not those of `optimizer`."""
+    saved = state.get("param_groups") if isinstance(state, dict) else None
+    if not isinstance(saved, list) or "state" not in state:
+        raise StepError("the saved optimizer is not what state_dict() of a torch optimizer returns")
+    have, want = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved))
+    if have != want:
+        raise StepError(
+            f"the saved optimizer does not fit this one: its groups have {want} parameters, and here they have {have}; "
+            "build the optimizer with the groups it was saved with"
+        )

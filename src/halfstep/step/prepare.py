@@ -89,9 +89,16 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
     plans = [_validate(model, wanted, concrete, devices) for model in model_list]
     _validate_optimizers(model_list, optimizer_list)
 
-    stores = [_bind(m, wanted, concrete, devices, plan) for m, plan in zip(model_list, plans, strict=True)]
-    for optimizer in optimizer_list:
-        _attach(optimizer, [s for s in stores if s is not None])
+    fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, concrete)]
+    store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
+    for model, plan in fresh:
+        _bind(model, wanted, devices, plan, store)
+    for model in model_list:
+        binding = binding_of(unwrap(model))
+        assert binding is not None
+        binding.root = True  # also where it is a part of another that was bound before
+        for optimizer in optimizer_list:
+            _attach(optimizer, model, binding.store)
     if optimizers is None:
         return models
     scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
@@ -121,11 +128,14 @@ def _devices(models: list[nn.Module]) -> tuple[str, ...]:
 def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...]) -> Plan:
     inner = unwrap(model)
     known = binding_of(inner)
-    if known is not None and known.policy != policy:
-        raise BindError(
-            f"the model is already prepared with policy {known.policy.name!r} and was given {policy.name!r}; "
-            f"hs.unprepare(model) first. They differ:\n{known.policy.diff(policy)}"
-        )
+    for path, module in inner.named_modules():
+        part = binding_of(module)
+        if part is not None and part.policy != policy:
+            what = f"module {path!r}" if path else "the model"
+            raise BindError(
+                f"{what} is already prepared with policy {part.policy.name!r} and was given {policy.name!r}; "
+                f"hs.unprepare it first. They differ:\n{part.policy.diff(policy)}"
+            )
     if inner is not model and known is None and concrete.params == "low":
         raise BindError(
             f"{type(model).__name__} was wrapped around the model before hs.prepare, and lowering its parameters now "
@@ -137,6 +147,15 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                 f"module {path or '<root>'!r} is already sharded by fully_shard; call hs.prepare before fully_shard"
             )
     plan = resolve(policy, inner, devices[0])
+    if not _is_done(model, concrete):
+        low = {p.name for p in plan.parameters if p.low}
+        for name, parameter in inner.named_parameters():
+            if name in low and MasterWeights.behind(parameter) is not None:
+                raise BindError(
+                    f"parameter {name} is low already and has its fp32 values behind it: a part of the model, or one "
+                    "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
+                    "one call: hs.prepare([a, b], ...)"
+                )
     for name, parameter in inner.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(_local(parameter)).all()):
             raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
@@ -160,48 +179,61 @@ def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer]) -
                     )
 
 
-def _bind(
-    model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...], plan: Plan
-) -> MasterWeights | None:
-    inner = unwrap(model)
-    known = binding_of(inner)
-    if known is not None and (known.store is not None or concrete.params != "low"):
-        return known.store
-    low = {p.name for p in plan.parameters if p.low}
+def _is_done(model: nn.Module, concrete: Policy) -> bool:
+    """Return whether `model` is prepared; the copy of a prepared model still lacks its low parameters."""
+    known = binding_of(unwrap(model))
+    return known is not None and (known.store is not None or concrete.params != "low")
+
+
+def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> MasterWeights | None:
+    """Bring parameters into the formats of the plans; return the fp32 values behind low ones, for all models at once.
+
+    Raises:
+        WeightsError: a parameter that can have no master; nothing was changed.
+    """
+    named = [(p.name, m.get_parameter(p.name), p) for m, plan in models for p in plan.parameters]
+    wide = {id(parameter) for _, parameter, decision in named if not decision.low}
+    low = [(name, parameter) for name, parameter, decision in named if decision.low and id(parameter) not in wide]
     store = None
-    wide = {p.name for p in plan.parameters if p.format == "fp32"}
-    for name, parameter in inner.named_parameters():
-        if name in wide and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
-            parameter.data = parameter.data.float()
-    named = [(n, p) for n, p in inner.named_parameters() if n in low]
-    if named and concrete.master == "none":
-        for _, parameter in named:
+    if low and concrete.master == "none":
+        for _, parameter in low:
             parameter.data = parameter.data.to(LOW[concrete.dtype])
-    elif named:
-        store = MasterWeights(named, LOW[concrete.dtype])
-    rules = {m.path: m.rule for m in plan.modules}
-    for path, module in list(inner.named_modules()):
-        rule = rules.get(path, "")
-        parent = rules.get(path.rpartition(".")[0], "") if path else ""
-        leaf = type(module).__module__.startswith("torch.nn.") and not list(module.children())
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-        opens = not container and (not leaf or bool(rule) or not path)
-        owns = store is not None and any(p is not None and p in store for p in module._parameters.values())
-        if not (opens or owns):
-            continue
-        binding = Binding(
-            policy, devices, path=path, rule=rule, entrance=bool(rule) and rule != parent, opens=opens, store=store
-        )
-        module.__dict__[KEY] = binding
-        module.__class__ = bound_class(original_class(module), opens=opens)  # type: ignore[arg-type]  # as in bind
+    elif low:
+        store = MasterWeights(low, LOW[concrete.dtype])
+    for _, parameter, decision in named:
+        if decision.format == "fp32" and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
+            parameter.data = parameter.data.float()
     return store
 
 
-def _attach(optimizer: Optimizer, stores: list[MasterWeights]) -> None:
+def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: MasterWeights | None) -> None:
+    """Give every module that needs one its binding and its bound class."""
+    rules = {m.path: m.rule for m in plan.modules}
+    for path, module in list(model.named_modules()):
+        rule = rules.get(path, "")
+        parent = rules.get(path.rpartition(".")[0], "") if path else ""
+        known = binding_of(module)
+        root = not path or (known is not None and known.root)
+        leaf = type(module).__module__.startswith("torch.nn.") and not list(module.children())
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        opens = not container and (not leaf or bool(rule) or root)
+        owns = store is not None and any(p is not None and p in store for p in module._parameters.values())
+        if not (opens or owns):
+            continue
+        entrance = bool(rule) and rule != parent
+        module.__dict__[KEY] = Binding(
+            policy, devices, path=path, root=root, rule=rule, entrance=entrance, opens=opens, store=store
+        )
+        module.__class__ = bound_class(original_class(module), opens=opens)
+
+
+def _attach(optimizer: Optimizer, model: nn.Module, store: MasterWeights | None) -> None:
+    """Let `optimizer` step the masters of `model` if it has parameters of it, also if these are not low (yet)."""
+    if store is None or store.attached(optimizer):
+        return
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for store in stores:
-        if any(id(p) in mine for p in store.parameters()) and not store.attached(optimizer):
-            store.attach(optimizer)
+    if any(id(p) in mine for p in model.parameters()):
+        store.attach(optimizer)
 
 
 def store_of(model: nn.Module) -> MasterWeights | None:
@@ -231,7 +263,7 @@ def unprepare(model: ModelT) -> ModelT:
             module.__class__ = original_class(module)
             del module.__dict__[KEY]
     if store is not None:
-        store.release()
+        store.release(inner.parameters())
     else:
         for parameter in inner.parameters():
             if parameter.dtype in LOW.values() and binding.policy.params == "low":
@@ -245,6 +277,8 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
 
     Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the
     low weights when the block ends, also when it ends with an exception. Without low parameters it is the model itself.
+    Writes through ``.data`` and averages (AveragedModel.update_parameters) belong here; outside, they see or change low
+    weights only.
 
     Raises:
         BindError: the model is not prepared.

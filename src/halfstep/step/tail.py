@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.kernels.pick import norms_for, total_norm
-from halfstep.scale.fused import begin_momentum, must_not_skip, skips_itself, step_with_flag
+from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
 __all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
-FUSED = (Adam, AdamW, SGD, Adagrad)
+FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,29 +79,35 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
     Only before the first step: the forms keep their step counters on different devices.
     """
-    if type(optimizer) not in FUSED or _stepped(optimizer):  # a subclass may have a step of its own
+    if type(optimizer) not in FUSED or _stepped(optimizer):
         return
-    for group in optimizer.param_groups:
-        chosen = group.get("fused") is not None or group.get("foreach") is not None
-        if chosen or group.get("differentiable") or group.get("capturable") or group.get("dampening"):
-            return
+    if not all(_free(group) for group in optimizer.param_groups):
+        return
     if not parameters or not all(
         p.dtype is torch.float32 and p.device.type in {"cpu", "cuda"} and type(p.data) is Tensor for p in parameters
     ):
         return
-    _fuse(optimizer)
-    optimizer.register_load_state_dict_post_hook(_fuse)  # a checkpoint brings the form of whoever saved it
-    if isinstance(optimizer, SGD):
-        optimizer.register_step_pre_hook(begin_momentum)  # after the hook that puts masters in the groups
-
-
-def _fuse(optimizer: Optimizer) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
     vars(optimizer)["_step_supports_amp_scaling"] = True  # torch's marker, set by its __init__
-    for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), Tensor):  # the other forms keep it on the host
-            state["step"] = state["step"].to(parameter.device)
+    optimizer.register_load_state_dict_pre_hook(_stay_fused)
+
+
+def _free(group: dict[str, Any]) -> bool:
+    """Return whether a group's user chose no form, and the fused one does the same as the others."""
+    chosen = group.get("fused") is not None or group.get("foreach") is not None
+    damped = group.get("momentum") and group.get("dampening")  # see `_begin_momentum`
+    return not (chosen or damped or group.get("differentiable") or group.get("capturable"))
+
+
+def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Keep the fused form where a state comes from an optimizer that had none chosen.
+
+    Before torch loads it: the fused form's step counters are on the parameters' device.
+    """
+    if not all(_free(group) for group in state["param_groups"]):
+        return None
+    return {**state, "param_groups": [{**group, "fused": True, "foreach": False} for group in state["param_groups"]]}
 
 
 def _stepped(optimizer: Optimizer) -> bool:
@@ -122,6 +129,8 @@ def apply(optimizer: Optimizer, gradients: Sequence[Tensor], divisor: Tensor | N
         divisor: 0-dim fp32 or None for 1.
         bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
     """
+    if type(optimizer) is SGD and skips_itself(optimizer):
+        _begin_momentum(optimizer, gradients)
     if takes_predicate(optimizer):
         step_with_flag(optimizer, divisor, bad.to(torch.float32), (), {})
         return False
@@ -130,3 +139,19 @@ def apply(optimizer: Optimizer, gradients: Sequence[Tensor], divisor: Tensor | N
             torch._foreach_mul_(stored(gradients), divisor.reciprocal())
         optimizer.step()
     return True
+
+
+def _begin_momentum(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+    """Give parameters without momentum one of zero, from which an undamped step makes what torch begins with.
+
+    torch's fused SGD (2.13) begins momentum for all parameters of a group at once: it fails if one gets its first
+    gradient later, and would keep what was in memory if that step is skipped.
+    """
+    following = iter(gradients)
+    for group in optimizer.param_groups:
+        begins = group["momentum"] and not group["dampening"]
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradient = next(following)
+                if begins and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)

@@ -29,7 +29,7 @@ from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import tail
 from halfstep.step.bind import binding_of, explained
-from halfstep.step.checkpoint import load_step, save_step
+from halfstep.step.checkpoint import load_step, refuse_window, save_step
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
@@ -98,7 +98,7 @@ class TrainStep:
         self._statistics = Statistics(unwrap(model).modules())
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
-        self._scale: Tensor | None = None  # of the window that is open
+        self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
         if self._store is not None and self.policy.grads == "fp32":
@@ -123,10 +123,9 @@ class TrainStep:
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
             loss, aux = self._forward(batch, named)
-            if self._window == 0 or self._scale is None:  # one scale a window: another step may move a shared scaler's
-                self._scale = self.scaler.scale_on(loss.device)
-                if self.scaler.is_enabled():
-                    self._scale = self._scale.clone()  # the scaler updates its own in place
+            if self._window == 0:  # one scale for all of a window, whatever becomes of the scaler's own meanwhile
+                scale = self.scaler.scale_on(loss.device)
+                self._scale = scale.clone() if self.scaler.is_enabled() else scale
             scale = self._scale
             seed = scale if self.accumulate == 1 else scale / self.accumulate
             if loss.dtype is not seed.dtype or loss.dim():
@@ -209,11 +208,9 @@ class TrainStep:
         if self._window == 0:
             return None
         self._reduce_gradients()
-        device = next(iter(unwrap(self.model).parameters())).device
-        scale = self._scale if self._scale is not None else self.scaler.scale_on(device).clone()
         norm, bad, culprits = self._update(self._window)
-        loss = torch.full((), float("nan"), device=device)
-        return StepResult(self._step, loss, None, scale, norm, bad, ~bad, culprits)
+        loss = torch.full((), float("nan"), device=norm.device)
+        return StepResult(self._step, loss, None, self._scale, norm, bad, ~bad, culprits)
 
     def _reduce_gradients(self) -> None:
         """Average gradients over the ranks of DistributedDataParallel, whose own reduction waits for a last batch."""
@@ -229,7 +226,7 @@ class TrainStep:
         parameters, gradients = self._gradients()
         self._window = 0
         scaling = self.scaler.is_enabled()
-        divisor = self._scale.to(gradients[0].device) if scaling and self._scale is not None else None
+        divisor = self._scale.to(gradients[0].device) if scaling else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.tensor(count / self.accumulate, device=gradients[0].device)
             divisor = share if divisor is None else divisor * share
@@ -313,6 +310,18 @@ class TrainStep:
         self._settle()
         return save_step(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
+
+        Raises:
+            StepError: in the middle of an accumulation window.
+        """
+        self._settle()
+        refuse_window(self, "a copy")
+        named = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")}
+        named["policy"] = prepared_policy(self.model)
+        return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; validated before anything changes.
 
@@ -321,6 +330,12 @@ class TrainStep:
         """
         self._pending = None
         load_step(self, state)
+
+
+def _rebuild(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, named: dict[str, Any], step: int) -> TrainStep:
+    made = TrainStep(model, optimizer, loss_fn, **named)
+    made._step = step
+    return made
 
 
 def _validate(

@@ -7,16 +7,23 @@ arithmetic); on accelerators they go back to the caching allocator.
 Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold the masters and its
 `state` is keyed by them; before and after they hold the model's own parameters. The model's parameters are never
 pointed at other storage: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks with them.
+
+Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
+counts in their `_version`; whoever asks for a master first sees to it that it follows. Writes through ``.data`` are not
+counted and end with the next write back: they belong into `hs.edit_weights`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
@@ -54,9 +61,13 @@ class MasterWeights:
         self._names: dict[int, str] = {}
         self._masters: dict[int, nn.Parameter] = {}
         self._parameters: dict[int, nn.Parameter] = {}
-        self._attached: dict[int, _Attachment] = {}
+        self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
+        self._attached = weakref.WeakValueDictionary[int, _Attachment]()  # by optimizer; its hooks own them
+        self._substituted: list[tuple[_Attachment, Optimizer]] = []  # these hold masters now
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for name, parameter in pairs:
             self.adopt(name, parameter)
+        _stores().add(self)
 
     # ------------------------------------------------------------------ the weights
 
@@ -67,8 +78,15 @@ class MasterWeights:
         master = nn.Parameter(parameter.detach().float().clone(), requires_grad=parameter.requires_grad)
         if parameter.dtype is not self.dtype:
             parameter.data = parameter.data.to(self.dtype)
+        self._strangers.clear()
         key = id(parameter)
         self._names[key], self._masters[key], self._parameters[key] = name, master, parameter
+        self._versions[key] = parameter._version
+
+    @staticmethod
+    def behind(parameter: nn.Parameter) -> MasterWeights | None:
+        """Return the store that has the fp32 values of `parameter`, or None."""
+        return next((store for store in _stores() if parameter in store), None)
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether `parameter` is a low parameter of this store."""
@@ -87,14 +105,22 @@ class MasterWeights:
         return iter(self._masters.values())
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 master of `parameter`: the object itself, not a copy."""
-        found = self._masters.get(id(parameter))
+        """Return the fp32 master of `parameter`: the object itself, not a copy.
+
+        If the low weight was changed by hand since it was last written back, the master takes what is new in it.
+        """
+        key = id(parameter)
+        found = self._masters.get(key)
         if found is None:
             raise WeightsError(
                 f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
                 "prepare the model after its parameters are made"
             )
         found.requires_grad_(parameter.requires_grad)
+        if parameter._version != self._versions[key]:
+            self._versions[key] = parameter._version
+            with torch.no_grad():  # where the low weight still is the rounded master, the master knows more
+                found.copy_(torch.where(found.to(self.dtype) == parameter, found, parameter.float()))
         return found
 
     def read(self, parameter: nn.Parameter) -> Tensor:
@@ -113,14 +139,17 @@ class MasterWeights:
             raise WeightsError(f"{name} has shape {tuple(master.shape)} and was assigned {tuple(value.shape)}")
         with torch.no_grad():
             master.copy_(value)
-            parameter.copy_(master)
+        self.write_back([parameter])
 
     @torch.no_grad()
     def write_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Round masters into low weights, in place: all, or those of `parameters`."""
         keys = list(self._masters) if parameters is None else [id(p) for p in parameters]
         if keys:
-            torch._foreach_copy_([self._parameters[k] for k in keys], [self._masters[k] for k in keys])
+            low: list[Tensor] = [self._parameters[k] for k in keys]
+            torch._foreach_copy_(low, [self._masters[k] for k in keys])
+            for key, parameter in zip(keys, low, strict=True):
+                self._versions[key] = parameter._version
 
     # ------------------------------------------------------------------ optimizers
 
@@ -134,6 +163,31 @@ class MasterWeights:
             raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
         self._attached[id(optimizer)] = _Attachment(self, optimizer)
 
+    def welcome(self, optimizer: Optimizer) -> None:
+        """Attach `optimizer`, which is about to step, if it holds low parameters and nobody has attached it.
+
+        Raises:
+            WeightsError: it has loaded its state into low parameters, which rounded it.
+        """
+        if self.attached(optimizer):
+            return
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._strangers.get(optimizer) == held:  # looked at before
+            return
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self]
+        if not mine:
+            self._strangers[optimizer] = held
+            return
+        for parameter in mine:
+            state = optimizer.state.get(parameter, {})
+            if float(state.get("step", 1)) > 0 and any(_is_low(value) for value in state.values()):
+                raise WeightsError(
+                    f"the state of {type(optimizer).__name__} for {self._names[id(parameter)]} was rounded to "
+                    f"{self.dtype}, as torch does when it is loaded for low parameters; call hs.prepare(model, "
+                    "optimizer) first, then optimizer.load_state_dict"
+                )
+        self.attach(optimizer)
+
     def attached(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` steps these masters."""
         return id(optimizer) in self._attached
@@ -143,7 +197,7 @@ class MasterWeights:
         attachment = self._attached.pop(id(optimizer), None)
         if attachment is None:
             raise WeightsError(f"{type(optimizer).__name__} does not step these masters")
-        attachment.remove()
+        attachment.remove(optimizer)
 
     def lift(self, optimizer: Optimizer) -> list[Tensor]:
         """Copy low gradients into the masters' fp32 gradients and return all gradients `optimizer` will read.
@@ -155,7 +209,7 @@ class MasterWeights:
             fp32 gradients in the order of `param_groups`, without those that are None; parameters without a master
             give their own gradient. Called again before the step, it returns the same tensors and copies nothing.
         """
-        return self._attached[id(optimizer)].lift()
+        return self._attached[id(optimizer)].lift(optimizer)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Forget the lifted gradients: the step they were for is over, or was skipped."""
@@ -163,10 +217,10 @@ class MasterWeights:
 
     def heal(self) -> bool:
         """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
-        if not any(a.substituted for a in self._attached.values()):
+        if not self._substituted:
             return False
-        for attachment in self._attached.values():
-            attachment.restore()
+        for attachment, optimizer in list(self._substituted):
+            attachment.recover(optimizer)
         self.write_back()
         return True
 
@@ -183,28 +237,51 @@ class MasterWeights:
         for attachment in self._attached.values():
             yield from attachment.buffers.values()
 
-    def release(self) -> None:
-        """Give every parameter its fp32 values back, in place, and let go of optimizers."""
+    def release(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Give parameters (default: all) their fp32 values back, in place; without any left, let go of optimizers."""
         self.heal()
-        for attachment in list(self._attached.values()):
-            self.detach(attachment.optimizer)
-        for key, parameter in self._parameters.items():
-            parameter.grad = None
-            parameter.data = self._masters[key].data
-        self._names.clear()
-        self._masters.clear()
-        self._parameters.clear()
+        for parameter in list(self.parameters() if parameters is None else parameters):
+            if parameter in self:
+                parameter.grad = None
+                parameter.data = self.master(parameter).data
+                for entries in (self._names, self._masters, self._parameters, self._versions):
+                    entries.pop(id(parameter))
+        self.free_buffers()
+        for attachment in [] if self._masters else list(self._attached.values()):
+            if (optimizer := attachment.optimizer()) is not None:
+                self.detach(optimizer)
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOWS
+
+
+@cache
+def _stores() -> weakref.WeakSet[MasterWeights]:
+    """Return the stores there are; optimizers made after `hs.prepare` find theirs here when they step."""
+    stores = weakref.WeakSet[MasterWeights]()
+
+    def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for store in list(stores):
+            store.welcome(optimizer)
+
+    register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
+    return stores
 
 
 class _Attachment:
-    """One optimizer and one store: the hooks, the substitution and the gradient buffers between them."""
+    """One optimizer and one store: the hooks, the substitution and the gradient buffers between them.
+
+    The optimizer's hooks own it and it owns the store; nothing points back, so that all of it goes with the last
+    reference to the optimizer and the model, without waiting for the cyclic garbage collector.
+    """
 
     def __init__(self, store: MasterWeights, optimizer: Optimizer) -> None:
         self.store = store
-        self.optimizer = optimizer
+        self.optimizer = weakref.ref(optimizer)
         self.buffers: dict[int, Tensor] = {}
         self.lifted: list[Tensor] | None = None
-        self.substituted = False
+        self.own: dict[nn.Parameter, nn.Parameter] | None = None  # by master, while those are in place
         self.handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -215,51 +292,68 @@ class _Attachment:
         ]
         count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
         setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
+        for parameter, state in optimizer.state.items():  # Adagrad makes some when it is built
+            if parameter in store:
+                state.update({key: value.float() for key, value in state.items() if _is_low(value)})
 
-    def remove(self) -> None:
-        self.restore()
+    def remove(self, optimizer: Optimizer) -> None:
+        self.restore(optimizer)
         for handle in self.handles:
             handle.remove()
-        count = getattr(self.optimizer, WEIGHTS_ATTRIBUTE) - 1
+        count = getattr(optimizer, WEIGHTS_ATTRIBUTE) - 1
         if count:
-            setattr(self.optimizer, WEIGHTS_ATTRIBUTE, count)
+            setattr(optimizer, WEIGHTS_ATTRIBUTE, count)
         else:
-            delattr(self.optimizer, WEIGHTS_ATTRIBUTE)
+            delattr(optimizer, WEIGHTS_ATTRIBUTE)
 
     # ------------------------------------------------------------------ substitution
 
-    def substitute(self) -> None:
+    def substitute(self, optimizer: Optimizer) -> None:
         """Put masters into the optimizer's groups and re-key its state."""
-        self.restore()
-        for group in self.optimizer.param_groups:
-            group["params"] = [self.store.master(p) if p in self.store else p for p in group["params"]]
-        self.substituted = True
-        state = self.optimizer.state
-        for key, master in self.store._masters.items():
-            if self.store._parameters[key] in state:
-                state[master] = state.pop(self.store._parameters[key])
+        self.store.heal()
+        self.own = {}
+        for group in optimizer.param_groups:
+            for i, parameter in enumerate(group["params"]):
+                if parameter in self.store:
+                    master = group["params"][i] = self.store.master(parameter)
+                    self.own[master] = parameter
+                    if parameter in optimizer.state:
+                        optimizer.state[master] = optimizer.state.pop(parameter)
+        self.store._substituted.append((self, optimizer))
 
-    def restore(self) -> None:
-        """Put the model's own parameters back, and leave alone what another store has put there."""
-        if not self.substituted:
+    def restore(self, optimizer: Optimizer) -> None:
+        """Put the model's own parameters back."""
+        if self.own is None:
             return
-        self.substituted = False
-        own = {id(master): self.store._parameters[key] for key, master in self.store._masters.items()}
-        for group in self.optimizer.param_groups:
-            group["params"] = [own.get(id(p), p) for p in group["params"]]
-        state = self.optimizer.state
-        for key, master in self.store._masters.items():
-            if master in state:
-                state[self.store._parameters[key]] = state.pop(master)
+        for group in optimizer.param_groups:  # masters of another store may be among them, and stay
+            group["params"][:] = [self.own.get(p, p) for p in group["params"]]
+        for master, parameter in self.own.items():
+            if master in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(master)
+        self.own = None
+        self.store._substituted.remove((self, optimizer))
+
+    def recover(self, optimizer: Optimizer) -> None:
+        """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
+        lifted, self.lifted = self.lifted, None
+        self.restore(optimizer)
+        for group in optimizer.param_groups if lifted is not None else ():
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.store:
+                    gradient = self.store.master(parameter).grad
+                    if gradient is None:
+                        parameter.grad = None
+                    elif not gradient.any():
+                        parameter.grad.zero_()
 
     # ------------------------------------------------------------------ gradients
 
-    def lift(self) -> list[Tensor]:
+    def lift(self, optimizer: Optimizer) -> list[Tensor]:
+        self.store.heal()
         if self.lifted is not None:
             return self.lifted
-        self.restore()
         sources, targets, lifted = [], [], []
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if parameter in self.store:
@@ -302,21 +396,21 @@ class _Attachment:
                 "holds fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
             )
         with torch.no_grad():
-            self.lift()
-        self.substitute()
+            self.lift(optimizer)
+        self.substitute(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.restore()
+        self.restore(optimizer)
         self.lifted = None
         self.free_where_cheap()
         low = [p for g in optimizer.param_groups for p in g["params"] if p in self.store and p.grad is not None]
         self.store.write_back(low)
 
     def _before_state(self, optimizer: Optimizer) -> None:
-        self.substitute()
+        self.substitute(optimizer)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.substitute()
+        self.substitute(optimizer)
 
     def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
-        self.restore()
+        self.restore(optimizer)
