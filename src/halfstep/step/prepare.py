@@ -19,7 +19,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.bind import KEY, Binding, binding_of, bound_class, original_class
+from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.weights.master import MasterWeights
 
 __all__ = ["edit_weights", "prepare", "prepared_policy", "store_of", "unprepare", "unwrap"]
@@ -96,7 +96,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
     for model in model_list:
         binding = binding_of(unwrap(model))
         assert binding is not None
-        binding.root = True  # also where it is a part of another that was bound before
+        binding.become_root()  # also where it is a part of another that was bound before
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
     if optimizers is None:
@@ -214,17 +214,9 @@ def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan
         parent = rules.get(path.rpartition(".")[0], "") if path else ""
         known = binding_of(module)
         root = not path or (known is not None and known.root)
-        leaf = type(module).__module__.startswith("torch.nn.") and not list(module.children())
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-        opens = not container and (not leaf or bool(rule) or root)
-        owns = store is not None and any(p is not None and p in store for p in module._parameters.values())
-        if not (opens or owns):
-            continue
         entrance = bool(rule) and rule != parent
-        module.__dict__[KEY] = Binding(
-            policy, devices, path=path, root=root, rule=rule, entrance=entrance, opens=opens, store=store
-        )
-        module.__class__ = bound_class(original_class(module), opens=opens)
+        module.__dict__[KEY] = Binding(policy, devices, path=path, root=root, rule=rule, entrance=entrance, store=store)
+        bind_class(module, on=True)
 
 
 def _attach(optimizer: Optimizer, model: nn.Module, store: MasterWeights | None) -> None:
@@ -260,7 +252,7 @@ def unprepare(model: ModelT) -> ModelT:
         raise BindError("hs.unprepare: this model is not prepared (pass the model that was given to hs.prepare)")
     for module in inner.modules():
         if binding_of(module) is not None:
-            module.__class__ = original_class(module)
+            bind_class(module, on=False)
             del module.__dict__[KEY]
     if store is not None:
         store.release(inner.parameters())
