@@ -176,6 +176,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     store = binding.store
     if store is not None:
         store.heal()
+    if state.visit is not None and binding.root:
+        state.visit(module)
     inside = state.bound is binding.recipe
     args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None)
     if inside:

@@ -2,9 +2,9 @@
 
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
-statistics, which the forward pass has already changed, are put back by the same verdict. The host reads the verdict of
-update n before update n+1 begins (then the scheduler advances, or does not), by which time the device has long
-produced it.
+statistics, which the forward pass has already changed, are put back by the same verdict, also those of other prepared
+models that loss_fn calls. The host reads the verdict of update n before update n+1 begins (then the scheduler advances,
+or does not), by which time the device has long produced it.
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ class TrainStep:
         self._binding = binding
         self._store = store_of(model)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
-        self._norms = [m for m in unwrap(model).modules() if isinstance(m, _NormBase) and m.running_mean is not None]
-        self._statistics: list[Tensor] = []
+        self._models: dict[int, nn.Module] = {}  # whose statistics are looked after
+        self._norms: dict[_NormBase, None] = {}
+        self._statistics: list[tuple[Tensor, Tensor]] = []
+        self._visit(unwrap(model))
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
         self._scale = torch.ones(())
@@ -160,7 +162,8 @@ class TrainStep:
         recipe = self._binding.recipe
         owner = object()
         open_recipe(recipe, owner, depth=3)
-        STATE.bound = recipe
+        visit = STATE.visit
+        STATE.bound, STATE.visit = recipe, self._visit
         failing = True
         try:
             returned = self.loss_fn(self.model, *batch, **named)
@@ -170,6 +173,7 @@ class TrainStep:
                 raise
             raise better from error
         finally:
+            STATE.visit = visit
             close_recipe(recipe, owner, failing=failing)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -292,21 +296,29 @@ class TrainStep:
 
     # ------------------------------------------------------------------ BatchNorm statistics
 
-    def _buffers(self) -> list[Tensor]:
-        names = ("running_mean", "running_var", "num_batches_tracked")
-        buffers = (getattr(m, n, None) for m in self._norms if m.training for n in names)
-        return [b for b in buffers if isinstance(b, Tensor)]
+    def _visit(self, model: nn.Module) -> None:
+        """Look after the statistics of `model`: the step's own, or another prepared one that `loss_fn` calls."""
+        if id(model) in self._models:
+            return
+        self._models[id(model)] = model
+        for module in model.modules():
+            if isinstance(module, _NormBase) and module.running_mean is not None and module not in self._norms:
+                self._norms[module] = None
+                self._keep(module)
+
+    def _keep(self, norm: _NormBase) -> None:
+        for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if norm.training else ():
+            if buffer is not None:
+                self._statistics.append((buffer, buffer.clone()))
 
     def _keep_statistics(self) -> None:
-        self._statistics = [b.clone() for b in self._buffers()] if self._norms else []
+        self._statistics = []
+        for norm in self._norms:
+            self._keep(norm)
 
     def _put_statistics_back(self, bad: Tensor) -> None:
-        if not self._statistics:
-            return
-        live = self._buffers()
-        if len(live) == len(self._statistics):
-            for buffer, kept in zip(live, self._statistics, strict=True):
-                buffer.copy_(torch.where(bad.to(buffer.device), kept, buffer))
+        for buffer, kept in self._statistics:
+            buffer.copy_(torch.where(bad.to(buffer.device), kept, buffer))
         self._statistics = []
 
     # ------------------------------------------------------------------ state
