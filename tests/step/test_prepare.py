@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -611,3 +612,34 @@ def test_a_parametrised_weight_read_outside_forward() -> None:
     hs.prepare(model, policy=policy("O2"))
     weights = [cast(Tensor, layer.weight) for layer in model]
     assert all(w.isfinite().all() for w in weights) and model(X).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------ parameters without values
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+def fake() -> nn.Module:
+    with FakeTensorMode():
+        return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(("make", "remedy"), [(lazy, "run one batch"), (meta, "materialise"), (fake, "materialise")])
+def test_parameters_without_values(make: Callable[[], nn.Module], remedy: str) -> None:
+    model = make()
+    with pytest.raises(BindError, match=rf"parameter 0\.weight has no values yet.*{remedy}"):
+        hs.prepare(model, policy=policy("O2"))
+    assert not any("_halfstep" in m.__dict__ for m in model.modules())
+    hs.prepare(model, policy=policy("mixed"))
+    if make is meta:
+        model.to_empty(device="cpu")
+        model.load_state_dict(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).state_dict())
+    if make is not fake:
+        assert model(X).dtype is FP32

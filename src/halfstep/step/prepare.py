@@ -12,6 +12,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError
@@ -156,10 +158,26 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                     "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
                     "one call: hs.prepare([a, b], ...)"
                 )
-    for name, parameter in inner.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(_local(parameter)).all()):
-            raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
+    _validate_values(inner, {p.name for p in plan.parameters if p.low})
     return plan
+
+
+def _validate_values(model: nn.Module, low: set[str]) -> None:
+    """Refuse parameters that are not finite, or, to be lowered, have no values yet; one wait for each device."""
+    flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta or is_fake(parameter):
+            if name in low:
+                remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
+                raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
+        elif parameter.is_floating_point():
+            flags.setdefault(parameter.device, []).append((name, torch.isfinite(_local(parameter)).all()))
+    for known in flags.values():
+        for (name, _), finite in zip(known, torch.stack([flag for _, flag in known]).tolist(), strict=True):
+            if not finite:
+                raise BindError(
+                    f"parameter {name} holds nan or inf before the first step; load or initialise it again"
+                )
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
