@@ -14,8 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import halfstep as hs
 from halfstep.cast.state import STATE
@@ -564,3 +566,120 @@ def test_an_error_in_the_second_model_leaves_the_first() -> None:
     with pytest.raises(WeightsError, match="parameter weight is torch.float16"):
         hs.prepare([a, b], policy=policy("O2"))
     assert type(a) is nn.Linear and a.weight.dtype is FP32
+
+
+# ------------------------------------------------------------------------------------------ leaves and parametrizations
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_leaves_are_recomputed_in_the_region(name: str, dtype: str, reentrant: bool) -> None:
+    class Whole(nn.Module):
+        def __init__(self, *, checkpointed: bool) -> None:
+            super().__init__()
+            self.checkpointed = checkpointed
+            self.seq = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Softmax(-1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            if self.checkpointed:
+                x = checkpoint_sequential(self.seq, 2, x, use_reentrant=reentrant)
+            else:
+                x = self.seq(x)
+            return x.pow(2).sum()
+
+    def gradients(*, checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = hs.prepare(Whole(checkpointed=checkpointed), policy=policy(name, dtype))
+        x = X.clone().requires_grad_()
+        model(x).backward()
+        return [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+
+    plain, again = gradients(checkpointed=False), gradients(checkpointed=True)
+    assert len(plain) == len(again) == 7
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_leaf_called_by_itself_is_in_the_region(name: str) -> None:
+    body, head = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4)
+    hs.prepare(nn.ModuleDict({"body": body, "head": head}), policy=policy(name))
+    hidden = body(X)
+    assert hidden.dtype is BF16 and head(hidden).dtype is BF16
+    assert STATE.bound is None and not torch.is_autocast_enabled("cpu")
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parametrizations_come_and_go(name: str, when: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    if when == "after":
+        hs.prepare(model, policy=policy(name))
+    parametrize.register_parametrization(model[0], "weight", Double())
+    if when == "before":
+        hs.prepare(model, policy=policy(name))
+    assert model(X).isfinite().all()
+    hs.unprepare(model)
+    assert type(model[0]).__mro__[1] is nn.Linear and model(X).dtype is FP32
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear and model(X).dtype is FP32
+
+
+@pytest.mark.parametrize("name", ["torch", "O1", "mixed"])
+def test_parametrizations_are_removed_from_a_prepared_model(name: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    parametrize.register_parametrization(model[0], "weight", Double())
+    hs.prepare(model, policy=policy(name))
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert model(X).dtype is FP32
+    hs.unprepare(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_parametrised_weight_read_outside_forward() -> None:
+    parametrized = nn.utils.parametrizations
+    model = nn.Sequential(
+        parametrized.spectral_norm(nn.Linear(8, 32)),
+        parametrized.orthogonal(nn.Linear(32, 32)),
+        parametrized.weight_norm(nn.Linear(32, 8)),
+    )
+    hs.prepare(model, policy=policy("O2"))
+    weights = [cast(Tensor, layer.weight) for layer in model]
+    assert all(w.isfinite().all() for w in weights) and model(X).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------ parameters without values
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+def fake() -> nn.Module:
+    with FakeTensorMode():
+        return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(("make", "remedy"), [(lazy, "run one batch"), (meta, "materialise"), (fake, "materialise")])
+def test_parameters_without_values(make: Callable[[], nn.Module], remedy: str) -> None:
+    model = make()
+    with pytest.raises(BindError, match=rf"parameter 0\.weight has no values yet.*{remedy}"):
+        hs.prepare(model, policy=policy("O2"))
+    assert not any("_halfstep" in m.__dict__ for m in model.modules())
+    hs.prepare(model, policy=policy("mixed"))
+    if make is meta:
+        model.to_empty(device="cpu")
+        model.load_state_dict(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).state_dict())
+    if make is not fake:
+        assert model(X).dtype is FP32

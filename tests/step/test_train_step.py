@@ -508,3 +508,24 @@ def test_a_scale_that_changes_inside_a_window_is_for_the_next() -> None:
         finish()
         assert torch.equal(model.weight, before - 1.0)
         scaler.update(new_scale=1024.0)
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_bad_step_leaves_no_trace_in_another_model_it_calls(when: int) -> None:
+    torch.manual_seed(0)
+    generator = nn.Linear(2, 4)
+    judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    chosen = hs.Policy.of("mixed", dtype="fp16")
+    sgd = torch.optim.SGD(generator.parameters(), lr=0.1)
+    hs.prepare(judge, policy=chosen)
+    step = hs.TrainStep(generator, sgd, lambda m, z: judge(m(z)).mean(), policy=chosen)
+    for _ in range(when):
+        step(torch.randn(4, 2))
+    norm = judge[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    before = {k: v.clone() for k, v in norm.state_dict().items()}
+    assert step(torch.full((4, 2), 1e9)).host().skipped
+    assert same(before, norm.state_dict())
+    step.scaler.update(new_scale=1024.0)
+    assert step(torch.randn(4, 2)).host().updated
+    assert not same(before, norm.state_dict())

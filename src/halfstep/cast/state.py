@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cast.cache import WeightCasts
@@ -19,6 +20,7 @@ class _State(threading.local):
     Attributes:
         mode: the mode of the innermost region; the modes of outer regions, still on torch's stack, stand aside.
         bound: the innermost recipe opened by a bound module or a training step, or None.
+        visit: called with every prepared model before it runs in this thread, or None.
         frames: the open regions, innermost last.
         casts: the weight casts of the open regions.
     """
@@ -26,6 +28,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.mode: RuleMode | None = None
         self.bound: Any = None
+        self.visit: Callable[[Any], None] | None = None
         self.frames: list[Any] = []
         self.casts = WeightCasts()
 

@@ -4,8 +4,11 @@ A bound module's class is swapped for a cached subclass of its class. The subcla
 the binding's region is already the one this thread is in; `state_dict`, `load_state_dict`, `copy.deepcopy` and `pickle`
 see fp32 values. No function of the user is replaced, and taking the binding off gives the class back.
 
-Note [what is bound]: every module that is not a leaf of torch.nn (recomputation in activation checkpointing enters
-below the root), every module under a module rule, and every module that owns low parameters (for its state_dict).
+Note [what is bound]: every module with a forward, leaves of torch.nn too: activation checkpointing recomputes any of
+them alone, and users call a head or a layer by itself. Inside the region a bound forward costs one comparison.
+
+Note [parametrizations]: torch.nn.utils.parametrize gives a module a class of its own, and takes it off by its first
+base. It stays the outermost: what is bound is the class below it, and torch's is made again over that.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from halfstep.cast.region import SUSPENDED, Recipe, call_traced, close_recipe, open_recipe, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
@@ -25,9 +29,10 @@ from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights.master import MasterWeights
 
-__all__ = ["Binding", "binding_of", "bound_class", "explained", "is_bound", "original_class"]
+__all__ = ["Binding", "binding_of", "bind_class", "explained", "is_bound"]
 
 KEY = "_halfstep"
+NOWHERE = object()
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -41,9 +46,9 @@ class Binding:
         root: whether it is, or was prepared as a model of its own before the whole was.
         rule: the module rule that applies here ("low", "fp32", "keep"), or "" for none.
         entrance: whether this module is the outermost one its rule applies to (it casts inputs and outputs).
-        opens: whether its forward opens a region (leaves of torch.nn without a rule do not).
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         recipe: the region of this module.
+        passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
     """
 
     def __init__(
@@ -55,7 +60,6 @@ class Binding:
         root: bool,
         rule: str = "",
         entrance: bool = False,
-        opens: bool = True,
         store: MasterWeights | None = None,
     ) -> None:
         self.policy = policy
@@ -64,9 +68,13 @@ class Binding:
         self.root = root  # what is traced asks this: a guard on each path would compile equal layers one by one
         self.rule = rule
         self.entrance = entrance
-        self.opens = opens
         self.store = store
         self.recipe = module_recipe(policy, device_types, rule)
+        self.passes = NOWHERE if root or entrance else self.recipe
+
+    def become_root(self) -> None:
+        """Let this module be a model of its own from now on."""
+        self.root, self.passes = True, NOWHERE
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_binding, (
@@ -76,7 +84,6 @@ class Binding:
             self.root,
             self.rule,
             self.entrance,
-            self.opens,
         )
 
     def __repr__(self) -> str:
@@ -84,9 +91,9 @@ class Binding:
 
 
 def _rebuild_binding(
-    policy: Policy, device_types: tuple[str, ...], path: str, root: bool, rule: str, entrance: bool, opens: bool
+    policy: Policy, device_types: tuple[str, ...], path: str, root: bool, rule: str, entrance: bool
 ) -> Binding:
-    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance, opens=opens)
+    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance)
 
 
 @lru_cache(maxsize=256)
@@ -116,10 +123,17 @@ def is_bound(module: nn.Module) -> bool:
     return any(binding_of(m) is not None for m in module.modules())
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class the user gave `module`."""
-    kind: type[nn.Module] = getattr(type(module), "_halfstep_original", type(module))
-    return kind
+def bind_class(module: nn.Module, *, on: bool) -> None:
+    """Swap the class of `module` for the bound subclass of it, or back; see note [parametrizations]."""
+    own = type(module)
+    below = own.__bases__[0] if is_parametrized(module) else own
+    kind = getattr(below, "_halfstep_original", below)
+    if on:
+        kind = bound_class(kind)
+    if is_parametrized(module):
+        body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
+        kind = type(own.__name__, (kind,), body)
+    module.__class__ = kind
 
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
@@ -167,6 +181,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     store = binding.store
     if store is not None:
         store.heal()
+    if state.visit is not None and binding.root:
+        state.visit(module)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
     args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
     if inside:
@@ -207,27 +223,25 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     return result if output is None else _cast_floats(result, output)
 
 
-BOUND = WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]]()  # what `bound_class` made and is in use
+BOUND = WeakValueDictionary[type[nn.Module], type[nn.Module]]()  # what `bound_class` made and is in use
 
 
-def bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
-    """Return the subclass of `original` that bound instances get; one for each class and kind."""
-    kind = BOUND.get((original, opens))
+def bound_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `original` that bound instances get; one for each class."""
+    kind = BOUND.get(original)
     if kind is None:
-        kind = BOUND[original, opens] = _bound_class(original, opens=opens)
+        kind = BOUND[original] = _bound_class(original)
     return kind
 
 
-def _bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
+def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
-        if binding is None:  # made by the class itself, as nn.Sequential does for a slice
+        if binding is None or STATE.bound is binding.passes:  # None: made by the class itself, as a Sequential's slice
             return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _enter_compiled(binding, original.forward, self, args, kwargs)
-        if STATE.bound is binding.recipe and not binding.root and not binding.entrance:
-            return original.forward(self, *args, **kwargs)
         return _enter(binding, original.forward, self, args, kwargs)
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -263,7 +277,7 @@ def _bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
         reduced = original.__reduce_ex__(self, max(int(protocol), 2))
         state = reduced[2] if len(reduced) > 2 else None
         precise = {name: store.master(parameter) for name, parameter, store in _low_parameters(self)}
-        return (_rebuild, (original, opens), _Carried(state, precise) if precise else state, *reduced[3:])
+        return (_rebuild, (original,), _Carried(state, precise) if precise else state, *reduced[3:])
 
     def setstate(self: nn.Module, state: Any) -> None:
         if not isinstance(state, _Carried):
@@ -285,7 +299,7 @@ def _bound_class(original: type[nn.Module], *, opens: bool) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    if opens:
+    if original.forward is not nn.Module.forward:
         forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
         body["forward"] = forward
     return type(original.__name__, (original,), body)
@@ -303,9 +317,9 @@ class _Carried(NamedTuple):
     precise: dict[str, nn.Parameter]
 
 
-def _rebuild(original: type[nn.Module], opens: bool) -> nn.Module:
+def _rebuild(original: type[nn.Module]) -> nn.Module:
     """Make the bare instance that pickle and deepcopy fill."""
-    kind = bound_class(original, opens=opens)
+    kind = bound_class(original)
     return kind.__new__(kind)
 
 

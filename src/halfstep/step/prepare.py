@@ -12,6 +12,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError
@@ -19,7 +21,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.bind import KEY, Binding, binding_of, bound_class, original_class
+from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.weights.master import MasterWeights
 
 __all__ = ["edit_weights", "prepare", "prepared_policy", "store_of", "unprepare", "unwrap"]
@@ -96,7 +98,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
     for model in model_list:
         binding = binding_of(unwrap(model))
         assert binding is not None
-        binding.root = True  # also where it is a part of another that was bound before
+        binding.become_root()  # also where it is a part of another that was bound before
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
     if optimizers is None:
@@ -128,8 +130,8 @@ def _devices(models: list[nn.Module]) -> tuple[str, ...]:
 def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...]) -> Plan:
     inner = unwrap(model)
     known = binding_of(inner)
-    for path, module in inner.named_modules():
-        part = binding_of(module)
+    for path, module in inner.named_modules() if known is None or known.policy != policy else ():
+        part = binding_of(module)  # of a model prepared before, a part may have been prepared anew since
         if part is not None and part.policy != policy:
             what = f"module {path!r}" if path else "the model"
             raise BindError(
@@ -156,10 +158,24 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                     "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
                     "one call: hs.prepare([a, b], ...)"
                 )
-    for name, parameter in inner.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(_local(parameter)).all()):
-            raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
+    _validate_values(inner, {p.name for p in plan.parameters if p.low})
     return plan
+
+
+def _validate_values(model: nn.Module, low: set[str]) -> None:
+    """Refuse parameters that are not finite, or, to be lowered, have no values yet; one wait for each device."""
+    flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta or is_fake(parameter):
+            if name in low:
+                remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
+                raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
+        elif parameter.is_floating_point():
+            flags.setdefault(parameter.device, []).append((name, torch.isfinite(_local(parameter)).all()))
+    for known in flags.values():
+        for (name, _), finite in zip(known, torch.stack([flag for _, flag in known]).tolist(), strict=True):
+            if not finite:
+                raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -214,17 +230,9 @@ def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan
         parent = rules.get(path.rpartition(".")[0], "") if path else ""
         known = binding_of(module)
         root = not path or (known is not None and known.root)
-        leaf = type(module).__module__.startswith("torch.nn.") and not list(module.children())
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-        opens = not container and (not leaf or bool(rule) or root)
-        owns = store is not None and any(p is not None and p in store for p in module._parameters.values())
-        if not (opens or owns):
-            continue
         entrance = bool(rule) and rule != parent
-        module.__dict__[KEY] = Binding(
-            policy, devices, path=path, root=root, rule=rule, entrance=entrance, opens=opens, store=store
-        )
-        module.__class__ = bound_class(original_class(module), opens=opens)
+        module.__dict__[KEY] = Binding(policy, devices, path=path, root=root, rule=rule, entrance=entrance, store=store)
+        bind_class(module, on=True)
 
 
 def _attach(optimizer: Optimizer, model: nn.Module, store: MasterWeights | None) -> None:
@@ -260,7 +268,7 @@ def unprepare(model: ModelT) -> ModelT:
         raise BindError("hs.unprepare: this model is not prepared (pass the model that was given to hs.prepare)")
     for module in inner.modules():
         if binding_of(module) is not None:
-            module.__class__ = original_class(module)
+            bind_class(module, on=False)
             del module.__dict__[KEY]
     if store is not None:
         store.release(inner.parameters())

@@ -20,20 +20,25 @@ class Statistics:
     of norms. (One clone, one select and one copy a buffer were 3 % of a step of a residual network with nine norms.)
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._norms = [m for m in modules if isinstance(m, _NormBase) and m.running_mean is not None]
+    def __init__(self, model: nn.Module) -> None:
+        self._models: dict[int, nn.Module] = {}  # held, so that no address comes twice
+        self._norms: dict[_NormBase, None] = {}
         self._kept: list[tuple[list[Tensor], Tensor]] = []  # buffers of one kind, and their values in one tensor
+        self.visit(model)
+
+    def visit(self, model: nn.Module) -> None:
+        """Look after the statistics of `model` from now on: the step's own, or another one that its loss calls."""
+        if id(model) in self._models:
+            return
+        self._models[id(model)] = model
+        found = {m: None for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None}
+        new = [norm for norm in found if norm not in self._norms]
+        self._norms.update(found)
+        self._kept += _values(new)
 
     def keep(self) -> None:
         """Remember the statistics of the norms that are in training mode."""
-        kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
-        for norm in self._norms:
-            if norm.training:
-                for name in BUFFERS:
-                    buffer = norm._buffers.get(name)
-                    if buffer is not None:
-                        kinds.setdefault((buffer.dtype, buffer.device, bool(buffer.dim())), []).append(buffer)
-        self._kept = [(buffers, _joined(buffers)) for buffers in kinds.values()]
+        self._kept = _values(self._norms)
 
     def put_back(self, bad: Tensor) -> None:
         """Restore what `keep` saw where `bad`, a 0-dim bool, is true; waits for nothing."""
@@ -41,6 +46,18 @@ class Statistics:
             values = torch.where(bad.to(kept.device), kept, _joined(buffers))
             torch._foreach_copy_(buffers, _parted(values, buffers))
         self._kept = []
+
+
+def _values(norms: Iterable[_NormBase]) -> list[tuple[list[Tensor], Tensor]]:
+    """Return the buffers of norms in training mode, by kind, and a copy of each kind as one tensor."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
+    for norm in norms:
+        if norm.training:
+            for name in BUFFERS:
+                buffer = norm._buffers.get(name)
+                if buffer is not None:
+                    kinds.setdefault((buffer.dtype, buffer.device, bool(buffer.dim())), []).append(buffer)
+    return [(buffers, _joined(buffers)) for buffers in kinds.values()]
 
 
 def _joined(buffers: list[Tensor]) -> Tensor:

@@ -2,9 +2,9 @@
 
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
-statistics, which the forward pass has already changed, are put back by the same verdict. The host reads the verdict of
-update n before update n+1 begins (then the scheduler advances, or does not), by which time the device has long
-produced it.
+statistics, which the forward pass has already changed, are put back by the same verdict, also those of other prepared
+models that loss_fn calls. The host reads the verdict of update n before update n+1 begins (then the scheduler advances,
+or does not), by which time the device has long produced it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TrainStep:
         self._binding = binding
         self._store = store_of(model)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
-        self._statistics = Statistics(unwrap(model).modules())
+        self._statistics = Statistics(unwrap(model))
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
         self._scale = torch.ones(())
@@ -159,7 +159,8 @@ class TrainStep:
         recipe = self._binding.recipe
         owner = object()
         open_recipe(recipe, owner, depth=3)
-        STATE.bound = recipe
+        visit = STATE.visit
+        STATE.bound, STATE.visit = recipe, self._statistics.visit
         failing = True
         try:
             returned = self.loss_fn(self.model, *batch, **named)
@@ -169,6 +170,7 @@ class TrainStep:
                 raise
             raise better from error
         finally:
+            STATE.visit = visit
             close_recipe(recipe, owner, failing=failing)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
