@@ -360,3 +360,13 @@ def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="many times slower"):
         make(hs.Policy.of("mixed", dtype="fp16", emulate="never"), ("cpu",))
     assert make(hs.Policy.of("mixed", dtype="fp16"), ("cpu",)).mode is not None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_cache_flag_of_torch_is_left_as_it_is_found(first: bool) -> None:
+    chosen = hs.Policy.of("mixed", dtype="bf16", name=f"cache {first}")  # compiled for the first time below
+    for flag in (first, not first):
+        with torch.autocast("cpu", cache_enabled=flag):
+            with hs.autocast(policy=chosen):
+                assert torch.is_autocast_cache_enabled() is flag
+            assert torch.is_autocast_cache_enabled() is flag

@@ -59,13 +59,13 @@ class Recipe:
         policy: the policy it was compiled from.
         devices: (device type, low dtype, autocast enabled) for each device entered.
         mode: the operator rules on top of torch.autocast, or None where torch's own lists are the policy.
-        cache: whether torch.autocast may cache weight casts.
+        cache: whether torch.autocast may cache weight casts; None: as it does outside.
     """
 
     policy: Policy
     devices: tuple[tuple[str, torch.dtype, bool], ...]
     mode: RuleMode | None
-    cache: bool = True
+    cache: bool | None = None
 
 
 @functools.lru_cache(maxsize=256)  # somebody who tries policies may try thousands
@@ -108,8 +108,7 @@ def recipe_for(
     rules = handlers(policy, tuple(lowered), how) if lowered else {}
     custom = overrides(policy.ops) if lowered else ()
     mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
-    use_cache = torch.is_autocast_cache_enabled() if cache is None else cache
-    return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=use_cache)
+    return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache)
 
 
 def _lacks_units(policy: Policy, device: str, name: str) -> bool:
@@ -155,7 +154,7 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
             if frames:
                 torch.clear_autocast_cache()  # torch's cache does not look at the format
     autocast_increment_nesting()
-    if frame.cache is not recipe.cache:
+    if recipe.cache is not None and frame.cache is not recipe.cache:
         set_autocast_cache_enabled(recipe.cache)
     mode = recipe.mode
     state.mode = mode
@@ -187,7 +186,7 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
         if get_autocast_dtype(device) is not before:
             set_autocast_dtype(device, before)
             torch.clear_autocast_cache()
-    if frame.cache is not recipe.cache:
+    if frame.cache is not is_autocast_cache_enabled():
         set_autocast_cache_enabled(frame.cache)
     if not frames:
         state.casts.clear()
