@@ -122,7 +122,7 @@ def _lacks_units(policy: Policy, device: str, name: str) -> bool:
 class _Frame:
     """One open region: what it found and must put back, and where it was entered."""
 
-    __slots__ = ("bound", "cache", "instruction", "mode", "owner", "code", "states")
+    __slots__ = ("bound", "cache", "instruction", "mode", "nesting", "owner", "code", "states")
 
     def __init__(self, owner: object, caller: FrameType, cache: bool, mode: RuleMode | None, bound: Any) -> None:
         self.owner = owner
@@ -132,6 +132,7 @@ class _Frame:
         self.mode = mode
         self.bound = bound
         self.states: list[tuple[str, bool, torch.dtype]] = []
+        self.nesting = 0  # how many regions, torch's too, are open with this one
 
     @property
     def place(self) -> str:
@@ -153,7 +154,7 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
             set_autocast_dtype(device, dtype)
             if frames:
                 torch.clear_autocast_cache()  # torch's cache does not look at the format
-    autocast_increment_nesting()
+    frame.nesting = autocast_increment_nesting()
     if recipe.cache is not None and frame.cache is not recipe.cache:
         set_autocast_cache_enabled(recipe.cache)
     mode = recipe.mode
@@ -168,7 +169,8 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
 
     Raises:
         RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
-            region); everything is put in order first. Not raised while another exception passes (`failing`).
+            region); everything is put in order first, as far as regions of torch.autocast let us. Not raised while
+            another exception passes (`failing`).
     """
     state = STATE
     frames = state.frames
@@ -179,8 +181,14 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
     if recipe.mode is not None:
         _pop_mode()
     state.mode, state.bound = frame.mode, frame.bound
-    if autocast_decrement_nesting() == 0:
+    nesting = autocast_decrement_nesting()
+    if nesting == 0:
         torch.clear_autocast_cache()
+    if nesting != frame.nesting - 1:
+        if not frames:
+            state.casts.clear()
+        _refuse_foreign(frame, failing=failing)
+        return
     for device, on, before in frame.states:
         set_autocast_enabled(device, on)
         if get_autocast_dtype(device) is not before:
@@ -206,11 +214,23 @@ def _close_out_of_order(recipe: Recipe, owner: object, *, failing: bool) -> None
     if recipe.mode is not None:
         _take_from_stack(recipe.mode)
     autocast_decrement_nesting()
+    for later in frames[index:]:
+        later.nesting -= 1
     inner.states, inner.cache, inner.mode, inner.bound = frame.states, frame.cache, frame.mode, frame.bound
     if not failing:
         raise RegionError(
             f"the region entered at {frame.place} was left while the one entered at {inner.place} was still open; "
             "a region cannot stay open across yield or await: open it inside, around the work itself"
+        )
+
+
+def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
+    """Leave torch's state to the region of torch.autocast that was entered or left in between."""
+    if not failing:
+        raise RegionError(
+            f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not "
+            "left, or left and not entered; a region cannot stay open across yield or await: open it inside, around "
+            "the work itself"
         )
 
 
@@ -296,7 +316,8 @@ class autocast:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        close_recipe(self.recipe, self, failing=exc_type is not None)
+        closing = exc_type is GeneratorExit  # of a suspended generator: nothing went wrong but perhaps the order
+        close_recipe(self.recipe, self, failing=exc_type is not None and not closing)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region."""

@@ -175,9 +175,7 @@ def _validate_values(model: nn.Module, low: set[str]) -> None:
     for known in flags.values():
         for (name, _), finite in zip(known, torch.stack([flag for _, flag in known]).tolist(), strict=True):
             if not finite:
-                raise BindError(
-                    f"parameter {name} holds nan or inf before the first step; load or initialise it again"
-                )
+                raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
