@@ -444,3 +444,45 @@ def test_a_default_is_that_of_the_moment_and_not_of_the_first_use() -> None:
     for cache in (False, True, False):
         with hs.autocast("cpu", dtype=BF16, cache_enabled=cache), hs.autocast("cpu", enabled=False):
             assert torch.is_autocast_cache_enabled() is cache
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_cache_flag_of_torch_is_left_as_it_is_found(first: bool) -> None:
+    chosen = hs.Policy.of("mixed", dtype="bf16", name=f"cache {first}")  # compiled for the first time below
+    for flag in (first, not first):
+        with torch.autocast("cpu", cache_enabled=flag):
+            with hs.autocast(policy=chosen):
+                assert torch.is_autocast_cache_enabled() is flag
+            assert torch.is_autocast_cache_enabled() is flag
+
+
+def suspended_region() -> Generator[None, None, None]:
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16")):
+        yield
+
+
+def test_a_generator_closed_in_a_region_of_torch_does_not_switch_it_off() -> None:
+    generator = suspended_region()
+    next(generator)
+    with torch.autocast("cpu", dtype=BF16):
+        with pytest.raises(RegionError, match=r"region entered at .*test_region\.py:\d+.*torch.autocast was entered"):
+            generator.close()
+        assert F.linear(X, W).dtype is BF16
+    torch.set_autocast_enabled("cpu", False)  # torch puts back what it found when it was entered
+    torch.set_autocast_dtype("cpu", BF16)
+
+
+def test_a_generator_closed_after_the_region_of_torch_it_began_in_does_not_switch_that_on() -> None:
+    generator = suspended_region()
+    with torch.autocast("cpu", dtype=BF16):
+        next(generator)
+    with pytest.raises(RegionError, match=r"left and not entered"):
+        generator.close()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_generator_closed_where_it_began_is_no_error() -> None:
+    generator = suspended_region()
+    next(generator)
+    generator.close()
+    assert not torch.is_autocast_enabled("cpu")

@@ -59,13 +59,13 @@ class Recipe:
         policy: the policy it was compiled from.
         devices: (device type, low dtype, autocast enabled) for each device entered.
         mode: the operator rules on top of torch.autocast, or None where torch's own lists are the policy.
-        cache: whether weight casts may be cached, by torch.autocast and here.
+        cache: whether weight casts may be cached, by torch.autocast and here; None: as it is outside.
     """
 
     policy: Policy
     devices: tuple[tuple[str, torch.dtype, bool], ...]
     mode: RuleMode | None
-    cache: bool = True
+    cache: bool | None = None
 
 
 @functools.lru_cache(maxsize=256)  # somebody who tries policies may try thousands
@@ -108,8 +108,7 @@ def recipe_for(
     rules = handlers(policy, tuple(lowered), how) if lowered else {}
     custom = overrides(policy.ops) if lowered else ()
     mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
-    use_cache = torch.is_autocast_cache_enabled() if cache is None else cache
-    return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=use_cache)
+    return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache)
 
 
 def _lacks_units(policy: Policy, device: str, name: str) -> bool:
@@ -123,7 +122,7 @@ def _lacks_units(policy: Policy, device: str, name: str) -> bool:
 class _Frame:
     """One open region: what it found and must put back, and where it was entered."""
 
-    __slots__ = ("bound", "cache", "instruction", "mode", "owner", "code", "states")
+    __slots__ = ("bound", "cache", "instruction", "mode", "nesting", "owner", "code", "states")
 
     def __init__(self, owner: object, caller: FrameType, cache: bool, mode: RuleMode | None, bound: Any) -> None:
         self.owner = owner
@@ -133,6 +132,7 @@ class _Frame:
         self.mode = mode
         self.bound = bound
         self.states: list[tuple[str, bool, torch.dtype]] = []
+        self.nesting = 0  # how many regions, torch's too, are open with this one
 
     @property
     def place(self) -> str:
@@ -154,8 +154,8 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
             set_autocast_dtype(device, dtype)
             if frames:
                 torch.clear_autocast_cache()  # torch's cache does not look at the format
-    autocast_increment_nesting()
-    if frame.cache is not recipe.cache:
+    frame.nesting = autocast_increment_nesting()
+    if recipe.cache is not None and frame.cache is not recipe.cache:
         set_autocast_cache_enabled(recipe.cache)
     mode = recipe.mode
     state.mode = mode
@@ -169,7 +169,8 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
 
     Raises:
         RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
-            region); everything is put in order first. Not raised while another exception passes (`failing`).
+            region); everything is put in order first, as far as regions of torch.autocast let us. Not raised while
+            another exception passes (`failing`).
     """
     state = STATE
     frames = state.frames
@@ -180,14 +181,20 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
     if recipe.mode is not None:
         _pop_mode()
     state.mode, state.bound = frame.mode, frame.bound
-    if autocast_decrement_nesting() == 0:
+    nesting = autocast_decrement_nesting()
+    if nesting == 0:
         torch.clear_autocast_cache()
+    if nesting != frame.nesting - 1:
+        if not frames:
+            state.casts.clear()
+        _refuse_foreign(frame, failing=failing)
+        return
     for device, on, before in frame.states:
         set_autocast_enabled(device, on)
         if get_autocast_dtype(device) is not before:
             set_autocast_dtype(device, before)
             torch.clear_autocast_cache()
-    if frame.cache is not recipe.cache:
+    if frame.cache is not is_autocast_cache_enabled():
         set_autocast_cache_enabled(frame.cache)
         if not frame.cache:  # a copy lives no longer than the outermost region that keeps copies
             torch.clear_autocast_cache()
@@ -210,11 +217,23 @@ def _close_out_of_order(recipe: Recipe, owner: object, *, failing: bool) -> None
     if recipe.mode is not None:
         _take_from_stack(recipe.mode)
     autocast_decrement_nesting()
+    for later in frames[index:]:
+        later.nesting -= 1
     inner.states, inner.cache, inner.mode, inner.bound = frame.states, frame.cache, frame.mode, frame.bound
     if not failing:
         raise RegionError(
             f"the region entered at {frame.place} was left while the one entered at {inner.place} was still open; "
             "a region cannot stay open across yield or await: open it inside, around the work itself"
+        )
+
+
+def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
+    """Leave torch's state to the region of torch.autocast that was entered or left in between."""
+    if not failing:
+        raise RegionError(
+            f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not "
+            "left, or left and not entered; a region cannot stay open across yield or await: open it inside, around "
+            "the work itself"
         )
 
 
@@ -293,8 +312,6 @@ class autocast:
             policy = Policy.of(policy)  # a file may change; what is cached below is its content
         if dtype is None and policy is None:
             dtype = _dtype_here(device_type)
-        if cache_enabled is None:
-            cache_enabled = is_autocast_cache_enabled()
         self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
 
     def __enter__(self) -> autocast:
@@ -304,7 +321,8 @@ class autocast:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        close_recipe(self.recipe, self, failing=exc_type is not None)
+        closing = exc_type is GeneratorExit  # of a suspended generator: nothing went wrong but perhaps the order
+        close_recipe(self.recipe, self, failing=exc_type is not None and not closing)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region."""
@@ -400,7 +418,7 @@ def _recipe(
     device_type: str | None,
     dtype: torch.dtype | None,
     enabled: bool,
-    cache_enabled: bool,
+    cache_enabled: bool | None,
     policy: Policy | str | None,
 ) -> Recipe:
     if device_type is None and policy is None:
