@@ -164,18 +164,19 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
     frames.append(frame)
 
 
-def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> None:
+def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False, closing: bool = False) -> None:
     """Leave the region that `owner` opened and put back what it found.
 
     Raises:
         RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
             region); everything is put in order first, as far as regions of torch.autocast let us. Not raised while
-            another exception passes (`failing`).
+            another exception passes (`failing`), nor, where all is in order again, for a suspended generator that
+            somebody closes (`closing`).
     """
     state = STATE
     frames = state.frames
     if not frames or frames[-1].owner is not owner:
-        _close_out_of_order(recipe, owner, failing=failing)
+        _close_out_of_order(recipe, owner, failing=failing or closing)
         return
     frame = frames.pop()
     if recipe.mode is not None:
@@ -321,8 +322,8 @@ class autocast:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        closing = exc_type is GeneratorExit  # of a suspended generator: nothing went wrong but perhaps the order
-        close_recipe(self.recipe, self, failing=exc_type is not None and not closing)
+        closing = exc_type is GeneratorExit
+        close_recipe(self.recipe, self, failing=exc_type is not None and not closing, closing=closing)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region."""
