@@ -169,8 +169,7 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
 
     Raises:
         RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
-            region); everything is put in order first, as far as regions of torch.autocast let us. Not raised while
-            another exception passes (`failing`).
+            region); everything is put in order first. Not raised while another exception passes (`failing`).
     """
     state = STATE
     frames = state.frames
@@ -225,13 +224,18 @@ def _close_out_of_order(recipe: Recipe, owner: object, *, failing: bool) -> None
 
 
 def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
-    """Leave torch's state to the region of torch.autocast that was entered or left in between."""
+    """Leave torch's state to the region of torch.autocast that was entered or left in between, and say so.
+
+    That region may put back what it found in this one, where nobody can help; so it is said, by a warning, also while
+    an exception passes (closing a suspended generator is one).
+    """
+    text = (
+        f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not left, "
+        "or left and not entered; a region cannot stay open across yield or await: open it inside, around the work"
+    )
     if not failing:
-        raise RegionError(
-            f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not "
-            "left, or left and not entered; a region cannot stay open across yield or await: open it inside, around "
-            "the work itself"
-        )
+        raise RegionError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _take_from_stack(mode: RuleMode) -> None:
@@ -316,8 +320,7 @@ class autocast:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        closing = exc_type is GeneratorExit  # of a suspended generator: nothing went wrong but perhaps the order
-        close_recipe(self.recipe, self, failing=exc_type is not None and not closing)
+        close_recipe(self.recipe, self, failing=exc_type is not None)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region."""
