@@ -642,6 +642,13 @@ def test_parametrizations_are_removed_from_a_prepared_model(name: str) -> None:
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_spectral_norm_trains(name: str) -> None:
+    model = hs.prepare(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 32))), policy=policy(name))
+    model(X).float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_a_parametrised_weight_read_outside_forward() -> None:
     parametrized = nn.utils.parametrizations
     model = nn.Sequential(

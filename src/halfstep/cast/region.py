@@ -164,19 +164,17 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
     frames.append(frame)
 
 
-def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False, closing: bool = False) -> None:
+def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> None:
     """Leave the region that `owner` opened and put back what it found.
 
     Raises:
         RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
-            region); everything is put in order first, as far as regions of torch.autocast let us. Not raised while
-            another exception passes (`failing`), nor, where all is in order again, for a suspended generator that
-            somebody closes (`closing`).
+            region); everything is put in order first. Not raised while another exception passes (`failing`).
     """
     state = STATE
     frames = state.frames
     if not frames or frames[-1].owner is not owner:
-        _close_out_of_order(recipe, owner, failing=failing or closing)
+        _close_out_of_order(recipe, owner, failing=failing)
         return
     frame = frames.pop()
     if recipe.mode is not None:
@@ -229,13 +227,18 @@ def _close_out_of_order(recipe: Recipe, owner: object, *, failing: bool) -> None
 
 
 def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
-    """Leave torch's state to the region of torch.autocast that was entered or left in between."""
+    """Leave torch's state to the region of torch.autocast that was entered or left in between, and say so.
+
+    That region may put back what it found in this one, where nobody can help; so it is said, by a warning, also while
+    an exception passes (closing a suspended generator is one).
+    """
+    text = (
+        f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not left, "
+        "or left and not entered; a region cannot stay open across yield or await: open it inside, around the work"
+    )
     if not failing:
-        raise RegionError(
-            f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not "
-            "left, or left and not entered; a region cannot stay open across yield or await: open it inside, around "
-            "the work itself"
-        )
+        raise RegionError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _take_from_stack(mode: RuleMode) -> None:
@@ -322,8 +325,7 @@ class autocast:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        closing = exc_type is GeneratorExit
-        close_recipe(self.recipe, self, failing=exc_type is not None and not closing, closing=closing)
+        close_recipe(self.recipe, self, failing=exc_type is not None)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region."""
