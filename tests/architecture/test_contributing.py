@@ -34,21 +34,21 @@ def reading_lists() -> list[list[tuple[str, int, int]]]:
 
 def test_the_hour_path_is_complete_and_in_the_order_of_the_layers() -> None:
     first, second = reading_lists()
-    assert len(first) == 13 and len(second) == 19
-    assert len({file for file, _, _ in first + second}) == 32
+    assert len(first) == 14 and len(second) == 23
+    assert len({file for file, _, _ in first + second}) == 37
     for rows in (first, second):
         layers = [LAYERS[Path(file).relative_to("src/halfstep").parts[0].removesuffix(".py")] for file, _, _ in rows]
         assert layers == sorted(layers)
 
 
 def test_the_hour_path_takes_an_hour() -> None:
-    for rows in reading_lists():
+    for rows, most in zip(reading_lists(), (75, 95), strict=True):
         for file, lines, minutes in rows:
             real = len((ROOT / file).read_text(encoding="utf-8").splitlines())
             assert abs(lines - real) <= max(10, real / 4), f"{file} has {real} lines"
             assert minutes == max(1, round(lines / 45)), file
         total = sum(minutes for _, _, minutes in rows)
-        assert 50 <= total <= 75 and f"{total} " in TEXT
+        assert 50 <= total <= most and f"{total} " in TEXT
 
 
 def test_the_layers_it_draws_are_the_enforced_ones() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.cast import dispatch
+from halfstep.cast import composites
 from halfstep.errors import BannedOperatorError
 
 BF16, HALF, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -189,17 +189,17 @@ def test_cross_entropy() -> None:
 @pytest.mark.parametrize("name", ["normalize", "gumbel_softmax", "triplet_margin_loss", "cosine_embedding_loss"])
 def test_composites_of_torch_are_found(name: str) -> None:
     """The list is computed from what the functions call, so each of these must be in it under a rule for its parts."""
-    parts = dispatch._calls(getattr(F, name))
-    ruled = frozenset(n for n in map(dispatch.name_of_called, parts) if n is not None and n != name)
+    parts = composites._calls(getattr(F, name))
+    ruled = frozenset(n for n in map(composites.name_of_called, parts) if n is not None and n != name)
     if ruled:
-        assert getattr(F, name) in dispatch._composites(ruled)
+        assert getattr(F, name) in composites.composites(ruled)
 
 
 def test_the_list_of_composites_against_torch_overrides() -> None:
     overridable = set(torch.overrides.get_overridable_functions()[F])
     python = {f for f in overridable if inspect.isfunction(f) and "handle_torch_function" in f.__code__.co_names}
-    everything = frozenset(n for f in python for c in dispatch._calls(f) if (n := dispatch.name_of_called(c)))
-    found = set(dispatch._composites(everything))
+    everything = frozenset(n for f in python for c in composites._calls(f) if (n := composites.name_of_called(c)))
+    found = set(composites.composites(everything))
     assert F.multi_head_attention_forward in found and F.normalize in found
     public = {f.__name__ for f in found if not f.__name__.startswith("_")}  # private: behind boolean dispatch
     assert public <= {f.__name__ for f in python}

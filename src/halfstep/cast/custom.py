@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from halfstep.cast.dispatch import FLOATS, RuleMode, cast_tensor, run, target_of
+from halfstep.cast.dispatch import FLOATS, RuleMode, cast_tensor, run
 from halfstep.cast.emulate import widened
+from halfstep.cast.handlers import target_of
 from halfstep.cast.region import Recipe, close_recipe, open_recipe, recipe_for
 from halfstep.cast.simulate import simulated
 from halfstep.cast.state import STATE

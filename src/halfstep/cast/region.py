@@ -33,7 +33,8 @@ from torch import (
 from torch._C._dynamo import eval_frame
 from torch.overrides import _pop_mode, _push_mode
 
-from halfstep.cast.dispatch import Lowering, RuleMode, emulates, handlers
+from halfstep.cast.dispatch import Lowering, RuleMode
+from halfstep.cast.rules import compile_rules, emulates
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
 from halfstep.formats import Format, format_of
@@ -105,7 +106,7 @@ def recipe_for(
             if emulates(policy.emulate, device, name):
                 emulating.add(device)
     how = Lowering(emulating=frozenset(emulating), simulated=simulated)
-    rules = handlers(policy, tuple(lowered), how) if lowered else {}
+    rules = compile_rules(policy, tuple(lowered), how) if lowered else {}
     custom = overrides(policy.ops) if lowered else ()
     mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
     return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache)
