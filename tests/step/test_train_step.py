@@ -161,6 +161,46 @@ def test_a_bad_step_leaves_no_trace(name: str, optimizer: str, when: int) -> Non
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(dirty_state[i][key])), key
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_batch_that_raises_leaves_no_trace(accumulate: int, where: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            raise ValueError("backward")
+
+    def loss_fn(model: nn.Module, x: Tensor, fail: bool = False) -> Tensor:
+        out = model(x)
+        if fail and where == "forward":
+            raise ValueError("forward")
+        if fail:  # after half of the parameters have their gradients
+            out = model[0](Fails.apply(x.clone().requires_grad_())) + out  # type: ignore[index,no-untyped-call]
+        return out.square().mean()  # type: ignore[no-any-return]
+
+    def made() -> tuple[nn.Module, hs.TrainStep]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, hs.TrainStep(model, optimizer, loss_fn, policy="O0", accumulate=accumulate)
+
+    (model, step), (twin, other) = made(), made()
+    good = torch.randn(4, 8, 4).unbind()
+    for x in good[:accumulate]:
+        step(x), other(x)
+    for x in good[1:accumulate]:
+        step(x)  # in a window that is lost
+    with pytest.raises(ValueError, match=where):
+        step(torch.randn(8, 4) * 100, True)
+    for x in good[2 : 2 + accumulate]:
+        step(x), other(x)
+    for left, right in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(left, right)
+
+
 def test_without_the_guard_statistics_would_be_poisoned() -> None:
     model = net(norm=True)
     x, _ = batch(0)

@@ -47,6 +47,11 @@ class Statistics:
             torch._foreach_copy_(buffers, _parted(values, buffers))
         self._kept = []
 
+    def restore(self) -> None:
+        """Restore what `keep` saw."""
+        for buffers, kept in self._kept:
+            torch._foreach_copy_(buffers, _parted(kept, buffers))
+
 
 def _values(norms: Iterable[_NormBase]) -> list[tuple[list[Tensor], Tensor]]:
     """Return the buffers of norms in training mode, by kind, and a copy of each kind as one tensor."""

@@ -113,6 +113,8 @@ class TrainStep:
     def __call__(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one micro-batch and return a handle on what happened; waits for nothing.
 
+        If it raises, the accumulation window it was in begins anew, with BatchNorm's statistics as they were before it.
+
         Raises:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
         """
@@ -121,16 +123,14 @@ class TrainStep:
             self._drop_gradients()
             self._statistics.keep()
         last = self._window + 1 == self.accumulate
-        with self._gradient_sync(last):
-            loss, aux = self._forward(batch, named)
-            if self._window == 0:  # one scale for all of a window, whatever becomes of the scaler's own meanwhile
-                scale = self.scaler.scale_on(loss.device)
-                self._scale = scale.clone() if self.scaler.is_enabled() else scale
-            scale = self._scale
-            seed = scale if self.accumulate == 1 else scale / self.accumulate
-            if loss.dtype is not seed.dtype or loss.dim():
-                seed = seed.to(loss.dtype).reshape(loss.shape)
-            loss.backward(gradient=seed)
+        try:
+            with self._gradient_sync(last):
+                loss, aux = self._forward(batch, named)
+                scale = self._backward(loss)
+        except BaseException:
+            self._window = 0  # its gradients are partial, and dropped by the next call
+            self._statistics.restore()
+            raise
         self._step += 1
         self._window += 1
         if last:
@@ -185,6 +185,17 @@ class TrainStep:
                 "torch.no_grad or detached its result"
             )
         return (loss.float() if loss.dtype in {torch.float16, torch.bfloat16} else loss), aux
+
+    def _backward(self, loss: Tensor) -> Tensor:
+        """Seed the backward pass of `loss` and return the scale it ran with: one for all of a window."""
+        if self._window == 0:  # whatever becomes of the scaler's own meanwhile
+            scale = self.scaler.scale_on(loss.device)
+            self._scale = scale.clone() if self.scaler.is_enabled() else scale
+        seed = self._scale if self.accumulate == 1 else self._scale / self.accumulate
+        if loss.dtype is not seed.dtype or loss.dim():
+            seed = seed.to(loss.dtype).reshape(loss.shape)
+        loss.backward(gradient=seed)
+        return self._scale
 
     def _drop_gradients(self) -> None:
         """Forget what another step's loss, or one that failed, left in the gradients.
