@@ -203,7 +203,7 @@ def saved() -> dict[str, Any]:
     """Bytes kept between forward and backward, GPT with 8 x 256 tokens; cross_entropy inside the region."""
     task = gpt(length=256)
     taken = {}
-    for label in (AMP, "fp32", "torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16"):
+    for label in (AMP, "fp32", "torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16", "pure:bf16"):
         loop = loop_of(task, label)
         with SavedForBackward(loop.model) as kept:
             loop(task.batches(0, 0))
@@ -228,7 +228,7 @@ def bytes_per_parameter() -> dict[str, Any]:
     task = mlp()
     count = sum(p.numel() for p in task.model().parameters())
     found = {}
-    for label in ("fp32", AMP, "torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16"):
+    for label in ("fp32", AMP, "torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16", "pure:bf16"):
         loop = loop_of(task, label)
         for _ in range(2):
             loop(task.batches(0, 0))
@@ -266,7 +266,7 @@ class Casts(TorchDispatchMode):
 def casts() -> dict[str, Any]:
     """Casts of one GPT step, optimizer included."""
     result = {}
-    for label in (AMP, "torch", "O1", "mixed", "O2"):
+    for label in (AMP, "torch", "O1", "mixed", "O2", "pure"):
         step = step_of(gpt(), label if label == AMP else f"{label}:bf16")
         step()
         with Casts() as seen:
@@ -299,7 +299,7 @@ def main() -> None:
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.manual_seed(0)
-    low = ("torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16")
+    low = ("torch:bf16", "O1:bf16", "mixed:bf16", "O2:bf16", "pure:bf16")
     half = ("torch:fp16", "mixed:fp16", "O2:fp16")
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
@@ -309,7 +309,7 @@ def main() -> None:
         "lenet5_bf16": steps(lenet(), AMP.replace(" ", ":"), (*low, EMPTY_MODE), rounds(300)),
         "resnet_bf16": steps(resnet(), AMP.replace(" ", ":"), (*low, EMPTY_MODE), rounds(200)),
         "gpt_bf16": steps(gpt(), AMP.replace(" ", ":"), low, rounds(60)),
-        "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("mixed:bf16", "O2:bf16"), rounds(60)),
+        "mlp21m_bf16": steps(mlp(), AMP.replace(" ", ":"), ("mixed:bf16", "O2:bf16", "pure:bf16"), rounds(60)),
         "lenet5_fp16": steps(lenet(), "fp32", half, rounds(120)),
         "resnet_fp16": steps(resnet(), "fp32", half, rounds(100)),
         "gpt_fp16": steps(gpt(), "fp32", half, rounds(32)),

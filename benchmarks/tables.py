@@ -21,7 +21,7 @@ from halfstep.report import Bar, BarChart, Key, picture_file
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LABELS = {"lenet5": "LeNet-5", "gpt": "GPT", "resnet": "ResNet", "mlp21m": "MLP, 21M parameters"}
-HUES = {"torch": 1, "O1": 2, "mixed": 3, "O2": 4}  # a policy looks the same in every picture
+HUES = {"torch": 1, "O1": 2, "mixed": 3, "O2": 4, "pure": 5}  # a policy looks the same in every picture
 
 
 def load(name: str) -> dict[str, Any]:

@@ -140,3 +140,24 @@ def test_errors_are_torchs(x: Tensor, y: Tensor, options: dict[str, Any], words:
     for function, logits in ((F.cross_entropy, x), (cross_entropy, x.to(BF16))):
         with pytest.raises((IndexError, ValueError, RuntimeError), match=words):
             function(logits, y, **options)
+
+
+def test_pure_computes_the_loss_in_fp32_from_the_low_logits_it_keeps() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1024))
+    x, target = torch.randn(1024, 8), torch.randint(0, 1024, (1024,))
+    seen: list[Tensor] = []
+
+    def loss_fn(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen.append(net(x))
+        return F.cross_entropy(seen[-1], y)
+
+    policy = hs.Policy.of("pure", dtype="bf16")
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, policy=policy)
+    assert "outputs stay low" in str(hs.resolve(policy, model))
+    assert all(p.dtype is BF16 for p in model.parameters())
+    with SavedForBackward(model) as kept:
+        loss = step(x, target).loss
+    assert seen[0].dtype is BF16 and loss.dtype is torch.float32
+    assert torch.equal(loss, F.cross_entropy(seen[0].float(), target, reduction="none").sum() / 1024)
+    assert kept.bytes < 1.1 * 1024 * 1024 * 2

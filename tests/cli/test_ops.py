@@ -104,8 +104,8 @@ def test_a_policy_that_lowers_nothing_says_so() -> None:
 
 
 def test_a_policy_that_cannot_run_yet_can_be_looked_at() -> None:
-    done = run("--policy", "pure", "linear")
-    assert done.exit_code == 0 and "- policy 'pure' cannot run yet" in done.stdout
+    done = run("--policy", "fp8", "linear")
+    assert done.exit_code == 0 and "- policy 'fp8' cannot run yet" in done.stdout
 
 
 def test_the_list_of_torch_is_that_of_the_device() -> None:

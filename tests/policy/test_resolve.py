@@ -134,17 +134,13 @@ class TestResolved:
 
 
 class TestEngine:
-    @pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "O3"])
+    @pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "O3"])
     def test_runs(self, name: str) -> None:
         require_engine(PRESETS[name])
 
     @pytest.mark.parametrize(
         ("policy", "message"),
         [
-            (
-                PRESETS["pure"],
-                "policy 'pure' cannot run yet: missing are losses that .*; the nearest that runs is 'O2'",
-            ),
             (PRESETS["fp8"], "policy 'fp8' cannot run yet: missing are products in fp8"),
             (PRESETS["fp8"].replace(dtype="bf16", norms="fp32"), "policy 'fp8' cannot run yet"),
             (PRESETS["O2"].replace(master="split"), "master='split' is not built yet; use master='master'"),

@@ -357,7 +357,6 @@ def test_failed_calls_change_nothing() -> None:
             "must be a torch Optimizer",
         ),
         (lambda: hs.prepare(model, policy="fp8"), NotImplementedError, "fp8"),
-        (lambda: hs.prepare(model, policy="pure"), NotImplementedError, "pure"),
     ]
     for call, kind, text in cases:
         with pytest.raises(kind, match=text):

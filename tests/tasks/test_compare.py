@@ -141,6 +141,6 @@ def test_a_policy_that_cannot_run_says_so_before_anything_is_trained() -> None:
     steps: list[Any] = []
     task = small_task(loss_fn=lambda *a: steps.append(a))
     check(task, candidates(["mixed", "O2"], "cpu"), "cpu")
-    with pytest.raises(NotImplementedError, match="'pure' cannot run yet"):
-        check(task, candidates(["pure"], "cpu"), "cpu")
+    with pytest.raises(NotImplementedError, match="'fp8' cannot run yet"):
+        check(task, candidates(["fp8"], "cpu"), "cpu")
     assert steps == []

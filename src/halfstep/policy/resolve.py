@@ -118,8 +118,6 @@ def require_engine(policy: Policy) -> None:
             f"policy {policy.name!r}: master={policy.master!r} is what stands behind low parameters, and "
             "params='fp32'; set params='low', or leave master out"
         )
-    elif policy.params == "low" and policy.norms == "low" and policy.master != "none":
-        missing = "losses that read low logits and accumulate in fp32, which low norms and low outputs need"
     elif policy.params == "low" and policy.master in {"split", "kahan", "stochastic"}:
         raise NotImplementedError(
             f"policy {policy.name!r}: master={policy.master!r} is not built yet; use master='master' (an fp32 copy)"
@@ -182,6 +180,8 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None) ->
     notes = [note, *untouched]
     if concrete.params == "low" and any(b.is_floating_point() for b in model.buffers()):
         notes.append("floating buffers are never converted")
+    if concrete.params == "low" and concrete.outputs == "keep" and concrete.loss == "fp32":
+        notes.append("outputs stay low: compute the loss inside hs.TrainStep, where it is fp32, or from output.float()")
     own = decisions(policy.ops)
     notes += [
         f"ops: no operator {pattern!r} is registered (yet); @hs.operator registers one"
