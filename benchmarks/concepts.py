@@ -160,8 +160,11 @@ def _plain(value: Any) -> str:
 
 # ------------------------------------------------------------------ bytes per parameter, counted
 
-WHERE = ("weight", "low copy", "gradient", "fp32 gradient", "master", "optimizer state")
+HELD = ("weight", "low copy", "gradient", "master", "optimizer state")
+STEP = ("fp32 gradient", "fp32 weight")  # beside these, while an optimizer steps
+WHERE = (*HELD, *STEP)
 MOMENTS = ("forward", "update", "between")
+COMPACT = ("split", "kahan", "stochastic")
 UPDATES = 3  # the last one is counted: then the optimizer has its state and buffers are there
 
 
@@ -172,7 +175,7 @@ def storage_bytes(found: Iterable[Tensor]) -> int:
 
 
 class LowCopies(TorchDispatchMode):
-    """Notes every cast of a weight, and says how many bytes of these copies are still alive."""
+    """Notes every cast of a weight to a low format, and says how many bytes of these copies are still alive."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it without types
@@ -181,7 +184,8 @@ class LowCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.weights:
+        of_weight = func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.weights
+        if of_weight and result.element_size() < 4:  # the fp32 value of a low weight is counted where it is used
             storage = result.untyped_storage()
             self.copies.append((StorageWeakRef(storage), storage.nbytes()))
         return result
@@ -208,7 +212,8 @@ class Count:
             "low copy": self.copies.alive(),
             "gradient": storage_bytes(gradients),
             "fp32 gradient": 0 if store is None else storage_bytes(store.buffers()),
-            "master": 0 if store is None else storage_bytes(store.masters()),
+            "master": 0 if store is None else storage_bytes(store.kept()),
+            "fp32 weight": 0 if store is None else storage_bytes(store.temporaries()),
             "optimizer state": storage_bytes(state),
         }
 
@@ -262,12 +267,16 @@ def halfstep_loop(
 
 
 def counted(
-    policy: hs.Policy | None, *, low: bool = False, frees: bool = False
+    policy: hs.Policy | None,
+    *,
+    low: bool = False,
+    frees: bool = False,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[dict[str, dict[str, int]], int]:
-    """Return (moment -> place -> bytes, number of parameters) of AdamW under `policy`; None: torch's own loop."""
+    """Return (moment -> place -> bytes, number of parameters) of `make` under `policy`; None: torch's own loop."""
     torch.manual_seed(0)
     model = small_gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = make(model.parameters(), lr=1e-3)
     copies = LowCopies([])
     count = Count(model, optimizer, copies)
     if policy is None:
@@ -291,15 +300,23 @@ def bytes_per_parameter() -> str:
         "`O2`, CPU": counted(bf16["O2"]),
         "`O2`, buffers given back": counted(bf16["O2"], frees=True),
         '`O2`, `grads="fp32"`': counted(bf16["O2"].replace(grads="fp32")),
+        **{f'`O2`, `master="{name}"`': counted(bf16["O2"].replace(master=name)) for name in COMPACT},
+        **{
+            f'`O2`, `master="{name}"`, Adafactor': counted(bf16["O2"].replace(master=name), make=torch.optim.Adafactor)
+            for name in COMPACT[1:]
+        },
         "`O3`": counted(bf16["O3"]),
     }
     rows = []
     for name, (at, total) in runs.items():
         most = [max(at[moment][place] for moment in MOMENTS) / total for place in WHERE]
+        held = sum(most[: len(HELD)])
         peak = max(sum(at[moment].values()) for moment in MOMENTS) / total
         kept = sum(at["between"].values()) / total
-        rows.append([name, *(f"{b:.2f}" if b else "-" for b in most), f"{peak:.2f}", f"{kept:.2f}"])
-    return table(["AdamW in bf16", *WHERE, "most at once", "between updates"], rows)
+        cells = [f"{b:.2f}" if b else "-" for b in most]
+        cells.insert(len(HELD), f"{held:.2f}")
+        rows.append([name, *cells, f"{peak:.2f}", f"{kept:.2f}"])
+    return table(["AdamW in bf16", *HELD, "sum", *STEP, "most at once", "between updates"], rows)
 
 
 def counted_model() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -143,7 +143,6 @@ class TestEngine:
         [
             (PRESETS["fp8"], "policy 'fp8' cannot run yet: missing are products in fp8"),
             (PRESETS["fp8"].replace(dtype="bf16", norms="fp32"), "policy 'fp8' cannot run yet"),
-            (PRESETS["O2"].replace(master="split"), "master='split' is not built yet; use master='master'"),
             (PRESETS["O2"].replace(state="low"), "state='low' is not built yet"),
             (PRESETS["O2"].replace(reduce="fp32"), "reduce='fp32' is not built yet"),
         ],
@@ -151,6 +150,14 @@ class TestEngine:
     def test_says_what_is_missing(self, policy: Policy, message: str) -> None:
         with pytest.raises(NotImplementedError, match=message):
             require_engine(policy)
+
+    @pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic", "none"])
+    def test_lets_every_weight_strategy_pass(self, master: Literal["master", "split"]) -> None:
+        require_engine(PRESETS["O2"].replace(master=master))
+
+    def test_refuses_split_where_low_is_no_upper_half(self) -> None:
+        with pytest.raises(PolicyError, match="master='split' keeps the lower halves.*use master='master' or 'kahan'"):
+            require_engine(PRESETS["O2"].replace(master="split", dtype="fp16"))
 
     def test_refuses_masters_of_nothing(self) -> None:
         with pytest.raises(PolicyError, match="policy 'mixed': master='split' is what stands behind low parameters"):

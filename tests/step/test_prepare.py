@@ -461,7 +461,7 @@ def test_nothing_stays_behind_without_the_cyclic_collector() -> None:
         optimizer.state_dict()
         store = store_of(model)
         assert store is not None
-        return [weakref.ref(o) for o in (model, optimizer, store, next(store.masters()))]
+        return [weakref.ref(o) for o in (model, optimizer, store, next(store.kept()))]
 
     gc.collect()
     gc.disable()

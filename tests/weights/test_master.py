@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,35 +14,9 @@ from torch.optim import Optimizer
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.weights import MasterWeights
+from tests.weights.small import OPTIMIZERS, Make, gradients, shapes
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
-Make = Callable[[Any], Optimizer]
-
-OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
-    "sgd-fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
-    "adam-loop": lambda p: torch.optim.Adam(p, 1e-2, foreach=False),
-    "adam-foreach": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
-    "adamw-loop": lambda p: torch.optim.AdamW(p, 1e-2, foreach=False),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
-    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
-    "nadam": lambda p: torch.optim.NAdam(p, 1e-2),
-}
-
-
-def shapes() -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(s, generator=generator)) for s in ((4, 3), (4,), (2, 2, 2), ())]
-
-
-def gradients(parameters: Iterable[nn.Parameter], step: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(7 + step)
-    for p in parameters:
-        value = torch.randn(p.shape, generator=generator).to(dtype)
-        p.grad = value.to(p.dtype)
 
 
 def adopted(parameters: list[nn.Parameter], low: torch.dtype = BF16) -> MasterWeights:

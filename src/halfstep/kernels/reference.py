@@ -51,7 +51,7 @@ def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (bf16, int16), both of the shape of `wide`.
     """
-    bits = wide.detach().contiguous().view(torch.int32)
+    bits = wide.detach().view(torch.int32)
     nan = torch.isnan(wide)
     rounded = torch.where(nan, bits, bits + HALF_ULP)
     high = (rounded >> 16).to(torch.int16)
@@ -70,7 +70,7 @@ def join_bf16(low: Tensor, remainder: Tensor) -> Tensor:
     lower = remainder.to(torch.int32) & 0xFFFF
     nan = torch.isnan(low)
     rounded_up = (lower >= HALF_ULP) & ~nan  # then the upper half was counted one too high
-    high = low.contiguous().view(torch.int16).to(torch.int32) - rounded_up.to(torch.int32)
+    high = low.view(torch.int16).to(torch.int32) - rounded_up.to(torch.int32)
     return ((high << 16) | lower).view(torch.float32)
 
 
@@ -86,7 +86,7 @@ def stochastic_round(wide: Tensor, generator: torch.Generator | None = None) -> 
     Returns:
         bf16 of the same shape.
     """
-    bits = wide.detach().contiguous().view(torch.int32)
+    bits = wide.detach().view(torch.int32)
     noise = torch.randint(0, 1 << 16, wide.shape, generator=generator, device=wide.device, dtype=torch.int32)
     special = ~torch.isfinite(wide)
     cut = torch.where(special, bits, bits + noise) & ~0xFFFF

@@ -118,9 +118,10 @@ def require_engine(policy: Policy) -> None:
             f"policy {policy.name!r}: master={policy.master!r} is what stands behind low parameters, and "
             "params='fp32'; set params='low', or leave master out"
         )
-    elif policy.params == "low" and policy.master in {"split", "kahan", "stochastic"}:
-        raise NotImplementedError(
-            f"policy {policy.name!r}: master={policy.master!r} is not built yet; use master='master' (an fp32 copy)"
+    elif policy.params == "low" and policy.master == "split" and policy.dtype == "fp16":
+        raise PolicyError(
+            f"policy {policy.name!r}: master='split' keeps the lower halves of fp32 numbers whose upper halves are "
+            "bf16, and dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
         )
     elif policy.state == "low":
         raise NotImplementedError(f"policy {policy.name!r}: state='low' is not built yet; use state='fp32'")

@@ -27,7 +27,7 @@ from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
-from halfstep.weights.master import MasterWeights
+from halfstep.weights import WeightStore
 
 __all__ = ["Binding", "binding_of", "bind_class", "explained", "is_bound"]
 
@@ -60,7 +60,7 @@ class Binding:
         root: bool,
         rule: str = "",
         entrance: bool = False,
-        store: MasterWeights | None = None,
+        store: WeightStore | None = None,
     ) -> None:
         self.policy = policy
         self.device_types = device_types
@@ -247,7 +247,7 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         original._save_to_state_dict(self, destination, prefix, keep_vars)
         for name, parameter, store in _low_parameters(self):
-            destination[prefix + name] = store.master(parameter) if keep_vars else store.read(parameter)
+            destination[prefix + name] = store.value(parameter) if keep_vars else store.read(parameter)
 
     def load(
         self: nn.Module,
@@ -276,7 +276,7 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, max(int(protocol), 2))
         state = reduced[2] if len(reduced) > 2 else None
-        precise = {name: store.master(parameter) for name, parameter, store in _low_parameters(self)}
+        precise = {name: store.value(parameter) for name, parameter, store in _low_parameters(self)}
         return (_rebuild, (original,), _Carried(state, precise) if precise else state, *reduced[3:])
 
     def setstate(self: nn.Module, state: Any) -> None:
@@ -323,7 +323,7 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-def _low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, MasterWeights]]:
+def _low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightStore]]:
     """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them."""
     binding = module.__dict__.get(KEY)
     if binding is None or binding.store is None:

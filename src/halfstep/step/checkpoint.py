@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["load_step", "refuse_window", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
+WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights
 
 
 def refuse_window(step: TrainStep, what: str) -> None:
@@ -32,7 +33,9 @@ def save_step(step: TrainStep) -> dict[str, Any]:
     refuse_window(step, "state_dict()")
     policy = prepared_policy(step.model)
     assert policy is not None
+    weights = {} if step._store is None else step._store.state()
     return {
+        **({WEIGHTS: weights} if weights else {}),
         "model": unwrap(step.model).state_dict(),
         "optimizer": step.optimizer.state_dict(),
         "scaler": step.scaler.state_dict(),
@@ -44,7 +47,7 @@ def save_step(step: TrainStep) -> dict[str, Any]:
 
 def load_step(step: TrainStep, state: dict[str, Any]) -> None:
     """Load `state` into `step` after checking all of it that can be checked without changing anything."""
-    if not isinstance(state, dict) or set(state) != KEYS:
+    if not isinstance(state, dict) or set(state) - {WEIGHTS} != KEYS:
         got = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise StepError(f"a TrainStep state has the keys {sorted(KEYS)} and this has {got}")
     policy = prepared_policy(step.model)
@@ -67,7 +70,10 @@ def load_step(step: TrainStep, state: dict[str, Any]) -> None:
             f"the saved model does not fit this one: {wrong[0]!r} is missing on one side or differs in shape"
         )
     _check_groups(step.optimizer, state["optimizer"])
-    step.scaler.load_state_dict(state["scaler"])  # first: it checks for itself before it changes
+    weights = state.get(WEIGHTS, {})
+    if step._store is not None and (weights or step._store.state()):
+        step._store.load_state(weights)  # this and the scaler first: they check for themselves before they change
+    step.scaler.load_state_dict(state["scaler"])
     model.load_state_dict(want)
     step.optimizer.load_state_dict(state["optimizer"])
     if step.scheduler is not None:

@@ -22,7 +22,7 @@ from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
-from halfstep.weights.master import MasterWeights
+from halfstep.weights import STRATEGIES, WeightStore
 
 __all__ = ["edit_weights", "prepare", "prepared_policy", "store_of", "unprepare", "unwrap"]
 
@@ -152,7 +152,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
     if not _is_done(model, concrete):
         low = {p.name for p in plan.parameters if p.low}
         for name, parameter in inner.named_parameters():
-            if name in low and MasterWeights.behind(parameter) is not None:
+            if name in low and WeightStore.behind(parameter) is not None:
                 raise BindError(
                     f"parameter {name} is low already and has its fp32 values behind it: a part of the model, or one "
                     "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
@@ -201,7 +201,7 @@ def _is_done(model: nn.Module, concrete: Policy) -> bool:
     return known is not None and (known.store is not None or concrete.params != "low")
 
 
-def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> MasterWeights | None:
+def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStore | None:
     """Bring parameters into the formats of the plans; return the fp32 values behind low ones, for all models at once.
 
     Raises:
@@ -215,14 +215,14 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> MasterWeig
         for _, parameter in low:
             parameter.data = parameter.data.to(LOW[concrete.dtype])
     elif low:
-        store = MasterWeights(low, LOW[concrete.dtype])
+        store = STRATEGIES[concrete.master](low, LOW[concrete.dtype])
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
             parameter.data = parameter.data.float()
     return store
 
 
-def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: MasterWeights | None) -> None:
+def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
     """Give every module that needs one its binding and its bound class."""
     rules = {m.path: m.rule for m in plan.modules}
     for path, module in list(model.named_modules()):
@@ -235,7 +235,7 @@ def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan
         bind_class(module, on=True)
 
 
-def _attach(optimizer: Optimizer, model: nn.Module, store: MasterWeights | None) -> None:
+def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -> None:
     """Let `optimizer` step the masters of `model` if it has parameters of it, also if these are not low (yet)."""
     if store is None or store.attached(optimizer):
         return
@@ -244,7 +244,7 @@ def _attach(optimizer: Optimizer, model: nn.Module, store: MasterWeights | None)
         store.attach(optimizer)
 
 
-def store_of(model: nn.Module) -> MasterWeights | None:
+def store_of(model: nn.Module) -> WeightStore | None:
     """Return the precise weights behind a prepared model, or None."""
     binding = binding_of(unwrap(model))
     return None if binding is None else binding.store
@@ -296,17 +296,19 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         raise BindError("hs.edit_weights: this model is not prepared; edit its parameters directly")
     store = store_of(inner)
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    masters = []  # held until they are written back: some strategies make them for whoever holds them
     if store is not None:
         for module in inner.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter in store:
                     swapped.append((module, name, parameter))
         for module, name, parameter in swapped:
-            module._parameters[name] = store.master(parameter)
+            masters.append(store.master(parameter))
+            module._parameters[name] = masters[-1]
     try:
         yield model
     finally:
         for module, name, parameter in swapped:
             module._parameters[name] = parameter
         if store is not None:
-            store.write_back()
+            store.write_back(parameter for _, _, parameter in swapped)

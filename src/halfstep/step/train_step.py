@@ -290,7 +290,7 @@ class TrainStep:
         """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""
         own = [p for g in self.optimizer.param_groups for p in g["params"]]
         store = self._store
-        return own if store is None else [store.master(p) if p in store else p for p in own]
+        return own if store is None else [store.value(p) if p in store else p for p in own]
 
     def _refuse_replaced_parameters(self) -> None:
         """Refuse low parameters that took the place of prepared ones: they would be stepped without masters."""
@@ -333,7 +333,8 @@ class TrainStep:
         refuse_window(self, "a copy")
         named = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")}
         named["policy"] = prepared_policy(self.model)
-        return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step)
+        weights = {} if self._store is None else self._store.state()
+        return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step, weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; validated before anything changes.
@@ -345,8 +346,17 @@ class TrainStep:
         load_step(self, state)
 
 
-def _rebuild(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, named: dict[str, Any], step: int) -> TrainStep:
+def _rebuild(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    named: dict[str, Any],
+    step: int,
+    weights: dict[str, Any],
+) -> TrainStep:
     made = TrainStep(model, optimizer, loss_fn, **named)
+    if made._store is not None:
+        made._store.load_state(weights)
     made._step = step
     return made
 

@@ -1,5 +1,17 @@
 """Precise weights behind low parameters."""
 
-from halfstep.weights.master import MasterWeights
+from collections.abc import Mapping
+from types import MappingProxyType
 
-__all__ = ["MasterWeights"]
+from halfstep.weights.kahan import KahanWeights
+from halfstep.weights.master import MasterWeights
+from halfstep.weights.split import SplitWeights
+from halfstep.weights.stochastic import StochasticWeights
+from halfstep.weights.store import WeightStore
+
+__all__ = ["STRATEGIES", "KahanWeights", "MasterWeights", "SplitWeights", "StochasticWeights", "WeightStore"]
+
+STRATEGIES: Mapping[str, type[WeightStore]] = MappingProxyType(
+    {"master": MasterWeights, "split": SplitWeights, "kahan": KahanWeights, "stochastic": StochasticWeights}
+)
+"""Value of `Policy.master` -> what keeps the precise weights."""

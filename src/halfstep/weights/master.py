@@ -1,416 +1,62 @@
-"""master: an fp32 copy of every low parameter; any torch optimizer steps the copies.
+"""master: an fp32 copy of every low parameter.
 
-Bytes per parameter: 2 (low) + 4 (master), and 4 more during the step for the fp32 gradient the optimizer reads. On CPU
-these buffers are kept from step to step (allocating them again costs more page faults than the optimizer costs
-arithmetic); on accelerators they go back to the caching allocator.
-
-Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold the masters and its
-`state` is keyed by them; before and after they hold the model's own parameters. The model's parameters are never
-pointed at other storage: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks with them.
-
-Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
-counts in their `_version`; whoever asks for a master first sees to it that it follows. Writes through ``.data`` are not
-counted and end with the next write back: they belong into `hs.edit_weights`.
+Bytes per parameter: 2 (low) + 4 (master), and 4 more during the step for the fp32 gradient (see `store`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from halfstep.errors import WeightsError
-from halfstep.events import WEIGHTS_ATTRIBUTE
+from halfstep.weights.store import WeightStore
 
 __all__ = ["MasterWeights"]
 
-LOWS = (torch.bfloat16, torch.float16)
 
+class MasterWeights(WeightStore):
+    """fp32 masters behind low parameters; low weights are their masters, rounded half to even."""
 
-class MasterWeights:
-    """fp32 masters behind low parameters.
-
-    Adopting a parameter replaces its values by low ones, in place; its fp32 values live on in the master. A parameter
-    that is low already (a bf16 checkpoint) gets a master of the same values.
-
-    Args:
-        named: (name, parameter) pairs; a shared parameter may come more than once.
-        low: torch.bfloat16 or torch.float16.
-
-    Raises:
-        WeightsError: `low` is no low format, or a parameter is neither fp32 nor low; nothing was changed.
-    """
+    keeps_buffers = True
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
-        if low not in LOWS:
-            raise WeightsError(f"low weights are bfloat16 or float16, not {low}")
-        pairs = list(named)
-        for name, parameter in pairs:
-            if parameter.dtype not in {torch.float32, low}:
-                raise WeightsError(
-                    f"parameter {name} is {parameter.dtype} and a master is made for float32 or {low} parameters; "
-                    "convert it, or give its module the rule 'keep'"
-                )
-        self.dtype = low
-        self._names: dict[int, str] = {}
         self._masters: dict[int, nn.Parameter] = {}
-        self._parameters: dict[int, nn.Parameter] = {}
-        self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
-        self._attached = weakref.WeakValueDictionary[int, _Attachment]()  # by optimizer; its hooks own them
-        self._substituted: list[tuple[_Attachment, Optimizer]] = []  # these hold masters now
-        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        for name, parameter in pairs:
-            self.adopt(name, parameter)
-        _stores().add(self)
-
-    # ------------------------------------------------------------------ the weights
-
-    def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        """Lower `parameter` in place and keep its fp32 values; a parameter adopted before stays as it is."""
-        if parameter in self:
-            return
-        master = nn.Parameter(parameter.detach().float().clone(), requires_grad=parameter.requires_grad)
-        if parameter.dtype is not self.dtype:
-            parameter.data = parameter.data.to(self.dtype)
-        self._strangers.clear()
-        key = id(parameter)
-        self._names[key], self._masters[key], self._parameters[key] = name, master, parameter
-        self._versions[key] = parameter._version
-
-    @staticmethod
-    def behind(parameter: nn.Parameter) -> MasterWeights | None:
-        """Return the store that has the fp32 values of `parameter`, or None."""
-        return next((store for store in _stores() if parameter in store), None)
-
-    def __contains__(self, parameter: object) -> bool:
-        """Return whether `parameter` is a low parameter of this store."""
-        return id(parameter) in self._masters
-
-    def __len__(self) -> int:
-        """Return the number of low parameters."""
-        return len(self._masters)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the low parameters."""
-        return iter(self._parameters.values())
+        super().__init__(named, low)
 
     def masters(self) -> Iterator[nn.Parameter]:
         """Iterate over the fp32 masters, in the order of `parameters`."""
         return iter(self._masters.values())
 
-    def master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 master of `parameter`: the object itself, not a copy.
+    def value(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the master itself."""
+        return self.master(parameter)
 
-        If the low weight was changed by hand since it was last written back, the master takes what is new in it.
-        """
-        key = id(parameter)
-        found = self._masters.get(key)
-        if found is None:
-            raise WeightsError(
-                f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
-                "prepare the model after its parameters are made"
-            )
-        found.requires_grad_(parameter.requires_grad)
-        if parameter._version != self._versions[key]:
-            self._versions[key] = parameter._version
-            with torch.no_grad():  # where the low weight still is the rounded master, the master knows more
-                found.copy_(torch.where(found.to(self.dtype) == parameter, found, parameter.float()))
-        return found
+    def kept(self) -> Iterator[Tensor]:
+        """Iterate over the masters."""
+        return self.masters()
 
-    def read(self, parameter: nn.Parameter) -> Tensor:
-        """Return the fp32 value of `parameter` as a new tensor."""
-        return self.master(parameter).detach().clone()
+    def temporaries(self) -> Iterator[Tensor]:
+        """Iterate over nothing: masters are always there."""
+        return iter(())
 
-    def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place.
+    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
+        wide = parameter.detach().float().clone()
+        self._masters[key] = nn.Parameter(wide, requires_grad=parameter.requires_grad)
+        return wide.to(self.dtype)
 
-        Raises:
-            WeightsError: another shape; nothing was changed.
-        """
-        master = self.master(parameter)
-        if value.shape != master.shape:
-            name = self._names[id(parameter)]
-            raise WeightsError(f"{name} has shape {tuple(master.shape)} and was assigned {tuple(value.shape)}")
-        with torch.no_grad():
-            master.copy_(value)
-        self.write_back([parameter])
+    def _master(self, key: int) -> nn.Parameter:
+        return self._masters[key]
 
-    @torch.no_grad()
-    def write_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Round masters into low weights, in place: all, or those of `parameters`."""
-        keys = list(self._masters) if parameters is None else [id(p) for p in parameters]
-        if keys:
-            low: list[Tensor] = [self._parameters[k] for k in keys]
-            torch._foreach_copy_(low, [self._masters[k] for k in keys])
-            for key, parameter in zip(keys, low, strict=True):
-                self._versions[key] = parameter._version
+    def _follow(self, key: int) -> None:
+        master, parameter = self._masters[key], self._parameters[key]
+        # where the low weight still is the rounded master, the master knows more
+        master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
 
-    # ------------------------------------------------------------------ optimizers
+    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
+        low: list[Tensor] = [self._parameters[k] for k in keys]
+        torch._foreach_copy_(low, [self._masters[k] for k in keys])
+        return keys
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Let `optimizer` step the masters of the low parameters it holds.
-
-        Raises:
-            WeightsError: it is attached already.
-        """
-        if self.attached(optimizer):
-            raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
-        self._attached[id(optimizer)] = _Attachment(self, optimizer)
-
-    def welcome(self, optimizer: Optimizer) -> None:
-        """Attach `optimizer`, which is about to step, if it holds low parameters and nobody has attached it.
-
-        Raises:
-            WeightsError: it has loaded its state into low parameters, which rounded it.
-        """
-        if self.attached(optimizer):
-            return
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._strangers.get(optimizer) == held:  # looked at before
-            return
-        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self]
-        if not mine:
-            self._strangers[optimizer] = held
-            return
-        for parameter in mine:
-            state = optimizer.state.get(parameter, {})
-            if float(state.get("step", 1)) > 0 and any(_is_low(value) for value in state.values()):
-                raise WeightsError(
-                    f"the state of {type(optimizer).__name__} for {self._names[id(parameter)]} was rounded to "
-                    f"{self.dtype}, as torch does when it is loaded for low parameters; call hs.prepare(model, "
-                    "optimizer) first, then optimizer.load_state_dict"
-                )
-        self.attach(optimizer)
-
-    def attached(self, optimizer: Optimizer) -> bool:
-        """Return whether `optimizer` steps these masters."""
-        return id(optimizer) in self._attached
-
-    def detach(self, optimizer: Optimizer) -> None:
-        """Take the substitution off `optimizer`; it steps the model's parameters as they are from now on."""
-        attachment = self._attached.pop(id(optimizer), None)
-        if attachment is None:
-            raise WeightsError(f"{type(optimizer).__name__} does not step these masters")
-        attachment.remove(optimizer)
-
-    def lift(self, optimizer: Optimizer) -> list[Tensor]:
-        """Copy low gradients into the masters' fp32 gradients and return all gradients `optimizer` will read.
-
-        Args:
-            optimizer: an attached optimizer.
-
-        Returns:
-            fp32 gradients in the order of `param_groups`, without those that are None; parameters without a master
-            give their own gradient. Called again before the step, it returns the same tensors and copies nothing.
-        """
-        return self._attached[id(optimizer)].lift(optimizer)
-
-    def drop(self, optimizer: Optimizer) -> None:
-        """Forget the lifted gradients: the step they were for is over, or was skipped."""
-        self._attached[id(optimizer)].lifted = None
-
-    def heal(self) -> bool:
-        """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
-        if not self._substituted:
-            return False
-        for attachment, optimizer in list(self._substituted):
-            attachment.recover(optimizer)
-        self.write_back()
-        return True
-
-    def free_buffers(self) -> None:
-        """Free the fp32 gradient buffers (4 bytes a parameter); the next step makes them again."""
-        for attachment in self._attached.values():
-            attachment.buffers.clear()
-            attachment.lifted = None
-        for master in self._masters.values():
-            master.grad = None
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Iterate over the fp32 gradient buffers that are kept from step to step."""
-        for attachment in self._attached.values():
-            yield from attachment.buffers.values()
-
-    def release(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Give parameters (default: all) their fp32 values back, in place; without any left, let go of optimizers."""
-        self.heal()
-        for parameter in list(self.parameters() if parameters is None else parameters):
-            if parameter in self:
-                parameter.grad = None
-                parameter.data = self.master(parameter).data
-                for entries in (self._names, self._masters, self._parameters, self._versions):
-                    entries.pop(id(parameter))
-        self.free_buffers()
-        for attachment in [] if self._masters else list(self._attached.values()):
-            if (optimizer := attachment.optimizer()) is not None:
-                self.detach(optimizer)
-
-
-def _is_low(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype in LOWS
-
-
-@cache
-def _stores() -> weakref.WeakSet[MasterWeights]:
-    """Return the stores there are; optimizers made after `hs.prepare` find theirs here when they step."""
-    stores = weakref.WeakSet[MasterWeights]()
-
-    def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for store in list(stores):
-            store.welcome(optimizer)
-
-    register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
-    return stores
-
-
-class _Attachment:
-    """One optimizer and one store: the hooks, the substitution and the gradient buffers between them.
-
-    The optimizer's hooks own it and it owns the store; nothing points back, so that all of it goes with the last
-    reference to the optimizer and the model, without waiting for the cyclic garbage collector.
-    """
-
-    def __init__(self, store: MasterWeights, optimizer: Optimizer) -> None:
-        self.store = store
-        self.optimizer = weakref.ref(optimizer)
-        self.buffers: dict[int, Tensor] = {}
-        self.lifted: list[Tensor] | None = None
-        self.own: dict[nn.Parameter, nn.Parameter] | None = None  # by master, while those are in place
-        self.handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_state),
-            optimizer.register_state_dict_post_hook(self._after_state),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_state),
-        ]
-        count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
-        setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
-        for parameter, state in optimizer.state.items():  # Adagrad makes some when it is built
-            if parameter in store:
-                state.update({key: value.float() for key, value in state.items() if _is_low(value)})
-
-    def remove(self, optimizer: Optimizer) -> None:
-        self.restore(optimizer)
-        for handle in self.handles:
-            handle.remove()
-        count = getattr(optimizer, WEIGHTS_ATTRIBUTE) - 1
-        if count:
-            setattr(optimizer, WEIGHTS_ATTRIBUTE, count)
-        else:
-            delattr(optimizer, WEIGHTS_ATTRIBUTE)
-
-    # ------------------------------------------------------------------ substitution
-
-    def substitute(self, optimizer: Optimizer) -> None:
-        """Put masters into the optimizer's groups and re-key its state."""
-        self.store.heal()
-        self.own = {}
-        for group in optimizer.param_groups:
-            for i, parameter in enumerate(group["params"]):
-                if parameter in self.store:
-                    master = group["params"][i] = self.store.master(parameter)
-                    self.own[master] = parameter
-                    if parameter in optimizer.state:
-                        optimizer.state[master] = optimizer.state.pop(parameter)
-        self.store._substituted.append((self, optimizer))
-
-    def restore(self, optimizer: Optimizer) -> None:
-        """Put the model's own parameters back."""
-        if self.own is None:
-            return
-        for group in optimizer.param_groups:  # masters of another store may be among them, and stay
-            group["params"][:] = [self.own.get(p, p) for p in group["params"]]
-        for master, parameter in self.own.items():
-            if master in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(master)
-        self.own = None
-        self.store._substituted.remove((self, optimizer))
-
-    def recover(self, optimizer: Optimizer) -> None:
-        """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
-        lifted, self.lifted = self.lifted, None
-        self.restore(optimizer)
-        for group in optimizer.param_groups if lifted is not None else ():
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self.store:
-                    gradient = self.store.master(parameter).grad
-                    if gradient is None:
-                        parameter.grad = None
-                    elif not gradient.any():
-                        parameter.grad.zero_()
-
-    # ------------------------------------------------------------------ gradients
-
-    def lift(self, optimizer: Optimizer) -> list[Tensor]:
-        self.store.heal()
-        if self.lifted is not None:
-            return self.lifted
-        sources, targets, lifted = [], [], []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if parameter in self.store:
-                    master = self.store.master(parameter)
-                    if gradient is None:
-                        master.grad = None
-                        continue
-                    if gradient.dtype is torch.float32:
-                        master.grad = gradient
-                    elif gradient.is_sparse:
-                        master.grad = gradient.float().coalesce()
-                    else:
-                        buffer = self.buffers.get(id(parameter))
-                        if buffer is None or buffer.shape != gradient.shape or buffer.device != gradient.device:
-                            buffer = self.buffers[id(parameter)] = torch.empty_like(master)
-                        sources.append(gradient)
-                        targets.append(buffer)
-                        master.grad = buffer
-                    gradient = master.grad
-                if gradient is not None:
-                    lifted.append(gradient)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        self.lifted = lifted
-        return lifted
-
-    def free_where_cheap(self) -> None:
-        """Free the buffers of accelerators: their caching allocators hand the same memory out again at once."""
-        for key in [k for k, buffer in self.buffers.items() if buffer.device.type != "cpu"]:
-            del self.buffers[key]
-            self.store._masters[key].grad = None
-
-    # ------------------------------------------------------------------ hooks
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None:
-            raise WeightsError(
-                f"{type(optimizer).__name__}.step(closure) would run the model's backward pass while the optimizer "
-                "holds fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
-            )
-        with torch.no_grad():
-            self.lift(optimizer)
-        self.substitute(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.restore(optimizer)
-        self.lifted = None
-        self.free_where_cheap()
-        low = [p for g in optimizer.param_groups for p in g["params"] if p in self.store and p.grad is not None]
-        self.store.write_back(low)
-
-    def _before_state(self, optimizer: Optimizer) -> None:
-        self.substitute(optimizer)
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.substitute(optimizer)
-
-    def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
-        self.restore(optimizer)
+    def _forget(self, key: int) -> None:
+        del self._masters[key]

@@ -1,0 +1,88 @@
+"""Strategies whose fp32 values exist only while somebody uses them.
+
+Between steps a parameter has its low weight and, in some strategies, a second part of 16 bits. For a step (or an edit,
+or a state that is loaded) the fp32 value is made of them, the optimizer steps it, and it is put back. So the peak of a
+step is 4 bytes a parameter for these values and 4 for their gradients above what is there otherwise; both are freed
+when the step ends. At that moment `split` and `kahan` need 2 bytes more than `master`, and at any other 2 less
+(`stochastic` as many, and 4 less), in particular when activations are at their most.
+
+What is written into a low weight by hand (see note [changes by hand] in `store`) counts as it stands there: the second
+part of the whole parameter becomes zero, because nothing tells which elements were written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.weights.store import WeightStore
+
+__all__ = ["CompactWeights"]
+
+
+class CompactWeights(WeightStore):
+    """fp32 values behind low parameters, made when they are asked for."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
+        self._parts: dict[int, Tensor] = {}  # what is kept beside a low weight
+        self._living = weakref.WeakValueDictionary[int, nn.Parameter]()  # masters somebody holds at the moment
+        super().__init__(named, low)
+
+    @abstractmethod
+    def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
+        """Keep what belongs beside the low weight and return that: packing what `_unpack` gave changes nothing."""
+
+    @abstractmethod
+    def _unpack(self, key: int, low: Tensor) -> Tensor:
+        """Return the fp32 value: a new tensor, in the memory layout of `low`: fused optimizers ask for one."""
+
+    def value(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a copy of the fp32 value."""
+        return nn.Parameter(self.read(parameter), requires_grad=parameter.requires_grad)
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """Return the fp32 value of `parameter` as a new tensor."""
+        key = self._key(parameter)
+        living = self._living.get(key)
+        return self._unpack(key, parameter.detach()) if living is None else living.detach().clone()
+
+    def kept(self) -> Iterator[Tensor]:
+        """Iterate over the second parts."""
+        return iter(self._parts.values())
+
+    def temporaries(self) -> Iterator[Tensor]:
+        """Iterate over the masters that somebody holds."""
+        return iter(list(self._living.values()))
+
+    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
+        return self._pack(key, parameter.detach().float(), stepped=False)
+
+    def _master(self, key: int) -> nn.Parameter:
+        living = self._living.get(key)
+        if living is None:
+            living = self._living[key] = nn.Parameter(self._unpack(key, self._parameters[key].detach()))
+        return living
+
+    def _follow(self, key: int) -> None:
+        if key in self._parts:
+            self._parts[key].zero_()
+        living = self._living.get(key)
+        if living is not None:
+            living.copy_(self._parameters[key])
+
+    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
+        written = []
+        for key in keys:
+            living = self._living.get(key)
+            if living is not None:  # else nobody can have changed it
+                self._parameters[key].copy_(self._pack(key, living.detach(), stepped=stepped))
+                written.append(key)
+        return written
+
+    def _forget(self, key: int) -> None:
+        self._parts.pop(key, None)
+        self._living.pop(key, None)
