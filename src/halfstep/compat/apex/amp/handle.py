@@ -71,6 +71,7 @@ def scale_loss(
                 "scale_loss: this optimizer is in another scale_loss block already; leave that one first"
             )
     for stash in stashes:
+        stash.rescale(scaler)
         stash.prepare()
         stash.scaling = True
     try:
@@ -85,6 +86,7 @@ def scale_loss(
     if delay_unscale:
         for stash in stashes:
             stash.params_have_scaled_gradients = True
+            stash.scaled_with = scaler.mark(loss.device)
         return
     _answer(scaler, stashes, loss_id, delay_overflow_check=delay_overflow_check)
 
