@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle
 
@@ -60,8 +62,6 @@ def test_disable_casts_is_off_inside_and_on_again_afterwards_whatever_happens() 
 
 
 def test_casts_are_switched_off_in_the_thread_that_switched_them_on() -> None:
-    import threading
-
     handle, errors = amp.init(), []
 
     def work() -> None:
@@ -200,3 +200,56 @@ def test_the_old_wrapper_is_an_optimizer_in_everything_else() -> None:
     with off.scale_loss(X) as loss:
         assert loss is X
     off.step()
+
+
+def test_every_thread_may_initialise_for_itself_also_after_another_one_has_ended() -> None:
+    found: list[Any] = []
+
+    def work() -> None:
+        amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
+        found.append(dtype_of_a_product())
+        amp.initialize(nn.Linear(3, 3), opt_level="O2", verbosity=0)
+        found.append(dtype_of_a_product())
+        amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [HALF, FP32] * 2 and dtype_of_a_product() is FP32
+    amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
+    assert dtype_of_a_product() is HALF
+    with amp.disable_casts():
+        assert dtype_of_a_product() is FP32
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert dtype_of_a_product() is HALF
+    amp.initialize(nn.Linear(3, 3), opt_level="O0", verbosity=0)
+    assert dtype_of_a_product() is FP32
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    "region",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autocast("cpu", enabled=False),
+        lambda: hs.autocast(policy="mixed"),
+        amp.disable_casts,
+    ],
+    ids=["torch", "torch off", "halfstep", "disable_casts"],
+)
+def test_initialising_inside_a_region_is_refused_while_casts_are_on_and_changes_nothing(
+    region: Any, level: str
+) -> None:
+    model = amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
+    handle = amp._amp_state.handle
+    with region(), pytest.raises(RuntimeError, match=r"inside a region that was entered after them; call"):
+        amp.initialize(nn.Linear(3, 3), opt_level=level, verbosity=0)
+    assert amp._amp_state.handle is handle and dtype_of_a_product() is model(X).dtype is HALF
+    amp.initialize(nn.Linear(3, 3), opt_level="O0", verbosity=0)
+    assert dtype_of_a_product() is FP32
+    with region(), pytest.raises(RuntimeError, match="switched on inside an autocast region"):
+        amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
+    assert dtype_of_a_product() is FP32

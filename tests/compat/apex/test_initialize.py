@@ -183,7 +183,7 @@ def test_options_come_as_text_from_argparse() -> None:
         ({"opt_level": "O1", "keep_batchnorm_fp32": "True"}, RuntimeError, "should be None.*was True"),
         ({"opt_level": "O1", "master_weights": False}, RuntimeError, "no sense with opt_level='O1'.*was False"),
         ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, AssertionError, "'yes'; expected True, False"),
-        ({"opt_level": "O2", "loss_scale": "much"}, ValueError, "could not convert"),
+        ({"opt_level": "O2", "loss_scale": "much"}, ValueError, "expected 'dynamic', or a number"),
         ({"opt_level": "O2", "cast_model_type": torch.int8}, ValueError, "torch.int8; expected torch.float16"),
     ],
 )
@@ -369,3 +369,35 @@ def test_cudnn_must_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     with pytest.raises(RuntimeError, match="torch.backends.cudnn.enabled = True"):
         started()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_losses": 0}, r"num_losses=0; expected a whole number from 1"),
+        ({"num_losses": -1}, r"num_losses=-1; expected"),
+        ({"num_losses": "2"}, r"num_losses='2'; expected"),
+        ({"num_losses": True}, r"num_losses=True; expected"),
+        ({"cast_model_outputs": "fp16"}, r"cast_model_outputs='fp16'; expected None or a floating format"),
+        ({"cast_model_outputs": torch.int32}, r"cast_model_outputs=torch.int32; expected"),
+        ({"loss_scale": "much"}, r"loss_scale='much'; expected 'dynamic', or a number or text of one"),
+        ({"opt_level": "O2", "master_weights": "yes"}, r"master_weights='yes'; expected True, False"),
+        ({"patch_torch_functions": 2}, r"patch_torch_functions=2; expected True, False"),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, r"min_loss_scale=8.0 is above max_loss_scale=4.0; change"),
+    ],
+)
+def test_arguments_that_would_fail_later_are_refused_by_name_and_change_nothing(
+    arguments: dict[str, Any], message: str
+) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        amp.initialize(model, optimizer, verbosity=0, **arguments)
+    assert type(optimizer) is torch.optim.SGD and type(model) is nn.Linear and amp._amp_state.opt_properties is None
+
+
+def test_flags_may_come_as_text_from_a_command_line() -> None:
+    for text, wanted in (("True", True), ("False", False)):
+        amp.initialize(nn.Linear(3, 3), opt_level="O2", verbosity=0, master_weights=text)  # type: ignore[arg-type]
+        assert amp._amp_state.opt_properties is not None
+        assert amp._amp_state.opt_properties.master_weights is wanted

@@ -490,3 +490,42 @@ def test_loading_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> N
     assert amp.state_dict() == before
     destination: dict[str, Any] = {"epoch": 1}
     assert amp.state_dict(destination) is destination and set(destination) == {"epoch", *before}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("how", ["another loss", "an overflow of another optimizer", "by hand"])
+def test_delayed_gradients_follow_the_scale_when_it_moves_before_the_last_pass(level: str, how: str) -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level=level, verbosity=0, num_losses=2, loss_scale=None)
+    x, optimizer, scalers = torch.rand(4, 3), optimizers[0], amp._amp_state.loss_scalers
+    for scaler in scalers:
+        scaler._loss_scale = 1024.0
+
+    def gradients() -> list[Tensor]:
+        found = [p.grad.clone() for p in amp.master_params(optimizer) if p.grad is not None]
+        optimizer.zero_grad()
+        return found
+
+    def loss() -> Tensor:
+        out: Tensor = models[0](x)
+        return out.float().square().sum()
+
+    with amp.scale_loss(2 * loss(), optimizer) as scaled:
+        scaled.backward()
+    wanted = gradients()
+    with amp.scale_loss(loss(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    if how == "another loss":
+        scalers[1]._loss_scale = 64.0
+    elif how == "by hand":
+        scalers[1]._loss_scale = scalers[0]._loss_scale = 2048.0
+    else:
+        with amp.scale_loss(models[1](x).float().sum() * float("inf"), optimizers[1], loss_id=1) as scaled:
+            scaled.backward()
+        assert scalers[1].loss_scale() == 512.0
+    with amp.scale_loss(loss(), optimizer, loss_id=1) as scaled:
+        scaled.backward()
+    for found, expected in zip(gradients(), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)

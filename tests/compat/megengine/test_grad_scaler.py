@@ -377,3 +377,29 @@ def test_checkpoints_have_megengines_keys() -> None:
 def test_the_scaler_is_halfsteps_under_a_preset() -> None:
     core = GradScaler()._core
     assert type(core) is hs.GradScaler and core.rule == hs.GradScaler(rule="megengine").rule
+
+
+@pytest.mark.parametrize("how", ["set", "update", "load", "another manager's overflow"])
+@pytest.mark.parametrize("last", ["backward", "unscale"])
+def test_gradients_that_wait_to_be_unscaled_follow_when_the_scale_moves(how: str, last: str) -> None:
+    x, other, scaler = parameter(3.0), parameter(1.0), GradScaler(init_scale=1024.0)
+    gm, gm_other = GradManager().attach(x), GradManager().attach(other)
+    with gm:
+        scaler.backward(gm, x * x, unscale_grad=False)
+    if how == "set":
+        scaler.scale_factor = 16.0
+    elif how == "update":
+        scaler.update(48.0)
+    elif how == "load":
+        scaler.load_state_dict(GradScaler(init_scale=2.0).state_dict())
+    else:
+        with gm_other:
+            scaler.backward(gm_other, other * math.inf)
+        assert scaler.scale_factor == 512.0
+    if last == "backward":
+        with gm:
+            scaler.backward(gm, x * x)
+    else:
+        scaler.unscale(gm.attached_tensors())
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.tensor([12.0 if last == "backward" else 6.0]), rtol=1e-6, atol=0)

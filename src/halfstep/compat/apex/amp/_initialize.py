@@ -23,7 +23,7 @@ from halfstep.compat.apex.amp._process_optimizer import (
     release_optimizer,
 )
 from halfstep.compat.apex.amp.casts import NAMES
-from halfstep.compat.apex.amp.handle import AmpHandle
+from halfstep.compat.apex.amp.handle import AmpHandle, close_own_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.errors import BindError
 
@@ -35,10 +35,9 @@ BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
 def close_casts() -> None:
-    """Switch off the casts of an earlier O1."""
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
-        _amp_state.handle = None
+    """Switch off the casts of an earlier O1 in this thread; another thread keeps its own."""
+    close_own_casts()
+    _amp_state.handle = None
 
 
 def initialize(

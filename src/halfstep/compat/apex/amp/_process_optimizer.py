@@ -57,6 +57,7 @@ class AmpOptimizerState:
     Attributes:
         session: the call of `initialize` it was passed through.
         params_have_scaled_gradients: a pass with delay_unscale=True left scaled gradients.
+        scaled_with: the mark of the scale those gradients have; None if the flag was set by hand.
         lazy_init_called: whether masters exist; they do from the beginning.
         overflow: why the next step is to be skipped; "" if it is not.
         skipped: whether the last step was.
@@ -67,6 +68,7 @@ class AmpOptimizerState:
         self._groups: Callable[[], list[dict[str, Any]]] = lambda: optimizer.param_groups
         self.session = session
         self.params_have_scaled_gradients = False
+        self.scaled_with: tuple[object, int, Tensor] | None = None
         self.lazy_init_called = True
         self.overflow = ""
         self.skipped = False
@@ -151,6 +153,19 @@ class AmpOptimizerState:
 
     # ------------------------------------------------------------------ one backward pass
 
+    @torch.no_grad()
+    def rescale(self, scaler: LossScaler) -> None:
+        """Bring gradients that an earlier pass left scaled to the scale of `scaler`, which may be another by now."""
+        if not self.params_have_scaled_gradients or self.scaled_with is None:
+            return
+        factor = scaler.since(self.scaled_with)
+        if factor is None:
+            return
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+        self.scaled_with = scaler.mark(factor.device)
+
     def prepare(self) -> None:
         """Set aside gradients that are unscaled already, so that scaled ones are not added to them."""
         if self.params_have_scaled_gradients:
@@ -189,6 +204,7 @@ class AmpOptimizerState:
             torch._foreach_add_(old, new)
         self._kept = []
         self.params_have_scaled_gradients = False
+        self.scaled_with = None
         self._show_master_grads()
 
     def _show_master_grads(self) -> None:
@@ -272,6 +288,7 @@ class AmpOptimizerState:
     def zeroed(self) -> None:
         """Forget what belonged to gradients that `zero_grad` has cleared."""
         self.params_have_scaled_gradients = False
+        self.scaled_with = None
         self.overflow = ""
         self._kept = []
         self.drop_master_grads()

@@ -9,8 +9,8 @@ import torch
 
 import halfstep as hs
 from halfstep.compat.apex.amp._amp_state import _amp_state
-from halfstep.compat.apex.amp.casts import Casts, o1_policy
-from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from halfstep.compat.apex.amp.casts import Casts, o1_policy, refuse_inside
+from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle, close_own_casts
 from halfstep.errors import PolicyError
 
 __all__ = [
@@ -120,10 +120,11 @@ def switch_on(
     allow_banned: bool = False,
 ) -> tuple[AmpHandle | NoOpHandle, hs.Policy]:
     """Do what `init` does in the format `low`; return the handle and the policy."""
+    close_own_casts()
+    if enabled:
+        refuse_inside()
     rules, functions = take_registered()
     policy = o1_policy(low, rules, allow_banned=allow_banned)
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
     handle: AmpHandle | NoOpHandle = NoOpHandle()
     if enabled:
         handle = AmpHandle(Casts(policy, low, functions, loud=verbose), loss_scale, enable_caching, verbose)

@@ -120,7 +120,7 @@ class Casts:
         loud: print every cast.
 
     Raises:
-        RuntimeError: the thread is inside an autocast region, whose end would take the casts with it.
+        RuntimeError: the thread is inside a region, whose end would take the casts with it.
     """
 
     def __init__(
@@ -131,12 +131,7 @@ class Casts:
         *,
         loud: bool = False,
     ) -> None:
-        inside = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-        if inside:
-            raise RuntimeError(
-                f"amp's O1 casts were switched on inside an autocast region ({', '.join(inside)}), whose end would "
-                "switch them off again; call amp.initialize or amp.init outside of `with torch.autocast(...)`"
-            )
+        refuse_inside()
         self.policy = policy
         self._thread = threading.get_ident()
         self._region = hs.autocast(policy=policy, cache_enabled=False)
@@ -153,10 +148,17 @@ class Casts:
         """Leave the region and put functions back.
 
         Raises:
-            RuntimeError: called from another thread than the one that opened it; nothing changed.
+            RuntimeError: called from another thread than the one that opened it, or inside a region that was entered
+                since; nothing changed.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError("amp's O1 casts belong to the thread that switched them on; switch them off from there")
+        if _nesting() != 1:  # more than their own region is open
+            raise RuntimeError(
+                "amp's O1 casts were to be switched off inside a region that was entered after them; call "
+                "amp.initialize or amp.init outside of `with torch.autocast(...)`, `hs.autocast(...)` and "
+                "`amp.disable_casts()`"
+            )
         for module, name, original in self._originals:
             setattr(module, name, original)
         with _lifted(below=len(self._modes) + 1):
@@ -169,6 +171,23 @@ class Casts:
         """Switch the casts on where `hs.suspended` has switched them off."""
         with hs.autocast(policy=self.policy, cache_enabled=False):
             yield
+
+
+def _nesting() -> int:
+    """Return how many regions are open in this thread, torch's and halfstep's."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def refuse_inside() -> None:
+    """Raise RuntimeError inside any region: casts that are switched on there would end with it."""
+    if _nesting():
+        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        raise RuntimeError(
+            f"amp's O1 casts were switched on inside an autocast region ({', '.join(on) or 'switched off'}), whose "
+            "end would switch them off again; call amp.initialize or amp.init outside of `with torch.autocast(...)`, "
+            "`hs.autocast(...)` and `amp.disable_casts()`"
+        )
 
 
 @contextlib.contextmanager

@@ -80,6 +80,7 @@ class Properties:
         return value
 
     def _check_patch_torch_functions(self, value: Any) -> Any:
+        value = _flag("patch_torch_functions", value)
         if self.opt_level != "O1" and value:
             warn_or_err(f"patch_torch_functions=True comes with opt_level='O1' and cannot be set at {self.opt_level}")
         return value
@@ -103,10 +104,24 @@ class Properties:
                 "master_weights make no sense with opt_level='O1', under which the model's weights are fp32 "
                 f"themselves. master_weights was {value}"
             )
-        return value
+        return _flag("master_weights", value)
 
     def _check_loss_scale(self, value: Any) -> Any:
-        return value if value == "dynamic" else float(value)
+        if value == "dynamic":
+            return value
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"loss_scale={value!r}; expected 'dynamic', or a number or text of one") from None
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    """Return a flag that may come as text from a command line, where "False" would count as true."""
+    words = {"True": True, "False": False}
+    found = words.get(value) if isinstance(value, str) else value
+    if value is not None and not isinstance(found, bool):
+        raise ValueError(f"{name}={value!r}; expected True, False, their text 'True' or 'False', or None")
+    return found
 
 
 class O0:
@@ -184,6 +199,7 @@ def initialize(
     Raises:
         RuntimeError: an unknown level, options that contradict each other, a model wrapped too early or already low,
             an optimizer that was passed before.
+        ValueError: an argument of another kind, or a floor above the ceiling of the scale.
         TypeError: models or optimizers of another kind.
     """
     if not enabled:
@@ -208,6 +224,7 @@ def initialize(
     for name, value in zip(_OPTIONS, given, strict=True):
         if value is not None:
             setattr(properties, name, value)
+    _check_rest(num_losses, cast_model_outputs, min_loss_scale, max_loss_scale)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
@@ -221,6 +238,16 @@ def initialize(
     maybe_print("Processing user overrides (additional kwargs that are not None)...", True)
     _print_options("After processing overrides, optimization options are:", properties.options)
     return result
+
+
+def _check_rest(num_losses: Any, outputs: Any, floor: float | None, ceiling: float) -> None:
+    """Refuse what would fail later, in the first `scale_loss` or forward pass."""
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses={num_losses!r}; expected a whole number from 1")
+    if outputs is not None and not (isinstance(outputs, torch.dtype) and outputs.is_floating_point):
+        raise ValueError(f"cast_model_outputs={outputs!r}; expected None or a floating format such as torch.float32")
+    if floor is not None and floor > ceiling:
+        raise ValueError(f"min_loss_scale={floor!r} is above max_loss_scale={ceiling!r}; change one")
 
 
 def _print_options(title: str, options: Mapping[str, Any]) -> None:

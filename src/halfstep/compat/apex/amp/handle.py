@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from halfstep.compat.apex.amp.casts import Casts
 from halfstep.compat.apex.amp.opt import OptimWrapper
 from halfstep.compat.apex.amp.scaler import LossScaler
 
-__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss", "step_was_skipped"]
+__all__ = ["AmpHandle", "NoOpHandle", "close_own_casts", "disable_casts", "scale_loss", "step_was_skipped"]
 
 
 @contextlib.contextmanager
@@ -70,6 +71,7 @@ def scale_loss(
                 "scale_loss: this optimizer is in another scale_loss block already; leave that one first"
             )
     for stash in stashes:
+        stash.rescale(scaler)
         stash.prepare()
         stash.scaling = True
     try:
@@ -84,6 +86,7 @@ def scale_loss(
     if delay_unscale:
         for stash in stashes:
             stash.params_have_scaled_gradients = True
+            stash.scaled_with = scaler.mark(loss.device)
         return
     _answer(scaler, stashes, loss_id, delay_overflow_check=delay_overflow_check)
 
@@ -154,8 +157,27 @@ def step_was_skipped(optimizer: Any) -> bool:
 
 def disable_casts() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which O1 casts nothing, in this thread; models that O1 prepared included."""
-    handle = _amp_state.handle
+    handle = _open.handle
     return hs.suspended() if handle is None else handle._disable_casts()
+
+
+class _Open(threading.local):
+    """The handle whose casts are open in this thread: a thread that ends takes its casts along."""
+
+    handle: AmpHandle | None = None
+
+
+_open = _Open()
+
+
+def close_own_casts() -> None:
+    """Switch off the casts that this thread has switched on.
+
+    Raises:
+        RuntimeError: inside a region that was entered since; nothing changed.
+    """
+    if _open.handle is not None:
+        _open.handle._deactivate()
 
 
 class AmpHandle:
@@ -177,6 +199,7 @@ class AmpHandle:
         self._cache: dict[Any, Tensor] = {}
         self._is_active = True
         self._loss_scale = loss_scale
+        _open.handle = self
 
     def is_active(self) -> bool:
         """Return whether casts are on."""
@@ -210,6 +233,7 @@ class AmpHandle:
         if self._casts is not None:
             self._casts.close()
             self._casts = None
+            _open.handle = None
         self._is_active = False
 
     @property

@@ -62,6 +62,7 @@ class LossScaler:
         self._has_overflow = False
         self._judged = False  # the scaler has seen this pass's gradients
         self.delayed = False  # the last pass left it to the next one to answer an overflow
+        self._answers = 0  # how often the scale may have moved: `since` asks
         if self.dynamic:
             start = float(min(max_loss_scale, init_scale))
             floor = float(min_loss_scale) if min_loss_scale else min(FLOOR, start)
@@ -99,6 +100,7 @@ class LossScaler:
         self._scaler = hs.GradScaler(rule=rule)
         self._scaler.host_reads = keep
         self._scaler.load_state_dict({**state, "scale": value})
+        self._answers += 1
         self.name_parameters(())
 
     @property
@@ -108,6 +110,15 @@ class LossScaler:
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
         self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": int(value)})
+
+    def mark(self, device: torch.device) -> tuple[object, int, Tensor]:
+        """Return what `since` compares with: this scaler, how often it has answered, and a copy of the scale."""
+        return self, self._answers, self._scaler.scale_on(device).clone()
+
+    def since(self, mark: tuple[object, int, Tensor]) -> Tensor | None:
+        """Return the factor from the scale at `mark`, maybe another scaler's, to the present one; None: certainly 1."""
+        scaler, answers, scale = mark
+        return None if scaler is self and answers == self._answers else self._scaler.scale_on(scale.device) / scale
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32, multiplied by the scale."""
@@ -202,4 +213,5 @@ class LossScaler:
             self._scaler.record(torch.tensor(float(self._has_overflow)))
         self._judged = False
         self._scaler.update()
+        self._answers += 1
         return self._has_overflow

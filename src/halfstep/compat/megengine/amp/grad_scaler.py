@@ -12,7 +12,7 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.compat.megengine.autodiff.grad_manager import GradManager, GradManagerGroup, managers_of
-from halfstep.compat.megengine.marks import SCALED, UNSCALED, mark, marked
+from halfstep.compat.megengine.marks import SCALED, UNSCALED, Scale, mark, marked, scale_of
 from halfstep.errors import ScaleError
 
 __all__ = ["GradScaler"]
@@ -51,6 +51,7 @@ class GradScaler:
             "growth_interval": growth_interval,
         }
         self._core = hs.GradScaler(rule=_rule(init_scale, **self._numbers))
+        self._epoch = object()  # another one whenever the scale may have moved
         self._found: bool | None = None  # None: nothing unscaled since the last update
 
     # --- numbers ---------------------------------------------------------------------------------------------------
@@ -63,6 +64,7 @@ class GradScaler:
     @scale_factor.setter
     def scale_factor(self, value: float) -> None:
         self._core.update(value)
+        self._epoch = object()
 
     @property
     def growth_factor(self) -> float:
@@ -133,9 +135,11 @@ class GradScaler:
             dys = [torch.ones_like(one) for one in ys]
         else:
             dys = [dy] if isinstance(dy, Tensor) else list(dy)
-        gm.backward(ys, self._core.scale(dys))
+        scaled = self._core.scale(dys)
+        self._bring(gm.attached_tensors())
+        gm.backward(ys, scaled)
         for tensor in gm.attached_tensors():
-            mark(tensor.grad, SCALED)
+            mark(tensor.grad, SCALED, None if unscale_grad or tensor.grad is None else self._present(tensor.grad))
         if unscale_grad:
             self.unscale(gm.attached_tensors())
             if update_scale:
@@ -166,6 +170,7 @@ class GradScaler:
         bad = False
         if tensors:
             self._core.scale_on(tensors[0].device)
+            self._bring(tensors)
             holder: Any = _Holder(tensors)
             self._core.step(holder)
             bad = bool(self._core.skipped(holder))
@@ -179,6 +184,20 @@ class GradScaler:
         self._found = bool(self._found) or bad
         return self
 
+    def _bring(self, tensors: Iterable[Tensor]) -> None:
+        """Bring gradients that wait to be unscaled to the present scale, which may have moved since they were made."""
+        for tensor in tensors:
+            made = scale_of(tensor.grad)
+            if tensor.grad is None or made is None or made[0] is self._epoch:
+                continue
+            present = self._present(tensor.grad)
+            tensor.grad = (tensor.grad * (present[1] / made[1])).to(tensor.grad.dtype)
+            mark(tensor.grad, SCALED, present)
+
+    def _present(self, gradient: Tensor) -> Scale:
+        """Return what tells later whether, and by how much, the scale has moved since now."""
+        return self._epoch, self._core.scale_on(gradient.device).clone()
+
     def update(self, new_scale: float | None = None) -> None:
         """Let the scale answer the step, or set it.
 
@@ -189,6 +208,7 @@ class GradScaler:
             ScaleError: nothing was unscaled since the last update, or a scale that cannot be.
         """
         found, core = self._found, self._core
+        self._epoch = object()
         static = _static(**self._numbers)
         if new_scale is not None:
             if static:
@@ -229,6 +249,7 @@ class GradScaler:
         numbers = {key: state[key] for key in KEYS[1:4]}
         self._core = self._with(numbers, state["scale_factor"], state["_growth_tracker"])
         self._numbers, self._found = numbers, None
+        self._epoch = object()
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value!r}" for name, value in self._numbers.items())
