@@ -270,3 +270,33 @@ def test_the_other_layers_are_torchs() -> None:
 def test_a_wrong_setting_is_refused(call: Callable[[], object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_gradients_that_cannot_be_are_refused_by_name() -> None:
+    weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def product(x: Tensor) -> Tensor:
+        return (x * weight).sum()
+
+    with pytest.raises(TypeError, match=r"weights\[1\] has requires_grad=False; pass .*trainable_params"):
+        ms.value_and_grad(product, None, [weight, frozen])
+    with pytest.raises(TypeError, match=r"weights\[0\] is 'w'; pass"):
+        ms.value_and_grad(product, None, {"w": weight})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"grad_position=3\): the call has 1 positional arguments; grad_position=None"):
+        ms.value_and_grad(product, 3)(torch.ones(2))
+    with pytest.raises(TypeError, match=r"grad_position=0\): the argument is a tensor of torch.int64, which has no"):
+        ms.value_and_grad(product)(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"has_aux=True\): the function returned a Tensor; return \(loss, more\)"):
+        ms.value_and_grad(product, None, weight, has_aux=True)(torch.ones(2))
+
+
+def test_an_optimizer_refuses_gradients_of_another_kind_or_shape_and_steps_nothing() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = ms.nn.Momentum([weight], 0.1, 0.9)
+    with pytest.raises(TypeError, match="Momentum was called with NoneType; call it with the tuple of gradients"):
+        optimizer(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Momentum was called with Tensor; call it"):
+        optimizer(torch.ones(1, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"gradient 0 has shape \(3,\) and its parameter \(2,\); differentiate"):
+        optimizer((torch.ones(3),))
+    assert torch.equal(weight, torch.ones(2)) and weight.grad is None

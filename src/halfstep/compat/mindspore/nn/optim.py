@@ -52,14 +52,25 @@ class Optimizer(torch.optim.Optimizer):
         """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards.
 
         Raises:
-            MindSporeValueError: another number of gradients than of parameters.
+            MindSporeTypeError, MindSporeValueError: not gradients, or not as many or of the shapes of the parameters.
         """
         parameters = self.parameters
+        if not isinstance(gradients, (tuple, list)):
+            raise MindSporeTypeError(
+                f"{type(self).__name__} was called with {type(gradients).__name__}; call it with the tuple of "
+                "gradients, one for each of optimizer.parameters"
+            )
         if len(gradients) != len(parameters):
             raise MindSporeValueError(
                 f"{type(self).__name__} has {len(parameters)} parameters and was called with {len(gradients)} "
                 "gradients; differentiate by optimizer.parameters"
             )
+        for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if gradient is not None and gradient.shape != parameter.shape:
+                raise MindSporeValueError(
+                    f"{type(self).__name__}: gradient {index} has shape {tuple(gradient.shape)} and its parameter "
+                    f"{tuple(parameter.shape)}; differentiate by optimizer.parameters"
+                )
         kept = [p.grad for p in parameters]
         try:
             for parameter, gradient in zip(parameters, gradients, strict=True):

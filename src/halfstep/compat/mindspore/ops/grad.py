@@ -30,6 +30,9 @@ def value_and_grad(
     Returns:
         A function returning (what `fn` returned, gradients): of the inputs, of the weights, or a pair of both.
         Parameters that took no part have zeros. ``Parameter.grad`` is left alone.
+
+    Raises:
+        MindSporeTypeError, MindSporeValueError: nothing to differentiate, or by something that has no gradient.
     """
     if not callable(fn):
         raise MindSporeTypeError(f"value_and_grad: fn={fn!r} is not callable; pass a function or a Cell")
@@ -38,14 +41,27 @@ def value_and_grad(
     positions = _positions(grad_position)
     several = isinstance(grad_position, Sequence)
     listed = [weights] if isinstance(weights, nn.Parameter) else list(weights or ())
+    for index, weight in enumerate(listed):
+        if not (isinstance(weight, Tensor) and weight.requires_grad):
+            what = "has requires_grad=False" if isinstance(weight, Tensor) else f"is {weight!r}"
+            raise MindSporeTypeError(
+                f"value_and_grad: weights[{index}] {what}; pass parameters that are trained, such as "
+                "net.trainable_params()"
+            )
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         arguments = list(args)
+        _check_arguments(arguments, positions)
         for position in positions:
             arguments[position] = arguments[position].detach().requires_grad_()
         with torch.enable_grad():
             value = fn(*arguments, **kwargs)
-        loss = value[0] if has_aux or isinstance(value, (tuple, list)) else value
+        if has_aux and not isinstance(value, (tuple, list)):
+            raise MindSporeTypeError(
+                f"value_and_grad(has_aux=True): the function returned a {type(value).__name__}; return (loss, more), "
+                "or leave has_aux out"
+            )
+        loss = value[0] if isinstance(value, (tuple, list)) else value
         inputs = [arguments[position] for position in positions]
         gradients = torch.autograd.grad(loss.sum(), [*inputs, *listed], allow_unused=True, materialize_grads=True)
         of_inputs: Any = tuple(gradients[: len(inputs)])
@@ -121,6 +137,23 @@ def _positions(grad_position: Position) -> tuple[int, ...]:
     if grad_position is None:
         return ()
     return (grad_position,) if isinstance(grad_position, int) else tuple(grad_position)
+
+
+def _check_arguments(arguments: list[Any], positions: tuple[int, ...]) -> None:
+    """Refuse positions without an argument that can have a gradient."""
+    for position in positions:
+        if not -len(arguments) <= position < len(arguments):
+            raise MindSporeValueError(
+                f"value_and_grad(grad_position={position}): the call has {len(arguments)} positional arguments; "
+                "grad_position=None differentiates by the weights alone"
+            )
+        argument = arguments[position]
+        if not isinstance(argument, Tensor) or not (argument.is_floating_point() or argument.is_complex()):
+            what = f"a tensor of {argument.dtype}" if isinstance(argument, Tensor) else repr(argument)
+            raise MindSporeTypeError(
+                f"value_and_grad(grad_position={position}): the argument is {what}, which has no gradient; "
+                "grad_position=None differentiates by the weights alone"
+            )
 
 
 def _detached(value: Any) -> Any:
