@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from halfstep.kernels import foreach, norms_for, reference, total_norm
+from halfstep.kernels import bits, foreach, norms_for, reference, total_norm
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 ULPS = 4  # of fp32: the twins sum in another order
@@ -71,6 +72,27 @@ def test_split_is_a_bijection() -> None:
     number = ~torch.isnan(wide)
     assert torch.equal(again[number].view(torch.int32), wide[number].view(torch.int32))
     assert torch.isnan(low[~number]).all() and torch.isnan(again[~number]).all()
+
+
+def test_split_and_join_in_few_passes_are_the_reference() -> None:
+    wide = patterns()
+    number = ~torch.isnan(wide)
+    low, remainder = bits.split_bf16(wide)
+    want = reference.split_bf16(wide)
+    assert torch.equal(low[number].view(torch.int16), want[0][number].view(torch.int16))
+    assert torch.equal(remainder, want[1])
+    again = bits.join_bf16(low, remainder)
+    assert torch.equal(again[number].view(torch.int32), wide[number].view(torch.int32))
+    assert torch.isnan(low[~number]).all() and torch.isnan(again[~number]).all()
+    assert torch.isnan(bits.join_bf16(*want)[~number]).all()
+
+
+@pytest.mark.parametrize("module", [bits, reference])
+def test_halves_have_the_memory_layout_of_the_whole(module: Any) -> None:
+    wide = make((4, 3, 2, 5), FP32).to(memory_format=torch.channels_last)
+    low, remainder = module.split_bf16(wide)
+    again = module.join_bf16(low, remainder)
+    assert low.stride() == remainder.stride() == again.stride() == wide.stride() and torch.equal(again, wide)
 
 
 def test_split_rounds_to_nearest() -> None:

@@ -8,7 +8,6 @@ weight that rounds to inf stays inf.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from halfstep.weights.compact import CompactWeights
@@ -28,8 +27,8 @@ class KahanWeights(CompactWeights):
 
     def _nearest(self, wide: Tensor) -> tuple[Tensor, Tensor]:
         low = wide.to(self.dtype)
-        rest = (wide - low.float()).to(self.dtype)
-        return low, torch.where(torch.isfinite(low), rest, torch.zeros_like(rest))
+        rest = wide - low.float()
+        return low, rest.nan_to_num_(0.0, 0.0, 0.0).to(self.dtype)  # not finite only where the low weight is not
 
     def _unpack(self, key: int, low: Tensor) -> Tensor:
         return low.float() + self._parts[key].float()
