@@ -45,6 +45,7 @@ def test_one_bad_element_shows_in_its_tensor_alone(value: float, dtype: torch.dt
         assert torch.isfinite(twin(tensors)).tolist() == [True, False, True]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11, about tensors it makes itself
 def test_norms_of_odd_tensors() -> None:
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0]), (4,), check_invariants=True
