@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import halfstep as hs
 from halfstep.compat.apex import amp, fp16_utils
 from halfstep.compat.apex.amp import _amp_state
 from halfstep.compat.apex.amp.frontend import O0, O1, O2, O3, Properties, opt_levels
@@ -401,3 +402,12 @@ def test_flags_may_come_as_text_from_a_command_line() -> None:
         amp.initialize(nn.Linear(3, 3), opt_level="O2", verbosity=0, master_weights=text)  # type: ignore[arg-type]
         assert amp._amp_state.opt_properties is not None
         assert amp._amp_state.opt_properties.master_weights is wanted
+
+
+def test_a_policy_of_the_user_is_not_overwritten_without_a_word() -> None:
+    model = hs.prepare(small(), policy="mixed")
+    with pytest.raises(RuntimeError, match=r"Sequential was given to hs.prepare with policy 'mixed'; use one way"):
+        amp.initialize(model, opt_level="O2", verbosity=0)
+    policy = hs.prepared_policy(model)
+    assert policy is not None and policy.name == "mixed"
+    amp.initialize(hs.unprepare(model), opt_level="O2", verbosity=0)

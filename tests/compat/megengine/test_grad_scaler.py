@@ -18,7 +18,7 @@ from halfstep.compat.megengine import amp
 from halfstep.compat.megengine.amp import GradScaler
 from halfstep.compat.megengine.autodiff import GradManager
 from halfstep.compat.megengine.optimizer import SGD, Adam
-from halfstep.errors import ScaleError
+from halfstep.errors import ScaleError, StepError
 from tests.compat.megengine.model import Model
 
 SEQUENCES = 2000
@@ -403,3 +403,25 @@ def test_gradients_that_wait_to_be_unscaled_follow_when_the_scale_moves(how: str
         scaler.unscale(gm.attached_tensors())
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.tensor([12.0 if last == "backward" else 6.0]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("first", ["plain", "scaled"])
+def test_scaled_and_plain_gradients_are_never_added(first: str) -> None:
+    x, scaler = parameter(3.0), GradScaler(init_scale=1024.0)
+    gm = GradManager().attach(x)
+    with gm:
+        if first == "plain":
+            gm.backward(x * x)
+        else:
+            scaler.backward(gm, x * x, unscale_grad=False)
+    assert x.grad is not None
+    before = x.grad.clone()
+    with pytest.raises(
+        (ScaleError, StepError), match="was never scaled" if first == "plain" else "waits to be unscaled"
+    ):
+        with gm:
+            if first == "plain":
+                scaler.backward(gm, x * x, unscale_grad=False)
+            else:
+                gm.backward(x * x)
+    assert torch.equal(x.grad, before)

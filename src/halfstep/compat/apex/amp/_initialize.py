@@ -54,6 +54,7 @@ def initialize(
     without = optimizers is None or (isinstance(optimizers, (list, tuple)) and not optimizers)
     optimizer_list = [] if without else _listed(optimizers, (Optimizer, _larc()), "optimizers", "optimizer")
     _check_models(model_list)
+    _check_foreign(model_list)
     if not _amp_state.allow_incoming_model_not_fp32:
         _check_params_fp32(model_list)
     inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizer_list]
@@ -200,6 +201,17 @@ def _release(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------- checks
+
+
+def _check_foreign(models: list[nn.Module]) -> None:
+    """Refuse to overwrite what the user has said with hs.prepare."""
+    for model in models:
+        policy = hs.prepared_policy(model)
+        if policy is not None and not policy.name.startswith("apex "):
+            raise RuntimeError(
+                f"amp.initialize: {type(model).__name__} was given to hs.prepare with policy {policy.name!r}; use one "
+                "way of saying precision: leave amp.initialize out, or hs.unprepare(model) first"
+            )
 
 
 def _larc() -> type:

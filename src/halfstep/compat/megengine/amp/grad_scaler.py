@@ -119,14 +119,15 @@ class GradScaler:
             update_scale: False leaves the scale as it is. Without `unscale_grad` it is never updated.
 
         Raises:
-            ScaleError: an attached tensor has an unscaled gradient, to which a scaled one would be added.
+            ScaleError: an attached tensor has a gradient that is not scaled, to which a scaled one would be added.
         """
         if update_scale not in (True, False, "if_unscale_grad"):
             raise ScaleError(f"backward(update_scale={update_scale!r}): expected True, False or 'if_unscale_grad'")
         for tensor in gm.attached_tensors():
-            if marked(tensor.grad, UNSCALED):
+            if tensor.grad is not None and not marked(tensor.grad, SCALED):
+                state = "is unscaled already" if marked(tensor.grad, UNSCALED) else "was never scaled"
                 raise ScaleError(
-                    f"backward: the gradient of an attached tensor of shape {tuple(tensor.shape)} is unscaled already, "
+                    f"backward: the gradient of an attached tensor of shape {tuple(tensor.shape)} {state}, "
                     "and a scaled one would be added to it. Call optimizer.step().clear_grad() first; to accumulate, "
                     "use backward(..., unscale_grad=False) for all but the last"
                 )
@@ -137,6 +138,8 @@ class GradScaler:
             dys = [dy] if isinstance(dy, Tensor) else list(dy)
         scaled = self._core.scale(dys)
         self._bring(gm.attached_tensors())
+        for one in scaled:
+            mark(one, SCALED)
         gm.backward(ys, scaled)
         for tensor in gm.attached_tensors():
             mark(tensor.grad, SCALED, None if unscale_grad or tensor.grad is None else self._present(tensor.grad))

@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 import halfstep as hs
 from halfstep.compat.megengine.autodiff.statistics import Statistics
+from halfstep.compat.megengine.marks import SCALED, marked
 from halfstep.errors import StepError
 
 __all__ = ["GradManager", "GradManagerGroup", "managers_of"]
@@ -224,6 +225,15 @@ def _own(gradient: Tensor, tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def _backward(managers: Sequence[GradManager], y: Any, dy: Any) -> None:
+    seeds = [] if dy is None else [dy] if isinstance(dy, Tensor) else list(dy)
+    if not any(marked(seed, SCALED) for seed in seeds if isinstance(seed, Tensor)):
+        for tensor in (tensor for manager in managers for tensor in manager.attached_tensors()):
+            if marked(tensor.grad, SCALED):
+                raise StepError(
+                    f"GradManager.backward: the gradient of an attached tensor of shape {tuple(tensor.shape)} waits to "
+                    "be unscaled, and one that is not scaled would be added to it; go backward with "
+                    "scaler.backward(gm, y) too, or unscale and clear it first"
+                )
     if not all(manager._recording for manager in managers):
         raise StepError(
             "GradManager.backward: no computation history; call it once, inside `with gm:` or between record() and "
