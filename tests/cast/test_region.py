@@ -345,15 +345,15 @@ def test_a_policy_file_is_read_each_time(tmp_path: Path) -> None:
 
 
 def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfstep.cast import region
+    from halfstep.cast import recipe
     from halfstep.policy.units import cpu_units
 
     resolve = importlib.import_module("halfstep.policy.resolve")
 
     bare = cpu_units({}, "x86_64")
-    monkeypatch.setattr(region, "units", lambda device: bare)
+    monkeypatch.setattr(recipe, "units", lambda device: bare)
     monkeypatch.setattr(resolve, "units", lambda device: bare)
-    make = region.recipe_for.__wrapped__
+    make = recipe.recipe_for.__wrapped__
     with pytest.warns(UserWarning, match="no bf16 units.*slower than fp32"):
         make(hs.Policy.of("mixed", dtype="bf16"), ("cpu",))
     with pytest.warns(UserWarning, match="everything stays fp32.*emulated"):

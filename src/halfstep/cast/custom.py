@@ -22,7 +22,7 @@ from torch.autograd import Function
 from halfstep.cast.dispatch import FLOATS, RuleMode, cast_tensor, run
 from halfstep.cast.emulate import widened
 from halfstep.cast.handlers import target_of
-from halfstep.cast.region import Recipe, close_recipe, open_recipe, recipe_for
+from halfstep.cast.recipe import Recipe, opened, recipe_for
 from halfstep.cast.simulate import simulated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, did_you_mean
@@ -247,15 +247,8 @@ def _in_backward(recipe: Recipe | None, device: str, func: Callable[..., Any], *
         (low,) = (dtype for _, dtype, _ in recipe.devices)
         with torch.autocast(device, dtype=low), recipe.mode:  # type: ignore[union-attr]  # made with a mode
             return func(*args)
-    owner = object()
-    open_recipe(recipe, owner)
-    failing = True
-    try:
-        result = func(*args)
-        failing = False
-    finally:
-        close_recipe(recipe, owner, failing=failing)
-    return result
+    with opened(recipe):
+        return func(*args)
 
 
 # ------------------------------------------------------------------ torch.library

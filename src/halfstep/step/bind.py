@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from halfstep.cast.region import SUSPENDED, Recipe, call_traced, close_recipe, open_recipe, recipe_for, run_eagerly
+from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
+from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, WeightsError
 from halfstep.policy.policy import Policy
@@ -188,19 +189,14 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if inside:
         result = forward(module, *args, **kwargs)
     else:
-        owner = object()
-        open_recipe(binding.recipe, owner, depth=3)
-        state.bound = binding.recipe
-        failing = True
-        try:
-            result = forward(module, *args, **kwargs)
-            failing = False
-        except RuntimeError as error:
-            if (better := explained(error, (args, kwargs))) is None:
-                raise
-            raise better from error
-        finally:
-            close_recipe(binding.recipe, owner, failing=failing)
+        with opened(binding.recipe, depth=2):
+            state.bound = binding.recipe
+            try:
+                result = forward(module, *args, **kwargs)
+            except RuntimeError as error:
+                if (better := explained(error, (args, kwargs))) is None:
+                    raise
+                raise better from error
     return result if output is None else _cast_floats(result, output)
 
 

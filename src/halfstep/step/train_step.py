@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.cast.region import close_recipe, open_recipe
+from halfstep.cast.recipe import opened
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult
@@ -156,22 +156,17 @@ class TrainStep:
         return self._metrics
 
     def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
-        recipe = self._binding.recipe
-        owner = object()
-        open_recipe(recipe, owner, depth=3)
-        visit = STATE.visit
-        STATE.bound, STATE.visit = recipe, self._statistics.visit
-        failing = True
-        try:
-            returned = self.loss_fn(self.model, *batch, **named)
-            failing = False
-        except RuntimeError as error:
-            if (better := explained(error, (batch, named))) is None:
-                raise
-            raise better from error
-        finally:
-            STATE.visit = visit
-            close_recipe(recipe, owner, failing=failing)
+        recipe, visit = self._binding.recipe, STATE.visit
+        with opened(recipe, depth=2):
+            STATE.bound, STATE.visit = recipe, self._statistics.visit
+            try:
+                returned = self.loss_fn(self.model, *batch, **named)
+            except RuntimeError as error:
+                if (better := explained(error, (batch, named))) is None:
+                    raise
+                raise better from error
+            finally:
+                STATE.visit = visit
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
