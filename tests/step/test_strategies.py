@@ -114,11 +114,11 @@ def test_resume_is_bit_exact(master: str, dtype: str, optimizer: str) -> None:
     assert same(weights(step.model), weights(again.model))
 
 
-def test_a_resume_without_the_generator_is_refused_and_changes_nothing() -> None:
+def test_a_resume_without_the_state_of_rounding_is_refused_and_changes_nothing() -> None:
     step = stepper("stochastic")
     step(*batch(0))
     state = step.state_dict()
-    assert set(state["weights"]) == {"seed", "generators"} and "weights" not in stepper("split").state_dict()
+    assert set(state["weights"]) == {"seed", "counts"} and "weights" not in stepper("split").state_dict()
     del state["weights"]
     before = weights(step.model)
     with pytest.raises(WeightsError, match="stochastic rounding does not fit here"):

@@ -24,6 +24,9 @@ device, and element i of parameter n, stream s (0 weight, 1 first state, 2 secon
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -73,5 +76,12 @@ def _nothing(*args: object) -> None:
     return None
 
 
-for _name, _fake in {"norms": _norms, "judge": _judge, "adam_": _nothing, "sgd_": _nothing, "lion_": _nothing}.items():
+_FAKES: dict[str, Callable[..., Any]] = {
+    "norms": _norms,
+    "judge": _judge,
+    "adam_": _nothing,
+    "sgd_": _nothing,
+    "lion_": _nothing,
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"halfstep::{_name}", _fake, lib=LIBRARY)

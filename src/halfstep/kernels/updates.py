@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.kernels.reference import join_bf16, split_bf16, total_norm
 
-__all__ = ["adam_", "judge", "lion_", "mix", "noise", "sgd_"]
+__all__ = ["FIRST", "SECOND", "WEIGHT", "adam_", "judge", "lion_", "mix", "noise", "sgd_", "stochastic_bf16"]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 WORD = 0xFFFFFFFF
@@ -70,9 +70,9 @@ def noise(draws: Tensor, tensor: int, stream: int, count: int) -> Tensor:
     """
     seed, steps = draws[0], draws[1]
     key = mix(seed)
-    for part in (seed >> 32, steps, torch.tensor(4 * tensor + stream)):
+    for part in (seed >> 32, steps, steps.new_tensor(4 * tensor + stream)):
         key = mix(key ^ (part & WORD))
-    return mix(key ^ mix(torch.arange(count))) >> 16
+    return mix(key ^ mix(torch.arange(count, device=draws.device))) >> 16
 
 
 def stochastic_bf16(wide: Tensor, bits: Tensor) -> Tensor:

@@ -1,0 +1,76 @@
+"""Where stochastic rounding takes its bits from: a seed and a count of updates, on every device that trains.
+
+Bits are a function of seed, count, parameter and element (`kernels.updates.noise`), so the same run draws the same ones
+whichever way it updates: through halfstep's own operators or through torch's optimizers.
+
+Note [seeds]: the seed is drawn from torch's default generator when the object is made, so `torch.manual_seed` makes a
+run repeatable. Replicas of a model must draw the same bits or they drift apart, and their programs often seed each rank
+differently; so where torch.distributed runs more than one process at the first update, the seed is 0 on every rank.
+
+Note [skipped steps]: the count goes on with every update that is applied. An update that torch's fused optimizer skips
+on an accelerator counts too: asking would cost a wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import WeightsError
+from halfstep.kernels.updates import noise
+
+__all__ = ["Draws"]
+
+
+class Draws:
+    """Counters of random bits, one on each device."""
+
+    def __init__(self) -> None:
+        self._seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
+        self._counters: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return (seed, count), (2,) int64 on `device`: the same tensor every time."""
+        found = self._counters.get(device)
+        if found is None:
+            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            replicas = distributed and torch.distributed.get_world_size() > 1
+            found = torch.tensor([0 if replicas else self._seed, 0], device=device)
+            self._counters[device] = found
+        return found
+
+    def bits(self, tensor: int, stream: int, like: Tensor) -> Tensor:
+        """Return 16 bits for every element of `like`, int64, in its shape and memory order."""
+        bits = torch.empty_like(like, dtype=torch.int64)
+        bits.as_strided((like.numel(),), (1,)).copy_(noise(self.on(like.device), tensor, stream, like.numel()))
+        return bits
+
+    def advance(self, device: torch.device, applied: Tensor | int = 1) -> None:
+        """Count an update; `applied` is 0-dim on `device`, False where it was skipped."""
+        self.on(device)[1].add_(applied)
+
+    def state(self) -> dict[str, Any]:
+        """Return the seed and the count on each device."""
+        return {"seed": self._seed, "counts": {str(d): [int(n) for n in c] for d, c in self._counters.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on with the bits that come after `state`.
+
+        Raises:
+            WeightsError: it is no such state, or names a device that is not here; nothing was changed.
+        """
+        try:
+            seed, counters = int(state["seed"]), {}
+            for name, (start, count) in state["counts"].items():
+                device = torch.device(name)
+                counters[device] = torch.tensor([int(start), int(count)], device=device)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise WeightsError(
+                "the saved state of stochastic rounding does not fit here: it holds 'seed' and 'counts', a seed and a "
+                f"count for each device that trained. {type(error).__name__}: {error}"
+            ) from error
+        self._seed = seed
+        for device, counter in counters.items():
+            self.on(device).copy_(counter)  # in place: a captured update reads this tensor
