@@ -7,6 +7,7 @@ One frozen `Policy` says in which number format every operator, module, paramete
 from halfstep.cast import autocast, operator, suspended
 from halfstep.errors import HalfstepError
 from halfstep.events import HostStepResult, StepResult
+from halfstep.optim import Lion
 from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
 from halfstep.policy.operators import expand as operators
 from halfstep.policy.operators import name_of as operator_of
@@ -23,6 +24,7 @@ __all__ = [
     "GradScaler",
     "HalfstepError",
     "HostStepResult",
+    "Lion",
     "Metrics",
     "Plan",
     "Policy",

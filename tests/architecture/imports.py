@@ -11,7 +11,7 @@ PACKAGE = "halfstep"
 LAYERS: Mapping[str, int] = {
     "errors": 0, "formats": 0, "blocks": 0, "events": 0, "trees": 0,
     "kernels": 1, "policy": 1,
-    "cast": 2, "distributed": 2, "fp8": 2, "scale": 2, "weights": 2,
+    "cast": 2, "distributed": 2, "fp8": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,
     "advise": 4, "lens": 4, "report": 4,
     "cli": 5, "compat": 5, "integrations": 5, "tasks": 5, "testing": 5,
@@ -37,7 +37,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
 }
 """Part -> part that the layers forbid and the design allows, with the reason."""
 
-ROOT_IMPORTS = frozenset({"cast", "errors", "events", "policy", "scale", "step", "tasks", "trees"})
+ROOT_IMPORTS = frozenset({"cast", "errors", "events", "optim", "policy", "scale", "step", "tasks", "trees"})
 """Parts whose names `halfstep/__init__.py` re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {}

@@ -7,12 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfstep.kernels import foreach, reference
+from halfstep.kernels import foreach, reference, updates
 from halfstep.kernels.reference import total_norm
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
 
-__all__ = ["norms_for", "total_norm"]
+__all__ = ["cannot_update", "judge_for", "norms_for", "total_norm"]
+
+
+def cannot_update(tensors: Sequence[Tensor]) -> str:
+    """Return why `ops` cannot update `tensors`; "" if it can."""
+    return "TODO"
+
+
+def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return norm, verdict and factor of a step: `updates.judge`."""
+    return updates.judge(norms, divisor, clip_norm)
 
 
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:

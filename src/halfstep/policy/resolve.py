@@ -123,8 +123,6 @@ def require_engine(policy: Policy) -> None:
             f"policy {policy.name!r}: master='split' keeps the lower halves of fp32 numbers whose upper halves are "
             "bf16, and dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
         )
-    elif policy.state == "low":
-        raise NotImplementedError(f"policy {policy.name!r}: state='low' is not built yet; use state='fp32'")
     elif policy.reduce == "low" or (policy.reduce == "fp32" and policy.params == "low" and policy.grads == "param"):
         raise NotImplementedError(
             f"policy {policy.name!r}: reduce={policy.reduce!r} is not built yet; use reduce='grad'"

@@ -13,7 +13,7 @@ from halfstep.step.prepare import prepared_policy, unwrap
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["load_step", "refuse_window", "save_step"]
+__all__ = ["load_rounding", "load_step", "refuse_window", "rounding", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights
@@ -33,7 +33,7 @@ def save_step(step: TrainStep) -> dict[str, Any]:
     refuse_window(step, "state_dict()")
     policy = prepared_policy(step.model)
     assert policy is not None
-    weights = {} if step._store is None else step._store.state()
+    weights = rounding(step)
     return {
         **({WEIGHTS: weights} if weights else {}),
         "model": unwrap(step.model).state_dict(),
@@ -43,6 +43,25 @@ def save_step(step: TrainStep) -> dict[str, Any]:
         "policy": policy.to_toml(),
         "step": step._step,
     }
+
+
+def rounding(step: TrainStep) -> dict[str, Any]:
+    """Return the state of what rounds by chance: weights, optimizer states or both; {} for nothing."""
+    if step._states is not None:
+        return step._states.draws.state()
+    return {} if step._store is None else step._store.state()
+
+
+def load_rounding(step: TrainStep, state: dict[str, Any]) -> None:
+    """Go on with the random bits that come after `state`, which `rounding` returned.
+
+    Raises:
+        WeightsError: it is no such state; nothing was changed.
+    """
+    if step._states is not None:
+        step._states.draws.load_state(state)
+    elif step._store is not None:
+        step._store.load_state(state)
 
 
 def load_step(step: TrainStep, state: dict[str, Any]) -> None:
@@ -71,8 +90,8 @@ def load_step(step: TrainStep, state: dict[str, Any]) -> None:
         )
     _check_groups(step.optimizer, state["optimizer"])
     weights = state.get(WEIGHTS, {})
-    if step._store is not None and (weights or step._store.state()):
-        step._store.load_state(weights)  # this and the scaler first: they check for themselves before they change
+    if weights or rounding(step):  # this and the scaler first: they check for themselves before they change
+        load_rounding(step, weights)
     step.scaler.load_state_dict(state["scaler"])
     model.load_state_dict(want)
     step.optimizer.load_state_dict(state["optimizer"])

@@ -23,6 +23,7 @@ from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.weights import STRATEGIES, WeightStore
+from halfstep.weights.states import LowStates
 
 __all__ = ["edit_weights", "prepare", "prepared_policy", "store_of", "unprepare", "unwrap"]
 
@@ -101,6 +102,8 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         binding.become_root()  # also where it is a part of another that was bound before
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
+            if concrete.state == "low" and LowStates.of(optimizer) is None:
+                LowStates(optimizer, getattr(binding.store, "draws", None))
     if optimizers is None:
         return models
     scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
@@ -270,6 +273,7 @@ def unprepare(model: ModelT) -> ModelT:
         if binding_of(module) is not None:
             bind_class(module, on=False)
             del module.__dict__[KEY]
+    LowStates.release({id(p) for p in inner.parameters()})
     if store is not None:
         store.release(inner.parameters())
     else:

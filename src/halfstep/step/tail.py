@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from halfstep.kernels.pick import norms_for, total_norm
+from halfstep.kernels.pick import judge_for, norms_for
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
-__all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
+__all__ = ["Verdict", "apply", "stored", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
 
-CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What one reading pass over the gradients says; device tensors only.
 
@@ -32,11 +31,13 @@ class Verdict:
         norms: (number of gradients,) fp32 2-norms of the scaled gradients.
         norm: 0-dim fp32, total 2-norm of the unscaled gradients.
         bad: 0-dim bool, whether that norm is not finite.
+        factor: 0-dim fp32, what the update multiplies gradients by: unscaling and clipping in one.
     """
 
     norms: Tensor
     norm: Tensor
     bad: Tensor
+    factor: Tensor
 
 
 def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -44,25 +45,18 @@ def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [g._values() if g.is_sparse else g for g in gradients]
 
 
-def judge(gradients: Sequence[Tensor], divisor: Tensor | None) -> Verdict:
+def judge(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> Verdict:
     """Read `gradients` once.
 
     Args:
-        gradients: what the optimizer will read, still scaled.
+        gradients: what the update will read, still scaled.
         divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
+        clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
     """
     norms = norms_for(gradients)
     if hasattr(norms, "full_tensor"):  # sharded gradients: every rank must come to the same verdict
         norms = norms.full_tensor()
-    norm = total_norm(norms)
-    if divisor is not None:
-        norm = norm / divisor
-    return Verdict(norms=norms, norm=norm, bad=(norm - norm) != 0)  # inf - inf is nan, and nan != 0
-
-
-def clip_divisor(norm: Tensor, clip_norm: float) -> Tensor:
-    """Return max(1, (norm + 1e-6) / clip_norm), 0-dim fp32: one over the factor of torch.nn.utils.clip_grad_norm_."""
-    return ((norm + CLIP_EPS) / clip_norm).clamp(min=1.0)
+    return Verdict(norms, *judge_for(norms, divisor, clip_norm))
 
 
 def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: float) -> None:
@@ -120,23 +114,24 @@ def takes_predicate(optimizer: Optimizer) -> bool:
     return skips_itself(optimizer) and not must_not_skip(optimizer)
 
 
-def apply(optimizer: Optimizer, gradients: Sequence[Tensor], divisor: Tensor | None, bad: Tensor) -> bool:
-    """Step `optimizer` with ``gradients / divisor`` unless `bad`; return whether the host had to read `bad`.
+def apply(optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None, bad: Tensor) -> bool:
+    """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`.
 
     Args:
         optimizer: holds `gradients` (or the precise copies of them) in its parameters.
-        gradients: what the optimizer reads; unscaled in place where it cannot do so itself.
-        divisor: 0-dim fp32 or None for 1.
+        gradients: what the optimizer reads; multiplied in place where it cannot do so itself.
+        factor: 0-dim fp32 or None for 1.
         bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
     """
     if type(optimizer) is SGD and skips_itself(optimizer):
         _begin_momentum(optimizer, gradients)
     if takes_predicate(optimizer):
-        step_with_flag(optimizer, divisor, bad.to(torch.float32), (), {})
+        scale = None if factor is None else factor.reciprocal()
+        step_with_flag(optimizer, scale, bad.to(torch.float32), (), {})
         return False
     if not bool(bad):
-        if divisor is not None:
-            torch._foreach_mul_(stored(gradients), divisor.reciprocal())
+        if factor is not None:
+            torch._foreach_mul_(stored(gradients), factor)
         optimizer.step()
     return True
 

@@ -10,6 +10,7 @@ or does not), by which time the device has long produced it.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,17 +28,19 @@ from halfstep.events import StepResult
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
-from halfstep.step import tail
+from halfstep.step import fused, tail
 from halfstep.step.bind import binding_of, explained
-from halfstep.step.checkpoint import load_step, refuse_window, save_step
+from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
+from halfstep.weights.states import LowStates
 
 __all__ = ["TrainStep"]
 
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
+LOG = logging.getLogger("halfstep")
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
@@ -47,6 +50,10 @@ class TrainStep:
     ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is
     not prepared, uses torch's fused form of the same optimizer where only speed changes, and never waits for the device
     unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
+
+    Attributes:
+        generic: why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it.
+        host_reads: how often an update had to wait for the device.
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
@@ -92,8 +99,10 @@ class TrainStep:
         self.scheduler = scheduler
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.host_reads = 0
+        self.generic = ""
         self._binding = binding
         self._store = store_of(model)
+        self._states = LowStates.of(optimizer)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
@@ -231,22 +240,20 @@ class TrainStep:
                 parameter.grad.div_(torch.distributed.get_world_size(group))
 
     def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
-        parameters, gradients = self._gradients()
+        parameters = self._with_gradients()
         self._window = 0
+        device = parameters[0].device
         scaling = self.scaler.is_enabled()
-        divisor = self._scale.to(gradients[0].device) if scaling else None
+        divisor = self._scale.to(device) if scaling else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
-            share = torch.tensor(count / self.accumulate, device=gradients[0].device)
+            share = torch.tensor(count / self.accumulate, device=device)
             divisor = share if divisor is None else divisor * share
-        verdict = tail.judge(gradients, divisor)
-        if self.clip_value is not None:
-            tail.clip_values_(gradients, divisor, self.clip_value)
-            divisor = None
-        if self.clip_norm is not None:
-            clip = tail.clip_divisor(verdict.norm, self.clip_norm)
-            divisor = clip if divisor is None else divisor * clip
         try:
-            self.host_reads += tail.apply(self.optimizer, gradients, divisor, verdict.bad)
+            if self._refused(parameters):
+                verdict = self._update_generic(parameters, divisor)
+            else:
+                verdict = tail.judge([p.grad for p in parameters], divisor, self.clip_norm)  # type: ignore[misc]
+                fused.update(self.optimizer, self._store, self._states, verdict.factor, verdict.bad)
         finally:
             if self._store is not None:
                 self._store.heal()
@@ -266,8 +273,33 @@ class TrainStep:
 
         return verdict.norm, verdict.bad, culprits
 
-    def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Return the model's parameters that have gradients, and the gradients the optimizer will read."""
+    def _refused(self, parameters: list[nn.Parameter]) -> bool:
+        """Return whether the optimizer's own step must run, and keep why."""
+        if self.clip_value is not None:
+            reason = "clip_value clips gradients one by one before it"
+        else:
+            reason = fused.refusal(self.optimizer, self._store, parameters)
+        if reason != self.generic:
+            self.generic = reason
+            LOG.debug("%s: %s", type(self.optimizer).__name__, reason or "updated by halfstep's own operators")
+        return bool(reason)
+
+    def _update_generic(self, parameters: list[nn.Parameter], divisor: Tensor | None) -> tail.Verdict:
+        """Judge and step through ``optimizer.step()``, which reads fp32 gradients."""
+        if self._store is None:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+        else:
+            gradients = self._store.lift(self.optimizer)
+        verdict = tail.judge(gradients, divisor, self.clip_norm)
+        factor = None if divisor is None and self.clip_norm is None else verdict.factor
+        if self.clip_value is not None:
+            tail.clip_values_(gradients, divisor, self.clip_value)
+            factor = factor * divisor if factor is not None and divisor is not None else factor
+        self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
+        return verdict
+
+    def _with_gradients(self) -> list[nn.Parameter]:
+        """Return the optimizer's parameters that have gradients."""
         parameters = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         if not parameters:
             raise StepError(
@@ -277,9 +309,7 @@ class TrainStep:
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # a norm is one of sums
-        if self._store is None:
-            return parameters, [p.grad for p in parameters if p.grad is not None]
-        return parameters, self._store.lift(self.optimizer)
+        return parameters
 
     def _stepped_parameters(self) -> list[nn.Parameter]:
         """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""
@@ -328,7 +358,7 @@ class TrainStep:
         refuse_window(self, "a copy")
         named = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")}
         named["policy"] = prepared_policy(self.model)
-        weights = {} if self._store is None else self._store.state()
+        weights = rounding(self)
         return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step, weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,8 +380,8 @@ def _rebuild(
     weights: dict[str, Any],
 ) -> TrainStep:
     made = TrainStep(model, optimizer, loss_fn, **named)
-    if made._store is not None:
-        made._store.load_state(weights)
+    if weights:
+        load_rounding(made, weights)
     made._step = step
     return made
 

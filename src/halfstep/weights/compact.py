@@ -28,7 +28,7 @@ class CompactWeights(WeightStore):
     """fp32 values behind low parameters, made when they are asked for."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
-        self._parts: dict[int, Tensor] = {}  # what is kept beside a low weight
+        self._seconds: dict[int, Tensor] = {}  # what is kept beside a low weight
         self._living = weakref.WeakValueDictionary[int, nn.Parameter]()  # masters somebody holds at the moment
         super().__init__(named, low)
 
@@ -52,7 +52,7 @@ class CompactWeights(WeightStore):
 
     def kept(self) -> Iterator[Tensor]:
         """Iterate over the second parts."""
-        return iter(self._parts.values())
+        return iter(self._seconds.values())
 
     def temporaries(self) -> Iterator[Tensor]:
         """Iterate over the masters that somebody holds."""
@@ -61,6 +61,9 @@ class CompactWeights(WeightStore):
     def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
         return self._pack(key, parameter.detach().float(), stepped=False)
 
+    def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
+        return self._parameters[key], self._seconds.get(key)
+
     def _master(self, key: int) -> nn.Parameter:
         living = self._living.get(key)
         if living is None:
@@ -68,8 +71,8 @@ class CompactWeights(WeightStore):
         return living
 
     def _follow(self, key: int) -> None:
-        if key in self._parts:
-            self._parts[key].zero_()
+        if key in self._seconds:
+            self._seconds[key].zero_()
         living = self._living.get(key)
         if living is not None:
             living.copy_(self._parameters[key])
@@ -84,5 +87,5 @@ class CompactWeights(WeightStore):
         return written
 
     def _forget(self, key: int) -> None:
-        self._parts.pop(key, None)
+        self._seconds.pop(key, None)
         self._living.pop(key, None)

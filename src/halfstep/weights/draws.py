@@ -25,9 +25,14 @@ __all__ = ["Draws"]
 
 
 class Draws:
-    """Counters of random bits, one on each device."""
+    """Counters of random bits, one on each device.
+
+    Attributes:
+        shared: whether optimizer states draw after the weights in an update; then they count it.
+    """
 
     def __init__(self) -> None:
+        self.shared = False
         self._seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
         self._counters: dict[torch.device, Tensor] = {}
 

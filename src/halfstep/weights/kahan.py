@@ -18,11 +18,13 @@ __all__ = ["KahanWeights"]
 class KahanWeights(CompactWeights):
     """Low weights with compensations beside them, after Kahan's summation."""
 
+    form = "kahan"
+
     def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
         low, rest = self._nearest(wide)
         # a rest that was itself rounded up to half an ulp is a tie, which may belong to the other neighbour: settle
         # that here, so that packing the sum again gives the same two numbers
-        low, self._parts[key] = self._nearest(low.float() + rest.float())
+        low, self._seconds[key] = self._nearest(low.float() + rest.float())
         return low
 
     def _nearest(self, wide: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,4 +33,4 @@ class KahanWeights(CompactWeights):
         return low, rest.nan_to_num_(0.0, 0.0, 0.0).to(self.dtype)  # not finite only where the low weight is not
 
     def _unpack(self, key: int, low: Tensor) -> Tensor:
-        return low.float() + self._parts[key].float()
+        return low.float() + self._seconds[key].float()

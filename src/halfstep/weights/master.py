@@ -18,6 +18,7 @@ __all__ = ["MasterWeights"]
 class MasterWeights(WeightStore):
     """fp32 masters behind low parameters; low weights are their masters, rounded half to even."""
 
+    form = "copy"
     keeps_buffers = True
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
@@ -44,6 +45,9 @@ class MasterWeights(WeightStore):
         wide = parameter.detach().float().clone()
         self._masters[key] = nn.Parameter(wide, requires_grad=parameter.requires_grad)
         return wide.to(self.dtype)
+
+    def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
+        return self._masters[key], self._parameters[key]
 
     def _master(self, key: int) -> nn.Parameter:
         return self._masters[key]

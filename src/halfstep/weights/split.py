@@ -19,6 +19,7 @@ __all__ = ["SplitWeights"]
 class SplitWeights(CompactWeights):
     """fp32 values in two halves: bf16 weights of the model, and int16 remainders here."""
 
+    form = "split"
     lows = (torch.bfloat16,)
 
     def _refusal(self, low: torch.dtype) -> str:
@@ -28,8 +29,8 @@ class SplitWeights(CompactWeights):
         )
 
     def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
-        low, self._parts[key] = split_bf16(wide)
+        low, self._seconds[key] = split_bf16(wide)
         return low
 
     def _unpack(self, key: int, low: Tensor) -> Tensor:
-        return join_bf16(low, self._parts[key])
+        return join_bf16(low, self._seconds[key])

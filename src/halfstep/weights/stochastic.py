@@ -8,7 +8,7 @@ values set by hand or loaded round to nearest.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class StochasticWeights(CompactWeights):
         draws: where the bits come from.
     """
 
-    form: ClassVar[str] = "stochastic"
+    form = "stochastic"
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         self.draws = Draws()
@@ -48,7 +48,7 @@ class StochasticWeights(CompactWeights):
     def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
         self._places = {key: i for i, key in enumerate(keys)}  # which bits a parameter gets: its place in the update
         written = super()._fold(keys, stepped=stepped)
-        for device in {self._parameters[key].device for key in written} if stepped else ():
+        for device in {self._parameters[key].device for key in written} if stepped and not self.draws.shared else ():
             self.draws.advance(device)
         return written
 

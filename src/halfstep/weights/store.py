@@ -52,6 +52,7 @@ class WeightStore(ABC):
     """
 
     lows: ClassVar[tuple[torch.dtype, ...]] = LOWS
+    form: ClassVar[str]  # how the fp32 value lives in two tensors: see note [forms] in `kernels.ops`
     keeps_buffers: ClassVar[bool] = False  # fp32 gradient buffers, on CPU, from step to step
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
@@ -99,6 +100,10 @@ class WeightStore(ABC):
     @abstractmethod
     def _forget(self, key: int) -> None:
         """Drop what is kept under `key`."""
+
+    @abstractmethod
+    def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
+        """Return the tensors of `form`: `weights` and `beside`."""
 
     @abstractmethod
     def value(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -208,6 +213,25 @@ class WeightStore(ABC):
         keys = list(self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters))
         for key in self._fold(keys, stepped=stepped) if keys else ():
             self._versions[key] = self._parameters[key]._version
+
+    # ------------------------------------------------------------------ updates in one pass
+
+    def busy(self) -> str:
+        """Return why the tensors of `parts` are not all there is at the moment; "" if they are."""
+        return "somebody holds fp32 values of low weights" if next(self.temporaries(), None) is not None else ""
+
+    def parts(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor | None]:
+        """Return the tensors in which the fp32 value of `parameter` lives, as `form` says, to be changed in place.
+
+        Whoever does so calls `stepped` afterwards.
+        """
+        return self._parts(self._key(parameter))
+
+    def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take note that the parts of those of `parameters` that are low were changed, both of them."""
+        for parameter in parameters:
+            if id(parameter) in self._versions:
+                self._versions[id(parameter)] = parameter._version
 
     # ------------------------------------------------------------------ optimizers
 

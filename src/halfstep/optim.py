@@ -1,0 +1,85 @@
+"""Optimizers that torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import WeightsError
+from halfstep.kernels.updates import lion_
+
+__all__ = ["Lion"]
+
+
+class Lion(Optimizer):
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv 2302.06675).
+
+    One state a parameter where AdamW has two. Its steps all have the size of `lr`, so that wants to be 3 to 10 times
+    smaller than AdamW's, and `weight_decay` as much larger. Skips on the device (``grad_scale``, ``found_inf``) as
+    torch's fused optimizers do; in `TrainStep` it is one operator.
+
+    Args:
+        params: parameters or groups of them.
+        lr: size of a step.
+        betas: how much of the momentum goes into the direction, and how much of it is kept.
+        weight_decay: decoupled, relative to `lr`.
+        maximize: go up instead of down.
+
+    Raises:
+        WeightsError: a value out of its range, or a sparse gradient at a step.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        for name, value, most in (("lr", lr, float("inf")), ("weight_decay", weight_decay, float("inf"))):
+            if not 0 <= value < most:
+                raise WeightsError(f"Lion: {name} must be a finite number from 0 and is {value!r}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise WeightsError(f"Lion: betas must be two numbers from 0 and below 1 and are {betas!r}")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; `closure` re-evaluates the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, bad = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group, scale, bad)
+        return loss
+
+    def _move(self, parameter: Tensor, group: dict[str, Any], scale: Tensor | None, bad: Tensor | None) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise WeightsError("Lion takes the sign of dense momenta, and a gradient is sparse; use SparseAdam for it")
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        momentum = state["exp_avg"]
+        factor = torch.ones((), device=gradient.device) if scale is None else 1 / scale.to(gradient.device)
+        weight, held = (parameter, momentum) if bad is None else (parameter.clone(), momentum.clone())
+        rate, decay, maximize = float(group["lr"]), group["weight_decay"], group["maximize"]
+        first, second = group["betas"]
+        lion_(weight, None, held, gradient, factor, (None, None), "plain", rate, first, second, decay, maximize)
+        if bad is not None:
+            keep = bad.to(gradient.device) != 0
+            parameter.copy_(torch.where(keep, parameter, weight))
+            momentum.copy_(torch.where(keep, momentum, held))

@@ -1,0 +1,211 @@
+"""halfstep's own update: one operator reads and writes everything once.
+
+That is gradients, weights, what stands behind them and the optimizer's state, low weights included (`kernels.ops`). It
+takes the place of ``optimizer.step()`` inside `TrainStep`, for optimizers whose arithmetic it knows, and works on
+their groups and their state as torch lays them out: a step made by torch's own form, before or after, goes on from the
+same numbers. `refusal` says why an optimizer is stepped the generic way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from halfstep.kernels import ops
+from halfstep.kernels.pick import cannot_update
+from halfstep.optim import Lion
+from halfstep.weights import WeightStore
+from halfstep.weights.states import LowStates
+
+__all__ = ["refusal", "update"]
+
+KNOWN: dict[type[Optimizer], tuple[str, ...]] = {
+    Adam: ("exp_avg", "exp_avg_sq"),
+    AdamW: ("exp_avg", "exp_avg_sq"),
+    SGD: ("momentum_buffer",),
+    Lion: ("exp_avg",),
+}
+"""Optimizer -> names of its states; subclasses have steps of their own, which nobody knows."""
+
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+# ------------------------------------------------------------------ which optimizers
+
+
+def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequence[nn.Parameter]) -> str:
+    """Return why `optimizer` must be stepped the generic way; "" if `update` does it.
+
+    Args:
+        optimizer: any torch optimizer.
+        store: what stands behind low parameters, or None.
+        parameters: those that have gradients.
+    """
+    if type(optimizer) not in KNOWN:
+        return f"{type(optimizer).__name__} is none of Adam, AdamW, SGD and Lion"
+    if reason := _hooked(optimizer) or next(filter(None, map(_special, optimizer.param_groups)), ""):
+        return reason
+    for parameter in parameters:
+        gradient = parameter.grad
+        if type(parameter.data) is not Tensor or parameter.dtype not in FLOATS or type(gradient) is not Tensor:
+            return "a parameter or its gradient is sharded, or in no format of fp32, bf16 and fp16"
+        if gradient.layout is not torch.strided or gradient.dtype not in FLOATS:
+            return "a gradient is sparse, or in no format of fp32, bf16 and fp16"
+        if parameter.dtype is not torch.float32 and (store is None or parameter not in store):
+            if WeightStore.behind(parameter) is not None:
+                return "a parameter has its fp32 values in the store of another prepared model"
+    if store is not None and (reason := store.busy()):
+        return reason
+    return cannot_update(parameters)
+
+
+def _hooked(optimizer: Optimizer) -> str:
+    """Return which code of others must see ``optimizer.step`` being called; "" for none."""
+    own = vars(optimizer)
+    if "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"):
+        return "its step was replaced by another function"
+    if own.get("grad_scale") is not None or own.get("found_inf") is not None:
+        return "its grad_scale or found_inf was set by hand"
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+    if all((getattr(hook, "__module__", None) or "").startswith("halfstep.") for hook in hooks):
+        return ""
+    return "it has hooks that run before or after its step"
+
+
+def _special(group: dict[str, Any]) -> str:
+    """Return which option of a group the operators do not know; "" for none."""
+    for option in ("amsgrad", "differentiable", "dampening", "foreach"):
+        if group.get(option):
+            return f"{option}={group[option]!r}"
+    if group.get("fused") is False:
+        return "fused=False"
+    if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
+        return "its betas are tensors"
+    rate = group["lr"]
+    if isinstance(rate, Tensor) and rate.numel() != 1:
+        return f"lr has {rate.numel()} elements"
+    return ""
+
+
+# ------------------------------------------------------------------ the update
+
+
+@torch.no_grad()
+def update(
+    optimizer: Optimizer, store: WeightStore | None, states: LowStates | None, factor: Tensor, bad: Tensor
+) -> None:
+    """Step `optimizer` with ``gradient * factor`` for every parameter that has one, unless `bad`; waits for nothing.
+
+    Args:
+        optimizer: one that `refusal` says nothing against.
+        store: what stands behind its low parameters, or None.
+        states: what keeps its states in bf16, or None for fp32 states.
+        factor: 0-dim fp32 on the parameters' device.
+        bad: 0-dim bool on it: parameters, states and step counts stay as they are.
+    """
+    names = KNOWN[type(optimizer)]
+    draws = states.draws if states is not None else getattr(store, "draws", None)
+    bits = None if draws is None else draws.on(factor.device)
+    wanted = torch.float32 if states is None else torch.bfloat16
+    lists: list[Sequence[Tensor]] = []
+    start = 0
+    for group in optimizer.param_groups:
+        for form, parameters in _by_form(group["params"], store):
+            weights, beside = [], []
+            for parameter in parameters:
+                weight, other = (parameter, None) if store is None or form == "plain" else store.parts(parameter)
+                weights.append(weight)
+                if other is not None:
+                    beside.append(other)
+            gradients = [_like(p.grad, w) for p, w in zip(parameters, weights, strict=True)]  # type: ignore[arg-type]
+            held = _states(optimizer, group, names, parameters, weights, wanted)
+            rate = group["lr"]
+            tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
+            given = (gradients, factor, bad, bits, start, form, tensor, 0.0 if tensor is not None else float(rate))
+            _call(optimizer, group, (weights, beside), held, given)
+            lists += [weights, beside, *held]
+            start += len(parameters)
+    increment_version([tensor for tensors in lists for tensor in tensors])
+    if draws is not None:
+        draws.advance(factor.device, ~bad)
+    if store is not None:
+        store.stepped(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it before they advance
+
+
+def _by_form(parameters: Sequence[nn.Parameter], store: WeightStore | None) -> list[tuple[str, list[nn.Parameter]]]:
+    """Return the parameters that have gradients, those with something behind them first."""
+    able = [p for p in parameters if p.grad is not None]
+    if store is None:
+        return [("plain", able)] if able else []
+    behind, plain = [p for p in able if p in store], [p for p in able if p not in store]
+    return [(form, some) for form, some in ((store.form, behind), ("plain", plain)) if some]
+
+
+def _states(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    names: tuple[str, ...],
+    parameters: Sequence[nn.Parameter],
+    weights: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[list[Tensor]]:
+    """Return a list for each of the optimizer's states, made as torch makes them where there are none yet."""
+    if "momentum" in group and not group["momentum"]:
+        none: list[list[Tensor]] = [[]]
+        return none
+    counts = "eps" in group  # of the optimizers here only Adam and AdamW count their steps
+    lists: list[list[Tensor]] = [[] for _ in names] + ([[]] if counts else [])
+    for parameter, weight in zip(parameters, weights, strict=True):
+        state = optimizer.state[parameter]
+        for name, some in zip(names, lists, strict=False):
+            value = state.get(name)
+            if value is None:
+                value = state[name] = torch.zeros_like(weight, dtype=dtype)
+            elif value.dtype is not dtype or value.stride() != weight.stride():
+                value = state[name] = torch.empty_like(weight, dtype=dtype).copy_(value)
+            some.append(value)
+        if counts:
+            count = state.get("step")
+            if count is None:
+                count = state["step"] = torch.zeros((), device=weight.device)
+            elif count.device != weight.device or count.dtype is not torch.float32:
+                count = state["step"] = count.to(weight.device, torch.float32)
+            lists[-1].append(count)
+    return lists
+
+
+def _like(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return `gradient` with the strides of `weight`; autograd's have them already, but for rare layouts."""
+    if gradient.stride() == weight.stride():
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _call(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    values: tuple[list[Tensor], list[Tensor]],
+    held: list[list[Tensor]],
+    given: tuple[Any, ...],
+) -> None:
+    """Call the operator of `optimizer`, with the options of `group`."""
+    decay, maximize = group["weight_decay"], group["maximize"]
+    if isinstance(optimizer, Adam):
+        decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
+        ops.adam_(*values, *held, *given, *group["betas"], group["eps"], decay, decoupled, maximize)
+    elif isinstance(optimizer, SGD):
+        ops.sgd_(*values, *held, *given, group["momentum"], decay, group["nesterov"], maximize)
+    else:
+        ops.lion_(*values, *held, *given, *group["betas"], decay, maximize)

@@ -1,0 +1,102 @@
+"""Optimizer states in bf16, under any torch optimizer: 2 bytes an element where torch keeps 4.
+
+bf16 for every policy, also one in fp16: squared gradients lie far below fp16's smallest number. A step that moves a
+state by less than half an ulp would leave it where it is for ever (the second moment of Adam with beta2 = 0.999 moves
+by a thousandth), so states are rounded stochastically: right on average.
+
+halfstep's own update reads and writes them as they are. Around the step of any other optimizer they are fp32: made
+before it, rounded after it; that is 4 bytes an element more while it lasts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.kernels.updates import FIRST, stochastic_bf16
+from halfstep.weights.draws import Draws
+
+__all__ = ["LowStates"]
+
+LOWS = (torch.bfloat16, torch.float16)
+
+
+class LowStates:
+    """Keeps the states of one optimizer in bf16 between its steps.
+
+    Only states in the shape of their parameter: step counts and factored moments are few, and stay fp32.
+
+    Args:
+        optimizer: any torch optimizer; attach weight stores to it before.
+        draws: where random bits come from, shared with a store that has some.
+    """
+
+    _known: weakref.WeakKeyDictionary[Optimizer, LowStates] = weakref.WeakKeyDictionary()
+
+    def __init__(self, optimizer: Optimizer, draws: Draws | None = None) -> None:
+        self.draws = Draws() if draws is None else draws
+        self.draws.shared = True
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+        self._known[optimizer] = self
+        self._after_load(optimizer)
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> LowStates | None:
+        """Return what keeps the states of `optimizer` low, or None."""
+        return cls._known.get(optimizer)
+
+    @classmethod
+    def release(cls, parameters: set[int]) -> None:
+        """Give optimizers that hold any of `parameters` (ids) their fp32 states back."""
+        for optimizer, states in list(cls._known.items()):
+            if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
+                for handle in states._handles:
+                    handle.remove()
+                states._before_step(optimizer, (), {})
+                del cls._known[optimizer]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parameter, state in optimizer.state.items():
+            for name, value in _elementwise(parameter, state):
+                state[name] = value.float()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place, device = 0, None
+        for group in optimizer.param_groups:
+            # low parameters first: the order in which halfstep's own update hands out random bits
+            for parameter in sorted((p for p in group["params"] if p.grad is not None), key=_is_wide):
+                state, device = optimizer.state[parameter], parameter.device
+                for stream, (name, value) in enumerate(_elementwise(parameter, state), start=FIRST):
+                    state[name] = stochastic_bf16(value, self.draws.bits(place, min(stream, 3), value))
+                place += 1
+        if device is not None:
+            self.draws.advance(device)
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Round what was loaded to nearest: exact for what was saved from low states."""
+        for parameter, state in optimizer.state.items():
+            for name, value in _elementwise(parameter, state):
+                state[name] = value.to(torch.bfloat16)
+
+
+def _is_wide(parameter: Tensor) -> bool:
+    return parameter.dtype not in LOWS
+
+
+def _elementwise(parameter: Tensor, state: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    return [
+        (name, value)
+        for name, value in state.items()
+        if name != "step"
+        and isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and value.dtype in {torch.float32, torch.bfloat16}
+    ]
