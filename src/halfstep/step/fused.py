@@ -166,7 +166,7 @@ def _states(
         none: list[list[Tensor]] = [[]]
         return none
     counts = "eps" in group  # of the optimizers here only Adam and AdamW count their steps
-    lists: list[list[Tensor]] = [[] for _ in names] + ([[]] if counts else [])
+    lists = [list[Tensor]() for _ in range(len(names) + counts)]
     for parameter, weight in zip(parameters, weights, strict=True):
         state = optimizer.state[parameter]
         for name, some in zip(names, lists, strict=False):
