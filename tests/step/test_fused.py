@@ -76,7 +76,10 @@ def generically(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same state, one step made both ways: fp32 values agree to 4 ulps of what took part in the step."""
+    """From the same state, one step made both ways: fp32 values agree to 4 ulps of what took part in the step.
+
+    Under kahan a value has 16 bits, and one that lies between two of them may go to either.
+    """
     step = stepper(POLICIES[policy], OPTIMIZERS[name], clip_norm=0.5)
     for i in range(3):
         step(*batch(i))
@@ -90,6 +93,7 @@ def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str, monke
         want = values(other)
         for key, value in values(step).items():
             bound = 4 * 2.0**-23 if value.dtype is torch.float32 else torch.finfo(value.dtype).eps
+            bound = max(bound, 2.0**-16) if policy == "kahan" and key in step.model.state_dict() else bound
             largest = float(want[key].abs().max())
             assert float((value.float() - want[key].float()).abs().max()) <= bound * largest, key
 
@@ -235,11 +239,11 @@ def test_clipping_by_value_and_held_fp32_values_go_the_generic_way() -> None:
     assert step.generic == ""
 
 
-@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
-def test_any_dense_layout_will_do(format: torch.memory_format) -> None:
+def test_any_dense_layout_will_do() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 9, 3)).to(memory_format=format)
-    other = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 9, 3))
+    other = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert not other[0].weight.is_contiguous()
     steps = [
         hs.TrainStep(m, torch.optim.AdamW(m.parameters(), 1e-2), loss_fn, policy=POLICIES["split"])
         for m in (model, other)

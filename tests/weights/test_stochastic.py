@@ -84,7 +84,13 @@ def test_only_steps_round_by_chance() -> None:
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     _, store = trained(2.0**-10, 1, count=10)
     before = store.state()
-    for wrong in ({}, {"seed": 1}, {"seed": 1, "counts": {"cpu": [1]}}, {"seed": 1, "counts": 7}, {"seed": 1, "counts": {"x": [1, 2]}}):
+    for wrong in (
+        {},
+        {"seed": 1},
+        {"seed": 1, "counts": {"cpu": [1]}},
+        {"seed": 1, "counts": 7},
+        {"seed": 1, "counts": {"x": [1, 2]}},
+    ):
         with pytest.raises(WeightsError, match="stochastic rounding does not fit here"):
             store.load_state(wrong)
         assert store.state() == before

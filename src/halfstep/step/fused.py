@@ -85,11 +85,12 @@ def _hooked(optimizer: Optimizer) -> str:
 
 def _special(group: dict[str, Any]) -> str:
     """Return which option of a group the operators do not know; "" for none."""
-    for option in ("amsgrad", "differentiable", "dampening", "foreach"):
+    for option in ("amsgrad", "differentiable", "dampening"):
         if group.get(option):
             return f"{option}={group[option]!r}"
-    if group.get("fused") is False:
-        return "fused=False"
+    for option in ("fused", "foreach"):
+        if group.get(option) is not None and not group.get("fused"):
+            return f"{option}={group[option]!r}"
     if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
         return "its betas are tensors"
     rate = group["lr"]

@@ -45,6 +45,12 @@ class StochasticWeights(CompactWeights):
         """
         self.draws.load_state(state)
 
+    def busy(self) -> str:
+        """Return why an update in one pass cannot be made; "" if it can."""
+        if self.dtype is not torch.bfloat16:
+            return "only bf16 weights are rounded stochastically in one pass"
+        return super().busy()
+
     def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
         self._places = {key: i for i, key in enumerate(keys)}  # which bits a parameter gets: its place in the update
         written = super()._fold(keys, stepped=stepped)
