@@ -67,8 +67,7 @@ def test_preset_torch_is_the_torch_amp_loop(
 ) -> None:
     """bf16, torch.autocast, the same (fused) optimizer, clip_grad_norm_.
 
-    Equal bit for bit through the optimizer's own
-    step, and to some roundings of the update and the clip factor through halfstep's.
+    Equal bit for bit through the optimizer's own step, and to some roundings of update and clip factor through ours.
     """
     if not own:
         monkeypatch.setattr(fused, "refusal", lambda *args: "to compare")

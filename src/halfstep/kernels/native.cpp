@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int64_t PIECE = 1024;  // 5 scratch arrays of 4 KiB fit into 32 KiB of L1
+constexpr int64_t PIECE = 512;   // 5 scratch arrays of 2 KiB stay in 32 KiB of L1 beside what streams through
 constexpr int64_t BLOCK = 4096;  // elements of a norm that are summed in fp32
 constexpr int LANES = 64;        // sums side by side in a block: enough for four vectors of 16
 constexpr float CLIP_EPS = 1e-6f;
@@ -78,11 +78,9 @@ inline uint32_t mix(uint32_t word) {  // "lowbias32" of Chris Wellons (public do
     return word ^ (word >> 16);
 }
 
-inline uint16_t by_chance(float value, uint32_t noise) {  // to bf16; what is not finite stays
-    uint32_t pattern = bits(value);
-    bool finite = (pattern & MAGNITUDE) < INFINITE;
-    uint32_t quiet = is_nan(pattern) ? pattern | 0x400000 : pattern;
-    return uint16_t((finite ? pattern + noise : quiet) >> 16);
+inline uint16_t by_chance(float value, uint32_t noise) {  // to bf16; what is not finite stays (a NaN that was
+    uint32_t pattern = bits(value);                        // worked out has its quiet bit, which bf16 keeps)
+    return uint16_t((pattern + ((pattern & MAGNITUDE) < INFINITE ? noise : 0)) >> 16);
 }
 
 // ------------------------------------------------------------------ whole pieces
@@ -97,9 +95,13 @@ void narrow_all(uint16_t *__restrict low, const float *__restrict wide, int64_t 
     for (int64_t i = 0; i < count; i++) low[i] = Low::narrow(wide[i]);
 }
 
-void narrow_by_chance(uint16_t *__restrict low, const float *__restrict wide, int64_t count, uint32_t key,
-                      uint32_t at) {
-    for (int64_t i = 0; i < count; i++) low[i] = by_chance(wide[i], mix(key ^ mix(at + uint32_t(i))) >> 16);
+void scramble(uint32_t *__restrict mixed, uint32_t at, int64_t count) {  // what all streams of noise share
+    for (int64_t i = 0; i < count; i++) mixed[i] = mix(at + uint32_t(i));
+}
+
+void narrow_by_chance(uint16_t *__restrict low, const float *__restrict wide, const uint32_t *__restrict mixed,
+                      int64_t count, uint32_t key) {
+    for (int64_t i = 0; i < count; i++) low[i] = by_chance(wide[i], mix(key ^ mixed[i]) >> 16);
 }
 
 void join(float *__restrict wide, const uint16_t *__restrict low, const uint16_t *__restrict rest, int64_t count) {
@@ -125,14 +127,16 @@ void add(float *__restrict wide, const uint16_t *__restrict low, const uint16_t 
 
 template <class Low>
 void compensate(uint16_t *__restrict low, uint16_t *__restrict rest, const float *__restrict wide, int64_t count) {
+    auto lost = [](float value, float kept) {
+        float difference = value - kept;
+        uint32_t finite = (bits(difference) & MAGNITUDE) < INFINITE ? ~0u : 0;
+        return Low::narrow(real(bits(difference) & finite));
+    };
     for (int64_t i = 0; i < count; i++) {
-        float value = wide[i];
-        for (int turn = 0; turn < 2; turn++) {  // the second settles ties
-            low[i] = Low::narrow(value);
-            float kept = Low::widen(low[i]), lost = value - kept;
-            rest[i] = Low::narrow((bits(lost) & MAGNITUDE) < INFINITE ? lost : 0.0f);
-            value = kept + Low::widen(rest[i]);
-        }
+        float kept = Low::widen(Low::narrow(wide[i])), sum = kept + Low::widen(lost(wide[i], kept));
+        uint16_t again = Low::narrow(sum);  // settles ties: packing the sum once more gives the same two numbers
+        low[i] = again;
+        rest[i] = lost(sum, Low::widen(again));
     }
 }
 
@@ -214,6 +218,7 @@ void walk(int64_t tensors, const Size &size, int64_t begin, int64_t end, int64_t
 
 struct Scratch {
     alignas(64) float value[PIECE], gradient[PIECE], first[PIECE], second[PIECE];
+    alignas(64) uint32_t mixed[PIECE];
 };
 
 const float *widened(float *scratch, const void *memory, int64_t type, int64_t at, int64_t count) {
@@ -243,7 +248,8 @@ float *take(const Job &job, const Parameter &p, float *scratch, int64_t at, int6
     return scratch;
 }
 
-void put(const Job &job, const Parameter &p, const float *value, int64_t at, int64_t count, uint32_t key) {
+void put(const Job &job, const Parameter &p, const Scratch &scratch, const float *value, int64_t at, int64_t count,
+         uint32_t key) {
     uint16_t *low = static_cast<uint16_t *>(p.weight) + at, *rest = static_cast<uint16_t *>(p.beside) + at;
     bool bf16 = (job.form == COPY ? p.beside_type : p.type) == BF16;
     if (job.form == SPLIT)
@@ -251,16 +257,17 @@ void put(const Job &job, const Parameter &p, const float *value, int64_t at, int
     else if (job.form == KAHAN)
         bf16 ? compensate<Bf16>(low, rest, value, count) : compensate<Fp16>(low, rest, value, count);
     else if (job.form == STOCHASTIC)
-        narrow_by_chance(low, value, count, key, uint32_t(at));
+        narrow_by_chance(low, value, scratch.mixed, count, key);
     else if (job.form == COPY)
         bf16 ? narrow_all<Bf16>(rest, value, count) : narrow_all<Fp16>(rest, value, count);
     else if (p.type != FP32)
         bf16 ? narrow_all<Bf16>(low, value, count) : narrow_all<Fp16>(low, value, count);
 }
 
-void put_state(void *memory, int64_t type, const float *value, int64_t at, int64_t count, uint32_t key) {
+void put_state(void *memory, int64_t type, const Scratch &scratch, const float *value, int64_t at, int64_t count,
+               uint32_t key) {
     if (memory && type == BF16)
-        narrow_by_chance(static_cast<uint16_t *>(memory) + at, value, count, key, uint32_t(at));
+        narrow_by_chance(static_cast<uint16_t *>(memory) + at, value, scratch.mixed, count, key);
 }
 
 // Runs rule(n, value, gradient, first, second, count) over all pieces, all of them fp32 and updated in place.
@@ -273,6 +280,7 @@ void update(const Job &job, const Parameters &parameters, const Rule &rule) {
         Scratch scratch{};
         walk(job.tensors, size, begin, end, PIECE, [&](int64_t n, int64_t from, int64_t to) {
             const Parameter &p = parameters[n];
+            bool chance = job.form == STOCHASTIC || p.first_type == BF16 || p.second_type == BF16;
             uint32_t keys[] = {key_of(job, n, WEIGHT), key_of(job, n, FIRST), key_of(job, n, SECOND)};
             for (int64_t at = from; at < to; at += PIECE) {
                 int64_t count = std::min(PIECE, to - at);
@@ -284,9 +292,10 @@ void update(const Job &job, const Parameters &parameters, const Rule &rule) {
                 float *first = state(scratch.first, p.first, p.first_type);
                 float *second = state(scratch.second, p.second, p.second_type);
                 rule(n, value, gradient, first, second, count);
-                put_state(p.first, p.first_type, first, at, count, keys[FIRST]);
-                put_state(p.second, p.second_type, second, at, count, keys[SECOND]);
-                put(job, p, value, at, count, keys[WEIGHT]);
+                if (chance) scramble(scratch.mixed, uint32_t(at), count);
+                put_state(p.first, p.first_type, scratch, first, at, count, keys[FIRST]);
+                put_state(p.second, p.second_type, scratch, second, at, count, keys[SECOND]);
+                put(job, p, scratch, value, at, count, keys[WEIGHT]);
             }
         });
     });

@@ -35,8 +35,8 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 SHARED = ("-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
-ALONE = 100_000
-"""Fewer elements than these are done by the calling thread."""
+ALONE = {"update": 100_000, "norms": 400_000}
+"""Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3}
 FORM_CODES = {form: code for code, form in enumerate(FORMS)}
@@ -66,9 +66,11 @@ _LOCK = threading.Lock()
 @cache
 def _registered() -> str:
     try:
-        kernels = _Kernels(_loaded(_compiled()))
+        kernels = _Kernels(_library())
     except Unavailable as reason:
         return str(reason)
+    except OSError as error:  # a full disk, a file taken away
+        return f"the kernels could not be compiled: {error}"
     for name in ("norms", "judge", "adam_", "sgd_", "lion_"):
         LIBRARY.impl(name, getattr(kernels, name), "CPU")
     return ""
@@ -150,12 +152,13 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="halfstep-")
 
 
-def _loaded(path: Path) -> ctypes.CDLL:
+def _library() -> ctypes.CDLL:
+    path = _compiled()
     try:
         return ctypes.CDLL(str(path))
-    except OSError as error:
-        path.unlink(missing_ok=True)  # so that the next process compiles it again
-        raise Unavailable(f"the compiled kernels could not be loaded: {error}") from error
+    except OSError:  # damaged: made once more
+        path.unlink(missing_ok=True)
+    return ctypes.CDLL(str(_compiled()))
 
 
 def _threads() -> tuple[int, int, int]:
@@ -197,15 +200,16 @@ class _Kernels:
         for function in (self._norms, self._judge, self._adam, self._sgd, self._lion):
             function.restype = None
 
-    def _team(self, sizes: Sequence[int]) -> tuple[int, int, int, int]:
-        return torch.get_num_threads() if sum(sizes) > ALONE else 1, *self._runtime
+    def _team(self, work: str, sizes: Sequence[int]) -> tuple[int, int, int, int]:
+        """Return who does the work, `native.cpp`'s `Threads`."""
+        return torch.get_num_threads() if sum(sizes) > ALONE[work] else 1, *self._runtime
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         count = len(gradients)
         sizes = [t.numel() for t in gradients]
         columns = pack(f"{3 * count}q", *sizes, *[TYPES[t.dtype] for t in gradients], *map(_address, gradients))
         norms = torch.empty(count, dtype=torch.float32, device="cpu")
-        self._norms(norms.data_ptr(), columns, count, pack("4q", *self._team(sizes)))
+        self._norms(norms.data_ptr(), columns, count, pack("4q", *self._team("norms", sizes)))
         return norms
 
     def judge(self, norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,13 +305,15 @@ class _Kernels:
         """Return `native.cpp`'s columns of `Parameter`, and who works on them."""
         count = len(weights)
         sizes = [t.numel() for t in weights]
+        if sizes != [t.numel() for t in gradients]:
+            raise ValueError(f"gradients and weights differ in size: {[t.numel() for t in gradients]} and {sizes}")
         columns = list(sizes)
         absent = [0] * count
         for tensors in (weights, beside, first, second, gradients):
             columns += [TYPES[t.dtype] for t in tensors] if tensors else absent
         for tensors in (weights, beside, first, second, steps, gradients):
             columns += map(_address, tensors) if tensors else absent
-        return pack(f"{len(columns)}q", *columns), self._team(sizes)
+        return pack(f"{len(columns)}q", *columns), self._team("update", sizes)
 
 
 _address = Tensor.data_ptr

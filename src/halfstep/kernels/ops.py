@@ -2,7 +2,7 @@
 
 They are operators of torch's dispatcher so that whoever watches it sees them: counters, fake tensors, profilers. Their
 schemas say what they read and write. `native` carries them out on CPU and `triton` on CUDA; what they compute is said
-in `reference`. Who calls them asks `pick.can_update` first.
+in `reference`. Who calls them asks `pick.cannot_update` first.
 
 Note [forms]: where the precise value of a parameter lives, told by `form`; `weights` and `beside` are lists.
 

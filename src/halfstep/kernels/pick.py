@@ -1,58 +1,76 @@
-"""Which twin runs: chosen by what the tensors are, never by a setting."""
+"""Which twin runs: chosen by what the tensors are and what the machine has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses.fake_tensor import is_fake
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from halfstep.kernels import foreach, native, ops, reference, updates
 from halfstep.kernels.reference import total_norm
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
+PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})  # other classes may be sharded, or many tensors in one
 
-__all__ = ["cannot_update", "judge_for", "norms_for", "total_norm"]
+ENGINES: Mapping[str, Callable[[], str]] = {"cpu": native.why_not}
+"""Device type -> why its operators cannot be used, "" if they can; asking registers them."""
 
-
-def cannot_update(tensors: Sequence[Tensor]) -> str:
-    """Return why `ops` cannot work on `tensors`; "" if it can. On CPU the first question may take a second (`native`).
-
-    Args:
-        tensors: at least one, plain tensors.
-    """
-    device = tensors[0].device
-    for tensor in tensors:
-        if tensor.device != device:
-            return f"tensors are on {device} and on {tensor.device}"
-        if tensor.layout is not torch.strided or tensor.dtype not in FLOATS:
-            return f"a tensor is {str(tensor.layout)[6:]} and {str(tensor.dtype)[6:]}"
-        if not tensor.is_contiguous() and not is_non_overlapping_and_dense_or_false(tensor):
-            return "a tensor has gaps or shares elements with itself"
-    if is_fake(tensors[0]):  # nothing is computed
-        return ""
-    if device.type == "cpu":
-        return native.why_not()
-    return f"there are no operators for {device.type}"
+__all__ = ["cannot_update", "judge_for", "norms_for", "total_norm", "why_not"]
 
 
-def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norm, verdict and factor of a step: `updates.judge`."""
-    if cannot_update([norms]):
-        return updates.judge(norms, divisor, clip_norm)
-    verdict: tuple[Tensor, Tensor, Tensor] = ops.judge(norms, divisor, clip_norm)
-    return verdict
+def why_not(device: torch.device) -> str:
+    """Return why the operators of `ops` cannot be used on `device`, in one sentence; "" if they can."""
+    ask = ENGINES.get(device.type)
+    return f"there are no kernels for the device type {device.type!r}" if ask is None else ask()
 
 
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass."""
     if not tensors:
         return reference.norms(tensors)
-    if all(type(tensor) is Tensor for tensor in tensors) and not cannot_update(tensors):
-        found: Tensor = ops.norms(list(tensors))
-        return found
     first = tensors[0].device
-    plain = all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors)
-    return foreach.norms(tensors) if plain else reference.norms(tensors)
+    if not all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors):
+        return reference.norms(tensors)
+    if all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(first):
+        norms: Tensor = ops.norms(list(tensors))
+        return norms
+    return foreach.norms(tensors)
+
+
+def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return norm, verdict and factor of a step: `updates.judge`."""
+    if type(norms) not in PLAIN or norms.dtype is not torch.float32 or why_not(norms.device):
+        return updates.judge(norms, divisor, clip_norm)
+    verdict: tuple[Tensor, Tensor, Tensor] = ops.judge(norms, divisor, clip_norm)
+    return verdict
+
+
+def cannot_update(parameters: Sequence[Tensor]) -> str:
+    """Return why `ops` cannot work on `parameters`; "" if it can. On CPU the first question may take a second.
+
+    Args:
+        parameters: at least one.
+    """
+    device = parameters[0].device
+    for parameter in parameters:
+        if type(parameter) not in PLAIN or parameter.layout is not torch.strided or parameter.dtype not in FLOATS:
+            return f"a parameter is a {type(parameter).__name__} of {parameter.dtype}, {parameter.layout}"
+        if parameter.device != device:
+            return f"parameters are on {device} and on {parameter.device}"
+        if not _dense(parameter):
+            return "a parameter has gaps in memory, or shares elements with itself"
+    return why_not(device)
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill a stretch of memory, each once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != reach:
+            return False
+        reach *= size
+    return True

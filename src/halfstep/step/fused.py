@@ -18,12 +18,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from halfstep.kernels import ops
-from halfstep.kernels.pick import cannot_update
+from halfstep.kernels.pick import FLOATS, PLAIN, cannot_update
 from halfstep.optim import Lion
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["refusal", "update"]
+__all__ = ["refusal", "suits", "update"]
 
 KNOWN: dict[type[Optimizer], tuple[str, ...]] = {
     Adam: ("exp_avg", "exp_avg_sq"),
@@ -32,8 +32,6 @@ KNOWN: dict[type[Optimizer], tuple[str, ...]] = {
     Lion: ("exp_avg",),
 }
 """Optimizer -> names of its states; subclasses have steps of their own, which nobody knows."""
-
-FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 # ------------------------------------------------------------------ which optimizers
@@ -47,22 +45,36 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
         store: what stands behind low parameters, or None.
         parameters: those that have gradients.
     """
-    if type(optimizer) not in KNOWN:
-        return f"{type(optimizer).__name__} is none of Adam, AdamW, SGD and Lion"
-    if reason := _hooked(optimizer) or next(filter(None, map(_special, optimizer.param_groups)), ""):
+    if reason := _unknown(optimizer):
         return reason
     for parameter in parameters:
         gradient = parameter.grad
-        if type(parameter.data) is not Tensor or parameter.dtype not in FLOATS or type(gradient) is not Tensor:
-            return "a parameter or its gradient is sharded, or in no format of fp32, bf16 and fp16"
-        if gradient.layout is not torch.strided or gradient.dtype not in FLOATS:
-            return "a gradient is sparse, or in no format of fp32, bf16 and fp16"
+        if (
+            gradient is None
+            or type(gradient) not in PLAIN
+            or gradient.layout is not torch.strided
+            or gradient.dtype not in FLOATS
+        ):
+            return "a gradient is sparse, sharded, or in no format of fp32, bf16 and fp16"
         if parameter.dtype is not torch.float32 and (store is None or parameter not in store):
             if WeightStore.behind(parameter) is not None:
                 return "a parameter has its fp32 values in the store of another prepared model"
     if store is not None and (reason := store.busy()):
         return reason
     return cannot_update(parameters)
+
+
+def suits(optimizer: Optimizer) -> bool:
+    """Return whether `update` will step `optimizer` as it is, as far as can be told before there are gradients."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return bool(parameters) and not _unknown(optimizer) and not cannot_update(parameters)
+
+
+def _unknown(optimizer: Optimizer) -> str:
+    """Return what `update` does not know of `optimizer`; "" for nothing."""
+    if type(optimizer) not in KNOWN:
+        return f"{type(optimizer).__name__} is none of Adam, AdamW, SGD and Lion"
+    return _hooked(optimizer) or next(filter(None, map(_special, optimizer.param_groups)), "")
 
 
 def _hooked(optimizer: Optimizer) -> str:
@@ -189,7 +201,7 @@ def _states(
 
 def _like(gradient: Tensor, weight: Tensor) -> Tensor:
     """Return `gradient` with the strides of `weight`; autograd's have them already, but for rare layouts."""
-    if gradient.stride() == weight.stride():
+    if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 

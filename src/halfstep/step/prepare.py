@@ -25,7 +25,7 @@ from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["edit_weights", "prepare", "prepared_policy", "store_of", "unprepare", "unwrap"]
+__all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -83,12 +83,19 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         PolicyError: the policy is wrong, or a module pattern matches nothing.
         NotImplementedError: the policy needs an engine that is not built yet.
     """
+    return prepare_with(models, optimizers, policy, precise="master")
+
+
+def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, precise: str) -> Any:
+    """Do what `prepare` does; `precise` is the weight strategy that master="auto" stands for."""
     model_list = _listed(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
     wanted = Policy.of(policy)
     require_engine(wanted)
     devices = _devices(model_list)
     concrete = resolved(wanted, devices[0])
+    if wanted.master == "auto" and concrete.master == "master" and concrete.dtype == "bf16":
+        concrete = concrete.replace(master=precise)
     plans = [_validate(model, wanted, concrete, devices) for model in model_list]
     _validate_optimizers(model_list, optimizer_list)
 

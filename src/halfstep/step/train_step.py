@@ -32,7 +32,7 @@ from halfstep.step import fused, tail
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
 from halfstep.step.metrics import Metrics
-from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
+from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
 from halfstep.weights.states import LowStates
 
@@ -86,7 +86,9 @@ class TrainStep:
     ) -> None:
         _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
-        _, _, own_scaler = prepare(model, optimizer, policy=wanted)
+        # one pass reads and writes both halves of split weights as fast as masters, and they take 2 bytes less
+        precise = "split" if clip_value is None and fused.suits(optimizer) else "master"
+        _, _, own_scaler = prepare_with(model, optimizer, wanted, precise=precise)
         binding = binding_of(unwrap(model))
         assert binding is not None
         self.model = model
@@ -102,6 +104,8 @@ class TrainStep:
         self.generic = ""
         self._binding = binding
         self._store = store_of(model)
+        if self._store is not None:
+            self.policy = self.policy.replace(master=self._store.name)
         self._states = LowStates.of(optimizer)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))

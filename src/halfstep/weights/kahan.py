@@ -18,7 +18,7 @@ __all__ = ["KahanWeights"]
 class KahanWeights(CompactWeights):
     """Low weights with compensations beside them, after Kahan's summation."""
 
-    form = "kahan"
+    name, form = "kahan", "kahan"
 
     def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
         low, rest = self._nearest(wide)

@@ -18,7 +18,7 @@ __all__ = ["MasterWeights"]
 class MasterWeights(WeightStore):
     """fp32 masters behind low parameters; low weights are their masters, rounded half to even."""
 
-    form = "copy"
+    name, form = "master", "copy"
     keeps_buffers = True
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:

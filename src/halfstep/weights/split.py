@@ -19,7 +19,7 @@ __all__ = ["SplitWeights"]
 class SplitWeights(CompactWeights):
     """fp32 values in two halves: bf16 weights of the model, and int16 remainders here."""
 
-    form = "split"
+    name, form = "split", "split"
     lows = (torch.bfloat16,)
 
     def _refusal(self, low: torch.dtype) -> str:

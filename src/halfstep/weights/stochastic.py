@@ -27,7 +27,7 @@ class StochasticWeights(CompactWeights):
         draws: where the bits come from.
     """
 
-    form = "stochastic"
+    name, form = "stochastic", "stochastic"
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         self.draws = Draws()

@@ -52,6 +52,7 @@ class WeightStore(ABC):
     """
 
     lows: ClassVar[tuple[torch.dtype, ...]] = LOWS
+    name: ClassVar[str]  # what `Policy.master` calls it
     form: ClassVar[str]  # how the fp32 value lives in two tensors: see note [forms] in `kernels.ops`
     keeps_buffers: ClassVar[bool] = False  # fp32 gradient buffers, on CPU, from step to step
 
