@@ -181,8 +181,11 @@ class LowCopies(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it without types
         self.weights = {w.untyped_storage().data_ptr() for w in weights}
         self.copies: list[tuple[StorageWeakRef, int]] = []
+        self.before_update: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "halfstep" and func._schema.is_mutable:  # halfstep's own update
+            self.before_update()
         result = func(*args, **(kwargs or {}))
         of_weight = func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.weights
         if of_weight and result.element_size() < 4:  # the fp32 value of a low weight is counted where it is used
@@ -244,9 +247,9 @@ def torch_loop(model: nn.Module, optimizer: torch.optim.Optimizer, low: bool, co
 
 
 def halfstep_loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, policy: hs.Policy, count: Count, *, frees: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: hs.Policy, count: Count, *, own: bool
 ) -> Callable[..., None]:
-    """Train with a TrainStep; `frees`: give fp32 gradient buffers back after the step, as accelerators do."""
+    """Train with a TrainStep; `own`: by halfstep's update in one pass, else through the optimizer's own step."""
 
     def counted(model: nn.Module, *batch: Tensor) -> Tensor:
         loss = loss_of(model, *batch)
@@ -254,13 +257,14 @@ def halfstep_loop(
         return loss
 
     step = hs.TrainStep(model, optimizer, counted, policy=policy, clip_norm=1.0)
-    optimizer.register_step_pre_hook(lambda *_: count.look("update"))
+    if own:
+        count.copies.before_update = lambda: count.look("update")
+    else:  # a hook must see the step being called, so it is
+        optimizer.register_step_pre_hook(lambda *_: count.look("update"))
 
     def update(*batch: Tensor) -> None:
         step(*batch)
-        store = store_of(model)
-        if frees and store is not None:
-            store.free_buffers()
+        assert bool(step.generic) is not own, step.generic
         count.look("between")
 
     return update
@@ -270,7 +274,7 @@ def counted(
     policy: hs.Policy | None,
     *,
     low: bool = False,
-    frees: bool = False,
+    own: bool = True,
     make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[dict[str, dict[str, int]], int]:
     """Return (moment -> place -> bytes, number of parameters) of `make` under `policy`; None: torch's own loop."""
@@ -282,7 +286,7 @@ def counted(
     if policy is None:
         update = torch_loop(model, optimizer, low, count)
     else:
-        update = halfstep_loop(model, optimizer, policy, count, frees=frees)
+        update = halfstep_loop(model, optimizer, policy, count, own=own)
     copies.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with copies:
         for _ in range(UPDATES):
@@ -297,15 +301,21 @@ def bytes_per_parameter() -> str:
         "torch.amp": counted(None, low=True),
         "`O1`": counted(bf16["O1"]),
         "`mixed`": counted(bf16["mixed"]),
-        "`O2`, CPU": counted(bf16["O2"]),
-        "`O2`, buffers given back": counted(bf16["O2"], frees=True),
+        "`O2`": counted(bf16["O2"]),
         '`O2`, `grads="fp32"`': counted(bf16["O2"].replace(grads="fp32")),
-        **{f'`O2`, `master="{name}"`': counted(bf16["O2"].replace(master=name)) for name in COMPACT},
+        **{f'`O2`, `master="{name}"`': counted(bf16["O2"].replace(master=name)) for name in ("master", *COMPACT[1:])},
         **{
-            f'`O2`, `master="{name}"`, Adafactor': counted(bf16["O2"].replace(master=name), make=torch.optim.Adafactor)
-            for name in COMPACT[1:]
+            f'`O2`, `master="{name}"`, `state="low"`': counted(bf16["O2"].replace(master=name, state="low"))
+            for name in COMPACT
         },
-        "`O3`": counted(bf16["O3"]),
+        **{
+            f'`O2`, `master="{name}"`, own step': counted(bf16["O2"].replace(master=name), own=False)
+            for name in ("master", *COMPACT)
+        },
+        '`O2`, `master="stochastic"`, Adafactor, own step': counted(
+            bf16["O2"].replace(master="stochastic"), make=torch.optim.Adafactor, own=False
+        ),
+        "`O3`, own step": counted(bf16["O3"], own=False),
     }
     rows = []
     for name, (at, total) in runs.items():

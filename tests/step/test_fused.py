@@ -221,6 +221,26 @@ def test_what_it_does_not_know_goes_the_generic_way_and_says_so(case: str, caplo
     assert sum(reason in record.message for record in caplog.records) == 1
 
 
+def test_low_weights_with_nothing_behind_them_are_torchs_affair() -> None:
+    step = stepper(hs.Policy.of("O3", dtype="bf16"), OPTIMIZERS["adamw"])
+    step(*batch(0))
+    assert "has no fp32 value" in step.generic
+    assert all(v.dtype is torch.bfloat16 for s in step.optimizer.state.values() for k, v in s.items() if k != "step")
+
+
+def test_auto_is_split_where_one_pass_updates_bf16_weights() -> None:
+    auto = hs.Policy.of("O2", dtype="bf16")
+    assert stepper(auto, OPTIMIZERS["adamw"]).policy.master == "split"
+    assert stepper(auto, REFUSED["another optimizer"][0]).policy.master == "master"
+    assert stepper(auto, OPTIMIZERS["adamw"], clip_value=1.0).policy.master == "master"
+    assert stepper(hs.Policy.of("O2", dtype="fp16"), OPTIMIZERS["adamw"]).policy.master == "master"
+    first, second = stepper(auto, OPTIMIZERS["adamw"]), stepper(auto, OPTIMIZERS["adamw"], clip_value=1e9)
+    first(*batch(0))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    a, b = first.model.state_dict(), second.model.state_dict()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
 def test_clipping_by_value_and_held_fp32_values_go_the_generic_way() -> None:
     step = stepper(POLICIES["split"], OPTIMIZERS["adamw"], clip_value=0.1)
     step(*batch(0))

@@ -40,8 +40,8 @@ class Policy:
             it, else fp16 on accelerators; a CPU without bf16 units stays fp32, with a note.
         params: format of the model's parameters. low: an optimizer steps precise values kept beside them (`master`).
         norms: under ``params="low"``, format of the parameters of normalisation layers (classes ``*Norm*``).
-        master: where precise weights are kept when parameters are low. auto: "master", an fp32 copy. split (bf16 only):
-            the other 16 bits of the fp32 value. kahan: a low compensation. stochastic: nowhere, but steps round by
+        master: where precise weights are kept when parameters are low. auto: split where `TrainStep` updates bf16 weights
+            in one pass, else master. master: an fp32 copy. split (bf16 only): the other 16 bits of the fp32 value. kahan: a low compensation. stochastic: nowhere, but steps round by
             chance, right on average. none: nowhere.
         grads: format gradients accumulate in: the parameter's, or fp32. A bf16 sum of 64 micro-batches is 0.8% wrong,
             an fp32 sum 0.07%.
@@ -55,7 +55,7 @@ class Policy:
         outputs: whether floating outputs of the model are cast to fp32.
         loss: whether loss functions run in fp32 even where `table` has no rule for them.
         reduce: format gradients are summed in across processes: their own, fp32 or low.
-        state: format of the optimizer's state.
+        state: format of the optimizer's state. low: bf16, rounded stochastically.
         scale: loss scale. auto: the rule "halfstep" if the low format has fewer exponent bits than fp32, as fp16 has,
             else none. A number is a static scale, a name one of `SCALE_RULES`.
         emulate: whether fp16 operators are emulated in fp32 arithmetic. auto: on devices without fp16 units. A format

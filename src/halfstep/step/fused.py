@@ -57,8 +57,8 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
         ):
             return "a gradient is sparse, sharded, or in no format of fp32, bf16 and fp16"
         if parameter.dtype is not torch.float32 and (store is None or parameter not in store):
-            if WeightStore.behind(parameter) is not None:
-                return "a parameter has its fp32 values in the store of another prepared model"
+            behind = "its fp32 value in another prepared model" if WeightStore.behind(parameter) else "no fp32 value"
+            return f"a {parameter.dtype} parameter has {behind}"
     if store is not None and (reason := store.busy()):
         return reason
     return cannot_update(parameters)
