@@ -40,9 +40,10 @@ class Policy:
             it, else fp16 on accelerators; a CPU without bf16 units stays fp32, with a note.
         params: format of the model's parameters. low: an optimizer steps precise values kept beside them (`master`).
         norms: under ``params="low"``, format of the parameters of normalisation layers (classes ``*Norm*``).
-        master: where precise weights are kept when parameters are low. auto: split where `TrainStep` updates bf16 weights
-            in one pass, else master. master: an fp32 copy. split (bf16 only): the other 16 bits of the fp32 value. kahan: a low compensation. stochastic: nowhere, but steps round by
-            chance, right on average. none: nowhere.
+        master: where precise weights are kept when parameters are low. master: an fp32 copy. split (bf16 only): the
+            other 16 bits of the fp32 value. kahan: a low compensation. stochastic: nowhere, but steps round by chance,
+            right on average. none: nowhere. auto: split where `TrainStep` updates bf16 weights in one pass, else
+            master.
         grads: format gradients accumulate in: the parameter's, or fp32. A bf16 sum of 64 micro-batches is 0.8% wrong,
             an fp32 sum 0.07%.
         table: rules of operators: torch.autocast's, Apex O1's, halfstep's `mixed`, everything low, or none.
