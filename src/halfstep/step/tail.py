@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.kernels.pick import norms_for, total_norm
@@ -22,6 +23,8 @@ __all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge"
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
+
+PLAIN = frozenset({Tensor, FakeTensor})  # a fake tensor goes the way of the real one that it stands for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +87,7 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
     if not all(_free(group) for group in optimizer.param_groups):
         return
     if not parameters or not all(
-        p.dtype is torch.float32 and p.device.type in {"cpu", "cuda"} and type(p.data) is Tensor for p in parameters
+        p.dtype is torch.float32 and p.device.type in {"cpu", "cuda"} and type(p.data) in PLAIN for p in parameters
     ):
         return
     for group in (optimizer.defaults, *optimizer.param_groups):
