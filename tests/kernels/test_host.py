@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from halfstep.kernels.host import peek
 
 
 class NoReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
@@ -17,5 +19,5 @@ class NoReads(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.int32])
 def test_a_flag_is_read_without_torch(dtype: torch.dtype) -> None:
     flags: Tensor = torch.tensor([0, 1, 0]).to(dtype)
-    with NoReads():
+    with NoReads():  # type: ignore[no-untyped-call]  # torch annotates its modes in part
         assert [peek(flag) for flag in flags] == [False, True, False]

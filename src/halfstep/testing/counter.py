@@ -35,6 +35,7 @@ ALWAYS_READ = frozenset(
 )
 """Operators whose result, or its shape, the host must know."""
 
+CAST = "aten::_to_copy"
 INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"})
 UNCOMPUTED = ("aten::_fused_", "aten::_amp_")  # not for fake tensors: they change arguments in place, values only
 OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
@@ -58,14 +59,14 @@ class Counter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates its modes in part
         self._phase = "other"
         self._rows: dict[tuple[str, str, str], list[int]] = {}
         self._syncs: list[Sync] = []
         self._modules: dict[int, nn.Module] = {}  # held, so that no address comes twice
         self._weights: dict[int, nn.Parameter] = {}  # by storage
         self._gradients: dict[int, Tensor] = {}  # of parameters, by storage; made when the tail begins
-        self._raised: dict[int, tuple[Tensor, int]] = {}  # casts to more bits in this backward pass, by storage
+        self._raised: dict[int, tuple[int, int, Any]] = {}  # casts to more bits in this backward pass, by storage
         self._optimizers: dict[int, Optimizer] = {}
         self._saved: dict[int, Any] = {}  # storages
         self._exits = ExitStack()
@@ -80,12 +81,12 @@ class Counter(TorchDispatchMode):
         ]
         for hook in hooks:
             self._exits.callback(hook.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Stop counting."""
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._exits.close()
 
     @contextmanager
@@ -113,6 +114,7 @@ class Counter(TorchDispatchMode):
         rows = (
             Row(phase=phase, operator=operator, kind=kind, **dict(zip(names, numbers, strict=True)))
             for (phase, operator, kind), numbers in self._rows.items()
+            if any(numbers)  # not a row whose casts turned out to be of another kind
         )
         return Counts(
             rows=tuple(rows),
@@ -134,14 +136,11 @@ class Counter(TorchDispatchMode):
 
     def _arrived(self, gradient: Tensor) -> None:
         """See a parameter's gradient arrive; if a cast has made it, that was a cast of a gradient."""
-        tensor, size = self._raised.pop(_storage(gradient), (None, 0))
-        if tensor is not None:
-            name = "aten::_to_copy"
-            launches = self._rows["backward", name, "up"][1] > 0
+        cast = self._raised.pop(_storage(gradient), None)
+        if cast is not None:
             for kind, sign in (("up", -1), ("gradient", 1)):
-                row = self._row("backward", name, kind)
-                read = bytes_of(tensor)
-                for i, amount in enumerate((1, launches, launches, read, size)):
+                row = self._row("backward", CAST, kind)
+                for i, amount in enumerate((1, 1, 1, *cast[:2])):
                     row[i] += sign * amount
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -199,8 +198,9 @@ class Counter(TorchDispatchMode):
             for i, amount in enumerate(amounts):
                 row[i] += amount
             read, written, launches, kernels = read - amounts[3], written - amounts[4], 0, 0
-            if phase == "backward" and kind == "up" and name == "aten::_to_copy":
-                self._raised[_storage(target)] = (source, amounts[4])
+            if phase == "backward" and kind == "up" and name == CAST:
+                # the storage is held, so that its address does not come twice; autograd still sees one owner of the tensor
+                self._raised[_storage(target)] = (*amounts[3:], target.untyped_storage())
         if not cost.casts or read or written:
             row = self._row(phase, name, "")
             for i, amount in enumerate((0, launches, kernels, read, written)):
@@ -302,7 +302,7 @@ def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return True
     if name in INDEXED:
         return any(t.dtype in {torch.bool, torch.uint8} for t in tensors_in(args[1]))
-    if name == "aten::_to_copy":
+    if name == CAST:
         to = kwargs.get("device")
         return to is not None and torch.device(to).type != args[0].device.type and not kwargs.get("non_blocking")
     if name == "aten::copy_":

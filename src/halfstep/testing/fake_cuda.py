@@ -190,6 +190,15 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True) if module els
 """
 
 
+class _Mode(FakeTensorMode):
+    """torch's mode, which must not initialise a device because `torch.cuda.is_available` says that there is one."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """True: `torch.tensor(..., device="cuda")` is made on the CPU and moved."""
+        return True
+
+
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 on which nothing is computed.
@@ -224,5 +233,5 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
             stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
         hs.units.cache_clear()
         stack.callback(hs.units.cache_clear)
-        yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(_Mode(allow_non_fake_inputs=True))
 
