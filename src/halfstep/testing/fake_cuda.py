@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 import torch.cuda.amp.common as amp_common
 import torch.utils._foreach_utils as foreach_utils
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import halfstep as hs
@@ -227,6 +228,8 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(amp_common, "amp_definitely_not_available", lambda: False))
+        # a torch built for CUDA would make a real tensor first, to wake the driver
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         # what decides whether clip_grad_norm_ and optimizers take their multi-tensor path
         for module in (foreach_utils, importlib.import_module("torch.optim.optimizer")):
             types = [*module._foreach_supported_types, FakeTensor]
