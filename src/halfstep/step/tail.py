@@ -24,6 +24,7 @@ __all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge"
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
 
+LOWS = frozenset({torch.float16, torch.bfloat16})
 PLAIN = frozenset({Tensor, FakeTensor})  # a fake tensor goes the way of the real one that it stands for
 
 
@@ -86,14 +87,28 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
         return
     if not all(_free(group) for group in optimizer.param_groups):
         return
-    if not parameters or not all(
-        p.dtype is torch.float32 and p.device.type in {"cpu", "cuda"} and type(p.data) in PLAIN for p in parameters
-    ):
+    if not parameters or not all(_fits(optimizer, p) for p in parameters):
         return
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
     vars(optimizer)["_step_supports_amp_scaling"] = True  # torch's marker, set by its __init__
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
+
+
+def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Return whether torch's fused form can step `parameter`.
+
+    Low parameters without masters are computed in fp32 and rounded once there, where the other forms round after every
+    operator. Adagrad's state was made when they were fp32; SGD's kernel for CPUs (torch 2.11 to 2.13) leaves all but
+    the last few elements of a low parameter as they are.
+    """
+    device = parameter.device.type
+    if device not in {"cpu", "cuda"} or type(parameter.data) not in PLAIN:
+        return False
+    low = parameter.dtype in LOWS and (
+        type(optimizer) in {Adam, AdamW} or (type(optimizer) is SGD and device == "cuda")
+    )
+    return low or parameter.dtype is torch.float32
 
 
 def _free(group: dict[str, Any]) -> bool:

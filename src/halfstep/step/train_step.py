@@ -236,7 +236,7 @@ class TrainStep:
         scaling = self.scaler.is_enabled()
         divisor = self._scale.to(gradients[0].device) if scaling else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
-            share = torch.tensor(count / self.accumulate, device=gradients[0].device)
+            share = torch.full((), count / self.accumulate, device=gradients[0].device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
         verdict = tail.judge(gradients, divisor)
         if self.clip_value is not None:
@@ -304,8 +304,10 @@ class TrainStep:
         if self._pending is None:
             return
         bad, self._pending = self._pending, None
-        if self.scheduler is not None and not bool(bad):
-            self.scheduler.step()
+        if self.scheduler is not None:
+            self.host_reads += 1
+            if not bool(bad):
+                self.scheduler.step()
 
     # ------------------------------------------------------------------ state
 
