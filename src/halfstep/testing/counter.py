@@ -37,6 +37,7 @@ ALWAYS_READ = frozenset(
 
 CAST = "aten::_to_copy"
 INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"})
+ON_HOST = ("step", "mu_product")  # state that torch's optimizers keep on the CPU unless fused or capturable
 UNCOMPUTED = ("aten::_fused_", "aten::_amp_")  # not for fake tensors: they change arguments in place, values only
 OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
@@ -199,7 +200,7 @@ class Counter(TorchDispatchMode):
                 row[i] += amount
             read, written, launches, kernels = read - amounts[3], written - amounts[4], 0, 0
             if phase == "backward" and kind == "up" and name == CAST:
-                # the storage is held, so that its address does not come twice; autograd still sees one owner of the tensor
+                # the storage is held, so that no address comes twice; autograd still sees one owner of the tensor
                 self._raised[_storage(target)] = (*amounts[3:], target.untyped_storage())
         if not cost.casts or read or written:
             row = self._row(phase, name, "")
@@ -236,7 +237,7 @@ class Counter(TorchDispatchMode):
         for optimizer in self._optimizers.values():
             if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
                 continue
-            if any(state.get("step") is tensor for state in optimizer.state.values()):
+            if any(state.get(name) is tensor for state in optimizer.state.values() for name in ON_HOST):
                 return True
         return False
 
@@ -297,7 +298,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the host waits in this call: a value decides, or memory moves between devices and is waited for."""
+    """Return whether the host waits in this call: it needs a value, or for memory that moves between devices."""
     if name in ALWAYS_READ:
         return True
     if name in INDEXED:

@@ -187,7 +187,10 @@ library.halfstep_fake_cuda()
 module = sys.argv[2] == "-m"
 del sys.argv[: 3 if module else 2]
 sys.path.insert(0, "" if module else os.path.dirname(os.path.abspath(sys.argv[0])))
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True) if module else runpy.run_path(sys.argv[0], run_name="__main__")
+if module:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -202,7 +205,7 @@ class _Mode(FakeTensorMode):
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
-    """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 on which nothing is computed.
+    """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 that computes nothing.
 
     Factory functions give fake tensors, also for the CPU; real tensors may be mixed in. What torch asks Python about
     CUDA (is it there, what can it do) is answered for the fake device, and multi-tensor functions take fake tensors as
@@ -237,4 +240,3 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         hs.units.cache_clear()
         stack.callback(hs.units.cache_clear)
         yield stack.enter_context(_Mode(allow_non_fake_inputs=True))
-

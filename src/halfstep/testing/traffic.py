@@ -161,7 +161,7 @@ def _written(argument: Any) -> bool:
 
 
 def _kept_gradients(short: str, name: str, call: Call) -> bool:
-    """Return whether an argument is marked as written and stays: fused optimizers unscale gradients in place if told."""
+    """Return whether an argument is marked as written and stays: fused optimizers write gradients only to unscale."""
     return short.startswith("_fused_") and name == "grads" and call.get("grad_scale") is None
 
 
