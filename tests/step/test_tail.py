@@ -95,7 +95,7 @@ def test_a_loaded_choice_of_form_is_kept() -> None:
 
 @pytest.mark.parametrize(("kind", "fused"), [(torch.optim.AdamW, True), (torch.optim.SGD, None)])
 def test_low_parameters_without_masters_are_stepped_by_a_fused_form_that_works(kind: Any, fused: bool | None) -> None:
-    """torch's fused SGD for CPUs moves the last few elements of a low parameter only."""
+    """Of a low parameter, torch's fused SGD for CPUs moves the last few elements only."""
     model = nn.Linear(8, 4)
     step = hs.TrainStep(model, kind(model.parameters(), lr=0.1), total, policy=hs.Policy.of("O3", dtype="bf16"))
     before = model.weight.detach().float()

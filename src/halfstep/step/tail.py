@@ -105,10 +105,8 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     device = parameter.device.type
     if device not in {"cpu", "cuda"} or type(parameter.data) not in PLAIN:
         return False
-    low = parameter.dtype in LOWS and (
-        type(optimizer) in {Adam, AdamW} or (type(optimizer) is SGD and device == "cuda")
-    )
-    return low or parameter.dtype is torch.float32
+    able = {Adam, AdamW, SGD} if device == "cuda" else {Adam, AdamW}
+    return parameter.dtype is torch.float32 or (parameter.dtype in LOWS and type(optimizer) in able)
 
 
 def _free(group: dict[str, Any]) -> bool:

@@ -39,7 +39,9 @@ CAST = "aten::_to_copy"
 INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"})
 ON_HOST = ("step", "mu_product")  # state that torch's optimizers keep on the CPU unless fused or capturable
 UNCOMPUTED = ("aten::_fused_", "aten::_amp_")  # not for fake tensors: they change arguments in place, values only
-OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+PASSES_ON = (torch.__file__, __file__, hs.autocast.__init__.__code__.co_filename)
+UNNAMED = (*(str(Path(file).parent) for file in PASSES_ON), "<")
+"""Where lines pass on somebody else's call: torch, this package, and the region, through which all operators go."""
 
 
 class CountError(hs.HalfstepError, RuntimeError):
@@ -315,7 +317,7 @@ def _host_must_know(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _line_outside() -> str:
     """Return ``file.py:12 text`` of the innermost line that is neither torch's nor this package's."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(OUTSIDE):
+    while frame is not None and frame.f_code.co_filename.startswith(UNNAMED):
         assert frame is not None
         if frame.f_back is None:
             return ""
