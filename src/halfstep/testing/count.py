@@ -152,8 +152,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--model", action="append", choices=list(MODELS), help="again for more; default: all")
     parser.add_argument("--program", action="append", help="torch.amp:fp16, pure:bf16, limit:fp16; default: all")
     parser.add_argument("--no-clip", action="store_true", help="without clipping of the gradient norm")
-    parser.add_argument("--detail", action="store_true", help="what each program does, phase by phase")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--detail", action="store_true", help="what each program does, operator by operator")
+    parser.add_argument("--json", type=Path, help="write the totals to this file; with --detail the rows too")
     options = parser.parse_args(words)
     if LOADED not in os.environ:
         try:
@@ -179,7 +179,8 @@ def main(words: Sequence[str]) -> int:
             for program, counts in made.items():
                 print(f"\n{model} {program}\n{counts}")
         report["models"][model] = {
-            program: {"summary": counts.summary(), **dataclasses.asdict(counts)} for program, counts in made.items()
+            program: {"summary": counts.summary(), **(dataclasses.asdict(counts) if options.detail else {})}
+            for program, counts in made.items()
         }
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
