@@ -24,6 +24,7 @@ __all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge"
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
 
+ADAGRAD_ON_CUDA = "2.13"  # from here on its fused form is known to take CUDA parameters
 LOWS = frozenset({torch.float16, torch.bfloat16})
 PLAIN = frozenset({Tensor, FakeTensor})  # a fake tensor goes the way of the real one that it stands for
 
@@ -99,11 +100,13 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     """Return whether torch's fused form can step `parameter`.
 
     Low parameters without masters are computed in fp32 and rounded once there, where the other forms round after every
-    operator. Adagrad's state was made when they were fp32; SGD's kernel for CPUs (torch 2.11 to 2.13) leaves all but
-    the last few elements of a low parameter as they are.
+    operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11; SGD's
+    kernel for CPUs (torch 2.11 to 2.13) leaves all but the last few elements of a low parameter as they are.
     """
     device = parameter.device.type
     if device not in {"cpu", "cuda"} or type(parameter.data) not in PLAIN:
+        return False
+    if type(optimizer) is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
         return False
     able = {Adam, AdamW, SGD} if device == "cuda" else {Adam, AdamW}
     return parameter.dtype is torch.float32 or (parameter.dtype in LOWS and type(optimizer) in able)
