@@ -9,7 +9,7 @@ READY     := $(VENV)/.ready
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench compare-full tables clean
+.PHONY: help setup demo test test-all lint format bench count compare-full tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -44,6 +44,9 @@ format: $(READY)  ## rewrite the code as `make lint` wants it
 
 bench: $(READY)  ## time and bytes beside torch.amp -> benchmarks/results/cpu.json
 	$(BIN)/python benchmarks/run.py --json benchmarks/results/cpu.json
+
+count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
+	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json
 
 compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json

@@ -275,6 +275,15 @@ class TestPlan:
         got = formats(resolve(Policy.of("O2", dtype="fp16").with_modules(rules), Net(), "cpu"))
         assert {name: got[name] for name in want} == want
 
+    @pytest.mark.parametrize("name", ["pure", "O3"])
+    def test_weights_beside_running_statistics_stay_fp32(self, name: str) -> None:
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False))
+        plan = resolve(Policy.of(name, dtype="bf16"), model)
+        got = {p.name: p.format for p in plan.parameters}
+        assert (got["0.weight"], got["1.weight"], got["1.bias"], got["2.weight"]) == ("bf16", "fp32", "fp32", "bf16")
+        low = resolve(Policy.of(name, dtype="bf16").with_modules({"1": "low"}), model)
+        assert {p.name: p.format for p in low.parameters}["1.weight"] == "bf16"
+
     def test_low_norms_when_asked(self) -> None:
         got = formats(resolve(Policy.of("O3", dtype="bf16"), Net(), "cpu"))
         assert set(got.values()) == {"bf16"}

@@ -689,3 +689,12 @@ def test_parameters_without_values(make: Callable[[], nn.Module], remedy: str) -
         model.load_state_dict(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).state_dict())
     if make is not fake:
         assert model(X).dtype is FP32
+
+
+def test_inside_their_mode_fake_parameters_are_lowered_like_any_other() -> None:
+    with FakeTensorMode():
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = hs.TrainStep(model, optimizer, lambda m, x: m(x).float().sum(), policy=policy("O2"), clip_norm=1.0)
+        assert model.weight.dtype is torch.bfloat16 and optimizer.param_groups[0]["fused"]
+        assert step(torch.empty(3, 8)).loss.dtype is FP32

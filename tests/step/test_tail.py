@@ -91,3 +91,27 @@ def test_a_loaded_choice_of_form_is_kept() -> None:
     optimizer.load_state_dict(chosen.state_dict())
     step(torch.ones(2, 8))
     assert step.host_reads == 1 and optimizer.param_groups[0]["foreach"] is True
+
+
+@pytest.mark.parametrize(("kind", "fused"), [(torch.optim.AdamW, True), (torch.optim.SGD, None)])
+def test_low_parameters_without_masters_are_stepped_by_a_fused_form_that_works(kind: Any, fused: bool | None) -> None:
+    """Of a low parameter, torch's fused SGD for CPUs moves the last few elements only."""
+    model = nn.Linear(8, 4)
+    step = hs.TrainStep(model, kind(model.parameters(), lr=0.1), total, policy=hs.Policy.of("O3", dtype="bf16"))
+    before = model.weight.detach().float()
+    for _ in range(2):
+        step(torch.ones(2, 8))
+    assert model.weight.dtype is torch.bfloat16 and (model.weight.float() != before).all()
+    assert step.optimizer.param_groups[0]["fused"] is fused and step.host_reads == (0 if fused else 2)
+
+
+def test_what_a_scheduler_reads_is_counted() -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    step = hs.TrainStep(model, optimizer, total, policy="O0", scheduler=scheduler)
+    for _ in range(3):
+        step(torch.ones(2, 8))
+    assert step.host_reads == 2  # the last one when the next step begins
+    step.flush()
+    assert step.host_reads == 3

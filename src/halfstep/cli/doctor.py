@@ -54,6 +54,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         speeds = [measure_speed(each, (sizes or _sizes(quick))(each), on_step=progress.say) for each in devices]
         progress.say("optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
+        reads.append(host_reads(main, torch.optim.AdamW, scheduler=True))
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
     found = pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ)
     for speed in speeds:
@@ -201,17 +202,19 @@ def _print_advice(out: Console, advice: Advice) -> None:
 
 def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
     """Print the optimizers that behave alike on one row."""
-    groups: dict[tuple[int, int, str], list[str]] = {}
+    groups: dict[tuple[int, int, str, bool], list[str]] = {}
     for each in reads:
-        groups.setdefault((each.later, each.first, each.problem), []).append(each.optimizer)
+        name = f"{each.optimizer}, with a scheduler" if each.scheduler else each.optimizer
+        groups.setdefault((each.later, each.first, each.problem, each.scheduler), []).append(name)
     say(out)
     say(
         out, f"Does a step under a loss scale (fp16) wait for the device? torch's optimizers, tried on {device}", "bold"
     )
     made = table(out, "reads a step", "what that means", "optimizers")
     for key, names in sorted(groups.items(), key=lambda group: (bool(group[0][2]), group[0])):
-        later, first, problem = key
-        made.add_row("-" if problem else str(later), _meaning(later, first, problem), ", ".join(names))
+        later, first, problem, scheduler = key
+        meaning = _meaning(later, first, problem, scheduler=scheduler)
+        made.add_row("-" if problem else str(later), meaning, ", ".join(names))
     out.print(made)
     item(out, "hs.TrainStep reads as often in every format, and fuses Adam and its like by itself")
     item(
@@ -220,13 +223,15 @@ def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
     )
 
 
-def _meaning(later: int, first: int, problem: str) -> Text:
+def _meaning(later: int, first: int, problem: str, *, scheduler: bool) -> Text:
     if problem:
         return Text(f"cannot step under a loss scale: {problem}", style="yellow")
     if later == 0:
         return Text(
             "no: it takes the verdict on the device" + (f"; {first} in the first step" if first else ""), "green"
         )
+    if scheduler:
+        return Text("yes: before a step the host reads whether the last update was applied, to advance the scheduler")
     return Text("yes: the host reads whether gradients are finite")
 
 

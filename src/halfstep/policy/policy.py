@@ -39,7 +39,8 @@ class Policy:
             simulated: "fp8_e4m3", "tf32", "e3m4", ... (`halfstep.formats`). auto: bf16 where the device has units for
             it, else fp16 on accelerators; a CPU without bf16 units stays fp32, with a note.
         params: format of the model's parameters. low: an optimizer steps precise values kept beside them (`master`).
-        norms: under ``params="low"``, format of the parameters of normalisation layers (classes ``*Norm*``).
+        norms: under ``params="low"``, format of the parameters of normalisation layers (classes ``*Norm*``). Those
+            beside fp32 running statistics (BatchNorm) stay fp32: kernels want both alike, and would cast at each call.
         master: where precise weights are kept when parameters are low. master: an fp32 copy. split (bf16 only): the
             other 16 bits of the fp32 value. kahan: a low compensation. stochastic: nowhere, but steps round by chance,
             right on average. none: nowhere. auto: split where `TrainStep` updates bf16 weights in one pass, else

@@ -260,4 +260,7 @@ def _parameter(
         return False, "fp32", "params='fp32': a low checkpoint; updates smaller than its rounding would be lost"
     if rule is None and concrete.norms == "fp32" and matches(NORMS, "", owner):
         return False, "fp32", "norms='fp32': it belongs to a normalisation layer"
+    statistics = getattr(owner, "running_mean", None)
+    if rule is None and isinstance(statistics, torch.Tensor) and statistics.dtype is torch.float32:
+        return False, "fp32", "beside fp32 running statistics kernels take fp32 weights; a low one is cast at each call"
     return True, concrete.dtype, "params='low'"

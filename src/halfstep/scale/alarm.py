@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.kernels.host import peek
 from halfstep.policy.scale_rule import ScaleRule
 
 __all__ = ["Watch", "alarm_text", "raises"]
@@ -66,7 +66,7 @@ class Watch:
         if type(flag) is not Tensor:
             return None
         if flag.device.type == "cpu":
-            return _peek(flag)
+            return peek(flag)
         if flag.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         with torch.cuda.device(flag.device):
@@ -75,12 +75,7 @@ class Watch:
                 self._event = torch.cuda.Event()
             elif not self._event.query():
                 return None
-            answer = _peek(self._landed)
+            answer = peek(self._landed)
             self._landed.copy_(flag, non_blocking=True)
             self._event.record()
         return answer
-
-
-def _peek(flag: Tensor) -> bool:
-    """Read a bool in host memory; not through torch, whose reads count as waits for the device."""
-    return bool(ctypes.c_bool.from_address(flag.data_ptr()).value)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -173,11 +174,16 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
 
 
 def _validate_values(model: nn.Module, low: set[str]) -> None:
-    """Refuse parameters that are not finite, or, to be lowered, have no values yet; one wait for each device."""
+    """Refuse parameters that are not finite, or, to be lowered, have no values yet; one wait for each device.
+
+    Inside the mode that makes them, fake parameters are what everybody works with, and are lowered as any other.
+    """
+    pretending = detect_fake_mode() is not None
     flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter) or parameter.is_meta or is_fake(parameter):
-            if name in low:
+        fake = is_fake(parameter)
+        if is_lazy(parameter) or parameter.is_meta or fake:
+            if name in low and not (fake and pretending):
                 remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
                 raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
         elif parameter.is_floating_point():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.kernels.pick import judge_for, norms_for
@@ -21,6 +22,10 @@ from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 __all__ = ["Verdict", "apply", "stored", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
 
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
+
+ADAGRAD_ON_CUDA = "2.13"  # from here on its fused form is known to take CUDA parameters
+LOWS = frozenset({torch.float16, torch.bfloat16})
+PLAIN = frozenset({Tensor, FakeTensor})  # a fake tensor goes the way of the real one that it stands for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +82,28 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
         return
     if not all(_free(group) for group in optimizer.param_groups):
         return
-    if not parameters or not all(
-        p.dtype is torch.float32 and p.device.type in {"cpu", "cuda"} and type(p.data) is Tensor for p in parameters
-    ):
+    if not parameters or not all(_fits(optimizer, p) for p in parameters):
         return
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
     vars(optimizer)["_step_supports_amp_scaling"] = True  # torch's marker, set by its __init__
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
+
+
+def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Return whether torch's fused form can step `parameter`.
+
+    Low parameters without masters are computed in fp32 and rounded once there, where the other forms round after every
+    operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11; SGD's
+    kernel for CPUs (torch 2.11 to 2.13) leaves all but the last few elements of a low parameter as they are.
+    """
+    device = parameter.device.type
+    if device not in {"cpu", "cuda"} or type(parameter.data) not in PLAIN:
+        return False
+    if type(optimizer) is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
+        return False
+    able = {Adam, AdamW, SGD} if device == "cuda" else {Adam, AdamW}
+    return parameter.dtype is torch.float32 or (parameter.dtype in LOWS and type(optimizer) in able)
 
 
 def _free(group: dict[str, Any]) -> bool:

@@ -250,7 +250,7 @@ class TrainStep:
         scaling = self.scaler.is_enabled()
         divisor = self._scale.to(device) if scaling else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
-            share = torch.tensor(count / self.accumulate, device=device)
+            share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
         try:
             if self._refused(parameters):
@@ -338,8 +338,10 @@ class TrainStep:
         if self._pending is None:
             return
         bad, self._pending = self._pending, None
-        if self.scheduler is not None and not bool(bad):
-            self.scheduler.step()
+        if self.scheduler is not None:
+            self.host_reads += 1
+            if not bool(bad):
+                self.scheduler.step()
 
     # ------------------------------------------------------------------ state
 

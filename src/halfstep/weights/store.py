@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
+from halfstep.kernels.host import peek
 
 __all__ = ["LOWS", "WeightStore"]
 
@@ -357,7 +358,7 @@ def _skipped(optimizer: Optimizer) -> bool:
     """Return whether a fused optimizer was told to leave everything as it is, where asking costs no wait."""
     found = getattr(optimizer, "found_inf", None)
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return fused and isinstance(found, Tensor) and found.device.type == "cpu" and bool(found)
+    return fused and type(found) is Tensor and found.device.type == "cpu" and peek(found)
 
 
 class _Attachment:

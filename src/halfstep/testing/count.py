@@ -1,0 +1,191 @@
+"""``python -m halfstep.testing.count``: casts, bytes, launches and syncs of a step, torch.amp's and every preset's.
+
+Runs on fake CUDA tensors: the operators, formats and optimizers of a GPU, on a machine without one. Steps clip the
+gradient norm and use fused AdamW; torch.amp is GradScaler (fp16), unscale_, clip_grad_norm_ and fused AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.testing.counter import count_step
+from halfstep.testing.counts import MIB, Counts
+from halfstep.testing.fake_cuda import LOADED, FakeCudaError, fake_cuda, run_python
+from halfstep.testing.models import GPT, ResNet18
+
+__all__ = ["FORMATS", "MODELS", "POLICIES", "count_program", "main"]
+
+FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+POLICIES = ("torch", "O1", "mixed", "O2", "pure")
+LIMIT = "limit"
+"""Low weights, forward, backward and a fused optimizer without clipping: nothing is cast, and no fp32 weight exists."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+def _gpt_batch() -> Batch:
+    words = torch.empty(8, 128, dtype=torch.long, device="cuda")
+    return words, torch.empty_like(words)
+
+
+def _picture_batch() -> Batch:
+    return torch.empty(32, 3, 32, 32, device="cuda"), torch.empty(32, dtype=torch.long, device="cuda")
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
+    "gpt": (GPT, _gpt_batch),
+    "resnet18": (ResNet18, _picture_batch),
+}
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
+    """Count a step of one of `MODELS`; inside ``with fake_cuda():``.
+
+    Args:
+        model: "gpt" or "resnet18".
+        program: "torch.amp", "limit" or a preset, with ":fp16" or ":bf16".
+        clip: whether the norm of the gradients is clipped.
+    """
+    name, _, form = program.partition(":")
+    if model not in MODELS or form not in FORMATS:
+        raise SystemExit(f"{model} {program}: expected one of {', '.join(MODELS)} and NAME:fp16 or NAME:bf16")
+    make, make_batch = MODELS[model]
+    with torch.device("cuda"):
+        made = make()
+    x, y = make_batch()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, fused=True)
+    if name == "torch.amp":
+        return count_step(_torch_amp(made, optimizer, FORMATS[form], clip=clip), x, y)
+    if name == LIMIT:
+        low = _lowered(made, FORMATS[form])
+        optimizer = torch.optim.AdamW(low.parameters(), lr=1e-3, fused=True)
+        return count_step(_plain(low, optimizer), x.to(FORMATS[form]) if x.is_floating_point() else x, y)
+    policy = hs.Policy.of(name, dtype=form)
+    return count_step(hs.TrainStep(made, optimizer, loss_fn, policy=policy, clip_norm=1.0 if clip else None), x, y)
+
+
+def _torch_amp(
+    model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, clip: bool
+) -> Callable[[Tensor, Tensor], None]:
+    """Return a step written for torch.amp, as its documentation has it."""
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = loss_fn(model, x, y)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give `model` low parameters (fake ones cannot be converted in place); buffers stay."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
+    return model
+
+
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], None]:
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_fn(model, x, y).backward()
+        optimizer.step()
+
+    return step
+
+
+HEAD = (
+    "program", "casts", "weight", "down", "up", "cast MiB", "MiB", "B/param: tail", "casts of weights",
+    "launches in tail", "kernels", "syncs", "saved MiB",
+)  # fmt: skip
+
+
+def cells(name: str, counts: Counts) -> tuple[str, ...]:
+    """Return the row of a program in the table."""
+    up = counts.casts("up") + counts.casts("gradient")
+    return (
+        name,
+        *(str(n) for n in (counts.casts(), counts.casts("weight"), counts.casts("down"), up)),
+        f"{counts.cast_bytes() / MIB:.1f}",
+        f"{counts.bytes() / MIB:.1f}",
+        f"{counts.tail_bytes_per_parameter:.1f}",
+        f"{counts.weight_bytes_per_parameter:.1f}",
+        *(str(n) for n in (counts.launches("tail"), counts.kernels("tail"), counts.syncs_in())),
+        f"{counts.saved / MIB:.1f}",
+    )
+
+
+def programs() -> list[str]:
+    """Return the programs that are counted unless told otherwise."""
+    return [f"{name}:{form}" for form in FORMATS for name in ("torch.amp", *POLICIES, LIMIT)]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m halfstep.testing.count", description=__doc__)
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="again for more; default: all")
+    parser.add_argument("--program", action="append", help="torch.amp:fp16, pure:bf16, limit:fp16; default: all")
+    parser.add_argument("--no-clip", action="store_true", help="without clipping of the gradient norm")
+    parser.add_argument("--detail", action="store_true", help="what each program does, operator by operator")
+    parser.add_argument("--json", type=Path, help="write the totals to this file; with --detail the rows too")
+    options = parser.parse_args(words)
+    if LOADED not in os.environ:
+        try:
+            return run_python(["-m", "halfstep.testing.count", *words]).returncode
+        except FakeCudaError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "halfstep.testing.count", *words]),
+        "torch": torch.__version__,
+        "device": "fake CUDA tensors, compute capability 9.0",
+        "clip_norm": not options.no_clip,
+        "models": {},
+    }
+    for model in options.model or MODELS:
+        made = {}
+        print(f"\n{model}\n| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
+        for program in options.program or programs():
+            with fake_cuda():
+                counts = made[program] = count_program(model, program, clip=not options.no_clip)
+            print(f"| {' | '.join(cells(program, counts))} |", flush=True)
+        if options.detail:
+            for program, counts in made.items():
+                print(f"\n{model} {program}\n{counts}")
+        report["models"][model] = {
+            program: {"summary": counts.summary(), **(dataclasses.asdict(counts) if options.detail else {})}
+            for program, counts in made.items()
+        }
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""A CUDA device that computes nothing: torch's CUDA dispatcher, autocast lists and optimizers without a GPU.
+
+Fake tensors with ``device="cuda"`` carry shapes and dtypes through the real CUDA paths of torch. On a torch built for
+CPUs only their backward pass fails, because autograd asks for a device it can switch to. A small C++ library, built
+here with g++, registers one whose every method does nothing, and says which attention kernel a GPU would take. torch
+asks for its devices while it is imported, so the library has to be in the process before: `run_python` starts one, and
+``python -m halfstep.testing script.py`` runs a script in it. In the script, inside ``with fake_cuda():``,
+``torch.empty(4, device="cuda")`` works as on a GPU, as long as nobody reads a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.cuda.amp.common as amp_common
+import torch.utils._foreach_utils as foreach_utils
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import halfstep as hs
+
+__all__ = ["FakeCudaError", "build", "fake_cuda", "missing", "run_python"]
+
+LOADED = "_HALFSTEP_FAKE_CUDA"
+"""The environment variable by which a process knows that `run_python` has started it with the library."""
+
+CAPABILITY = (9, 0)
+"""Compute capability of the fake device: bf16 and fp16 units."""
+
+SOURCE = r"""
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+const c10::Device kDevice(c10::DeviceType::CUDA, 0);
+
+// What autograd needs: a device to switch to and a stream to wait for.
+struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  static c10::Stream only() { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
+  c10::Device getDevice() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const noexcept override { return only(); }
+  c10::Stream getNewStream(c10::Device, int = 0) const override { return only(); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return only(); }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryEvent(void*) const override { return true; }
+};
+
+struct FakeHooks : at::CUDAHooksInterface {
+  explicit FakeHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+};
+
+// The kernel scaled_dot_product_attention takes on a GPU: flash for low formats without a mask, else memory-efficient.
+int64_t attention(const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& mask,
+                  double, bool, std::optional<double>, bool) {
+  const bool low = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  if (query.scalar_type() == at::kDouble) return static_cast<int64_t>(sdp::SDPBackend::math);
+  const bool flash = low && !(mask.has_value() && mask->defined());
+  return static_cast<int64_t>(flash ? sdp::SDPBackend::flash_attention : sdp::SDPBackend::efficient_attention);
+}
+}  // namespace
+
+// Called after torch has been imported: a torch built for CUDA registers its own guard and kernels when it is loaded.
+extern "C" void halfstep_fake_cuda() {
+  static Guard guard;
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention);
+}
+
+namespace at {
+using ::FakeHooks;
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, FakeHooks)
+}  // namespace at
+"""
+
+
+class FakeCudaError(hs.HalfstepError):
+    """The library cannot be built or loaded, or this process was started without it."""
+
+
+def missing() -> str:
+    """Return what is missing to build the library here, "" if nothing is."""
+    if not sys.platform.startswith("linux"):
+        return f"the fake CUDA device is built for Linux, and this is {sys.platform}"
+    if shutil.which("g++") is None:
+        return "the fake CUDA device is built with g++, which is not on the PATH; install it (Debian: apt install g++)"
+    return ""
+
+
+def build() -> Path:
+    """Return the library for this torch, built if it is not there yet (two seconds, once per torch and source).
+
+    It is kept in the folder ``halfstep`` of the user's cache (``$XDG_CACHE_HOME``, ``~/.cache``), under a hash of the
+    source and of torch's version and place.
+
+    Raises:
+        FakeCudaError: there is no g++, or it refused; its first error is in the message.
+    """
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    place = Path(found.origin).parent
+    key = hashlib.sha256("\n".join([SOURCE, torch.__version__, str(place)]).encode()).hexdigest()[:16]
+    library = _cache() / f"fake_cuda_{key}.so"
+    if library.exists():
+        return library
+    if problem := missing():
+        raise FakeCudaError(problem)
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        source, made = Path(work, "fake_cuda.cpp"), Path(work, library.name)
+        source.write_text(SOURCE, encoding="utf-8")
+        words = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", f"-I{place / 'include'}", str(source), "-o", str(made)]
+        words += [f"-L{place / 'lib'}", f"-Wl,-rpath,{place / 'lib'}", "-lc10", "-ltorch_cpu"]
+        words.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise FakeCudaError(f"g++ cannot build the fake CUDA device for torch {torch.__version__}: {errors[:1]}")
+        made.replace(library)  # at once, so that two processes may build at the same time
+    return library
+
+
+def _cache() -> Path:
+    """Return the folder for built libraries: the user's cache, or a private temporary one if that cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    folder = Path(tempfile.gettempdir(), f"halfstep-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise FakeCudaError(f"{folder} belongs to somebody else; set XDG_CACHE_HOME to a folder of your own")
+    return folder
+
+
+def run_python(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``python *words`` in a process that has the fake device; `words` begin with a script, or ``-m`` and a module.
+
+    Args:
+        words: what follows ``python`` on a command line, without options of Python itself.
+        **options: passed on to `subprocess.run`.
+
+    Raises:
+        FakeCudaError: the library cannot be built.
+    """
+    library = build()
+    environment = {**(options.pop("env", None) or os.environ), LOADED: str(library)}
+    return subprocess.run([sys.executable, "-c", START, str(library), *words], env=environment, text=True, **options)
+
+
+START = """
+import ctypes, os, runpy, sys
+library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+import torch
+library.halfstep_fake_cuda()
+module = sys.argv[2] == "-m"
+del sys.argv[: 3 if module else 2]
+sys.path.insert(0, "" if module else os.path.dirname(os.path.abspath(sys.argv[0])))
+if module:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class _Mode(FakeTensorMode):
+    """torch's mode, which must not initialise a device because `torch.cuda.is_available` says that there is one."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """True: `torch.tensor(..., device="cuda")` is made on the CPU and moved."""
+        return True
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeTensorMode]:
+    """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 that computes nothing.
+
+    Factory functions give fake tensors, also for the CPU; real tensors may be mixed in. What torch asks Python about
+    CUDA (is it there, what can it do) is answered for the fake device, and multi-tensor functions take fake tensors as
+    they take real ones. Reading a value fails, except under a `halfstep.testing.Counter`, which counts the read.
+
+    Raises:
+        FakeCudaError: this process was not started with the library (`run_python`).
+    """
+    if LOADED not in os.environ:
+        raise FakeCudaError(
+            "this process has no fake CUDA device: torch was imported without it. Start the script with "
+            "`python -m halfstep.testing script.py`, or with halfstep.testing.run_python([...])"
+        )
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_current_stream_capturing": lambda: False,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(amp_common, "amp_definitely_not_available", lambda: False))
+        # a torch built for CUDA would make a real tensor first, to wake the driver
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
+        # what decides whether clip_grad_norm_ and optimizers take their multi-tensor path
+        for module in (foreach_utils, importlib.import_module("torch.optim.optimizer")):
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+        hs.units.cache_clear()
+        stack.callback(hs.units.cache_clear)
+        yield stack.enter_context(_Mode(allow_non_fake_inputs=True))

@@ -1,0 +1,233 @@
+"""What one call of an operator costs: bytes read and written, launches, and which tensors it casts.
+
+Conventions. A call that is neither a view nor an allocation is one launch. A tensor that is an argument is read in
+full, a result or an argument that the schema marks as written is written in full (``Tensor(a!)``), and an argument that
+is only overwritten (`copy_`, ``out=``) is not read: what an eager program has to move if every operator is one pass. A
+tensor expanded over a dimension counts as what it has in memory. A cast is an operator whose only work is to write
+values in another floating format; a cast inside an operator that computes, without a cast tensor in memory, is none,
+and neither is one of a single element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import halfstep as hs
+from halfstep.testing.launches import multi_tensor_launches
+
+__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "tensors_in"]
+
+FREE = frozenset({"_unsafe_view", "device", "is_same_size", "resize_", "set_", "sym_numel", "sym_size", "sym_stride"})
+ALLOCATIONS = ("empty", "new_empty")
+OVERWRITE = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_"})
+CAST_BY_COPY = frozenset({"aten::copy_", "aten::_foreach_copy_"})
+COUNTERS = frozenset({"state_steps"})  # lists beside those that a fused kernel walks
+
+Call = Mapping[str, Any]  # the arguments of a call, by name; "result" is what it returned
+
+
+class DeclarationError(hs.HalfstepError, ValueError):
+    """Declared traffic that does not fit the operator's schema, or a call of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What one call costs.
+
+    Attributes:
+        read: bytes of the tensors read.
+        written: bytes of the tensors written.
+        launches: 1, or 0 for views and allocations; a declared operator says.
+        kernels: the same, with multi-tensor functions as the launches they need on CUDA.
+        casts: (from, to) of each tensor cast.
+    """
+
+    read: int = 0
+    written: int = 0
+    launches: int = 0
+    kernels: int = 0
+    casts: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+NOTHING = Cost()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Declaration:
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    extra: Callable[[Call], tuple[int, int]] | None
+    launches: int
+
+
+_DECLARED: dict[str, _Declaration] = {}
+
+
+def declare_traffic(
+    operator: str,
+    *,
+    reads: Sequence[str],
+    writes: Sequence[str],
+    extra: Callable[[Call], tuple[int, int]] | None = None,
+    launches: int = 1,
+) -> None:
+    """Say what a custom operator reads and writes, where its schema says too much or too little.
+
+    Without a declaration it reads all its tensor arguments once, and writes its results and the arguments that its
+    schema marks as written. Checked here as far as the operator is known, and at every call.
+
+    Args:
+        operator: its name, ``mylib::adamw_``, or with an overload, ``mylib::adamw_.out``.
+        reads: names of the arguments it reads; a name twice for two passes.
+        writes: names of the arguments it writes; "result" for what it returns. All that the schema marks as written
+            must be among them.
+        extra: the call's arguments by name (and "result") -> bytes it reads and writes besides, such as temporaries.
+        launches: kernels of one call.
+
+    Raises:
+        DeclarationError: a name that is no argument, a written argument that is left out, or no launch.
+    """
+    if launches < 1:
+        raise DeclarationError(f"{operator}: launches={launches!r}; an operator that does anything launches at least 1")
+    declared = _Declaration(reads=tuple(reads), writes=tuple(writes), extra=extra, launches=launches)
+    found = _find(operator)
+    if found is not None:
+        _check(operator, found._schema, declared)
+    _DECLARED[operator] = declared
+
+
+def _find(operator: str) -> Any:
+    """Return the overload `operator` names, or None if it is not registered (yet)."""
+    name, _, overload = operator.partition(".")
+    space, _, short = name.partition("::")
+    packet = getattr(getattr(torch.ops, space), short, None)
+    return None if packet is None else getattr(packet, overload or "default", None)
+
+
+def _check(operator: str, schema: Any, declared: _Declaration) -> None:
+    names = [a.name for a in schema.arguments]
+    for name in (*declared.reads, *declared.writes):
+        if name not in names and not (name == "result" and name in declared.writes):
+            raise DeclarationError(f"{operator}: {name!r} is none of its arguments {names}")
+    left_out = [a.name for a in schema.arguments if _written(a) and a.name not in declared.writes]
+    if left_out:
+        raise DeclarationError(
+            f"{operator}: its schema says that it writes {left_out}, and the declaration leaves that out; "
+            f"declared writes are {list(declared.writes)}"
+        )
+
+
+def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
+    """Return what a call of `operator` (an overload of torch.ops) cost.
+
+    Raises:
+        DeclarationError: its declaration does not fit.
+    """
+    schema = operator._schema
+    space, _, short = schema.name.partition("::")
+    if space in {"profiler", "prim"} or short in FREE or operator.is_view or short.startswith(ALLOCATIONS):
+        return NOTHING
+    call = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
+    call |= {"result": result, **kwargs}
+    declared = _DECLARED.get(f"{schema.name}.{schema.overload_name}") or _DECLARED.get(schema.name)
+    if declared is not None:
+        return _declared_cost(schema, call, declared)
+    read = written = 0
+    for argument in schema.arguments:
+        size = sum(map(bytes_of, tensors_in(call.get(argument.name))))
+        changed = _written(argument)
+        if not (changed and (short in OVERWRITE or argument.is_out)):
+            read += size
+        if changed and not _kept_gradients(short, argument.name, call):
+            written += size
+    if not schema.is_mutable:
+        written += sum(map(bytes_of, tensors_in(result)))
+    return Cost(
+        read=read,
+        written=written,
+        launches=1,
+        kernels=_kernels(schema, short, call),
+        casts=tuple(_casts(schema.name, call)),
+    )
+
+
+def _written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _kept_gradients(short: str, name: str, call: Call) -> bool:
+    """Return whether an argument is marked as written and stays: fused optimizers write gradients only to unscale."""
+    return short.startswith("_fused_") and name == "grads" and call.get("grad_scale") is None
+
+
+def _declared_cost(schema: Any, call: Call, declared: _Declaration) -> Cost:
+    _check(schema.name, schema, declared)
+    read, written = (
+        sum(bytes_of(t) for name in names for t in tensors_in(call.get(name)))
+        for names in (declared.reads, declared.writes)
+    )
+    if declared.extra is not None:
+        more = declared.extra(call)
+        if min(more) < 0:
+            raise DeclarationError(f"{schema.name}: extra traffic {more}; bytes are not negative")
+        read, written = read + more[0], written + more[1]
+    return Cost(read=read, written=written, launches=declared.launches, kernels=declared.launches)
+
+
+def _kernels(schema: Any, short: str, call: Call) -> int:
+    """Return the launches of one call on CUDA."""
+    multi = short.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    if not multi:
+        return 1
+    named = ((a.name, call.get(a.name)) for a in schema.arguments if a.name not in COUNTERS)
+    lists = [value for _, value in named if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
+    if not lists:
+        return 1
+    sizes = [t.numel() for t in lists[0]]
+    if not short.startswith("_fused_") and any(len({t.dtype for t in each}) > 1 for each in lists):
+        return len(sizes)  # torch goes tensor by tensor
+    if short == "_foreach_norm":  # partial results are cleared before and summed up after
+        return multi_tensor_launches(sizes, 1) + 2
+    results = isinstance(call["result"], (list, tuple)) and bool(call["result"]) and not schema.is_mutable
+    return max(1, multi_tensor_launches(sizes, len(lists) + results))
+
+
+def _casts(name: str, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (from, to) for each tensor that the call does nothing with but change its format."""
+    if name == "aten::_to_copy":
+        pairs = [(call["self"], call["result"])]
+    elif name in CAST_BY_COPY:
+        source, target = call["src"], call["self"]
+        pairs = [(source, target)] if isinstance(source, Tensor) else list(zip(source, target, strict=True))
+    else:
+        return
+    for source, target in pairs:
+        floating = source.is_floating_point() and target.is_floating_point()
+        if floating and source.dtype is not target.dtype and target.numel() > 1:
+            yield source, target
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in an argument: itself, or those in a list of it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements in memory; one that is expanded over a dimension has them once."""
+    if tensor.is_sparse:
+        return bytes_of(tensor._values()) + bytes_of(tensor._indices())
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count

@@ -1,0 +1,96 @@
+"""What `test_fake_cuda` runs in a process with the fake device: waits of every preset, and what a few loops do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.testing import CountError, Counts, count_step, fake_cuda
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "RMSprop": (torch.optim.RMSprop, {}),
+}
+
+
+def net() -> nn.Module:
+    with torch.device("cuda"):
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.empty(4, 8, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda")
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def train(name: str, form: str, optimizer: str, loss: Any = loss_fn) -> Counts:
+    model = net()
+    kind, options = OPTIMIZERS[optimizer]
+    policy = hs.Policy.of(name, dtype=form)
+    step = hs.TrainStep(model, kind(model.parameters(), **options), loss, policy=policy, clip_norm=1.0)
+    return count_step(step, *batch(), warm=1)
+
+
+def own_loop(form: str) -> Counts:
+    """Count a loop with hs.prepare and torch's own clipping."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer, scaler = hs.prepare(model, optimizer, policy=hs.Policy.of("O2", dtype=form))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        scaler.scale(loss_fn(model, x, y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return count_step(step, *batch())
+
+
+def moves(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Wait three times: a number from the host, a value to the host, and a flag."""
+    weight = torch.tensor(1.0, device="cuda")
+    y.sum().cpu()
+    return loss_fn(model, x, y) * weight * (2 if bool((x > 0).any()) else 1)
+
+
+def shapes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return loss_fn(model, x[: len(y.nonzero())], y)
+
+
+def main() -> None:
+    with fake_cuda():
+        presets, forms = ("torch", "O1", "mixed", "O2", "pure"), ("fp16", "bf16")
+        found: dict[str, Any] = {
+            f"{name} {form} {optimizer}": [sync.where for sync in train(name, form, optimizer).syncs]
+            for name in presets
+            for form in forms
+            for optimizer in OPTIMIZERS
+        }
+        answer: dict[str, Any] = {"syncs": found}
+        answer["loops"] = {form: len(own_loop(form).syncs) for form in forms}
+        answer["moves"] = [s.operator for s in train("mixed", "fp16", "SGD", moves).syncs]
+        try:
+            train("mixed", "fp16", "SGD", shapes)
+        except CountError as error:
+            answer["shapes"] = str(error)
+        answer["auto"] = hs.Policy.of("mixed").dtype, hs.units("cuda").reason
+    answer["after"] = torch.cuda.is_available()
+    print(json.dumps(answer), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
