@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from halfstep.cast.emulate import apply, plain
 from halfstep.cast.losses import differentiated
-from halfstep.kernels.cross_entropy import Shares, losses, parts, shares, slope, widened
+from halfstep.kernels.cross_entropy import Shares, losses, parts, shares, slope, slope_into, widened
 
 __all__ = ["losses_of_rows"]
 
@@ -114,18 +114,24 @@ def _gradients(
     wide = torch.float64 if input.dtype is torch.float64 else torch.float32
     need_input, need_weight, need_bias = needs
     of_input = torch.empty_like(input) if need_input else None
-    of_weight = torch.zeros_like(product.weight, dtype=wide) if need_weight else None
+    summed = need_weight and chunk < len(input)  # one product accumulates in fp32 by itself
+    of_weight = torch.zeros_like(product.weight, dtype=wide) if summed else None
     of_bias = torch.zeros_like(product.weight[:, 0], dtype=wide) if need_bias else None
     places = input if of_input is None else of_input
     for (x, place), of_part in zip(parts(chunk, (input, places)), share.parts(chunk), strict=True):
-        grad = slope(product.logits(x), of_part)
+        logits = product.logits(x)
+        grad = slope_into(logits, logits, of_part)
         if of_bias is not None:
-            of_bias += grad.sum(0)
-        low = product.operand(grad.to(product.low))
-        if of_input is not None:
-            place.copy_(torch.mm(low, product.weight))
+            of_bias += grad.sum(0, dtype=wide)
+        grad = product.operand(grad)
+        if of_input is not None and product.emulating:
+            place.copy_(torch.mm(grad, product.weight))
+        elif of_input is not None:
+            torch.mm(grad, product.weight, out=place)
         if of_weight is not None:
-            product.onto(of_weight, low, product.operand(x))
+            product.onto(of_weight, grad, product.operand(x))
+        elif need_weight:
+            of_weight = torch.mm(grad.t(), product.operand(x))
     return (
         of_input,
         None if of_weight is None else of_weight.to(product.low),
@@ -139,6 +145,6 @@ def _differentiable(
     """Return all three gradients from all logits at once, by operators that have a derivative; nothing is rounded."""
     x, weight = widened(input), widened(linear_weight)
     bias = None if linear_bias is None else widened(linear_bias)
-    grad = slope(F.linear(x, weight, bias), share, differentiable=True)
+    grad = slope(F.linear(x, weight, bias), share)
     of_bias = None if linear_bias is None else grad.sum(0).to(linear_bias.dtype)
     return (grad @ weight).to(input.dtype), (grad.t() @ x).to(linear_weight.dtype), of_bias

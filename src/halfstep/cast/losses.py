@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from halfstep.cast.emulate import apply, plain
-from halfstep.kernels.cross_entropy import losses, parts, rows_at_a_time, shares, slope
+from halfstep.kernels.cross_entropy import losses, parts, rows_at_a_time, shares, slope, slope_into
 
 __all__ = ["cross_entropy", "differentiated", "reduced"]
 
@@ -116,11 +116,11 @@ class _CrossEntropy(Function):
         with plain(logits.device.type):
             share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
             if differentiated(grads[0]):
-                return slope(logits, share, differentiable=True).to(logits.dtype), None, None, None, None
+                return slope(logits, share).to(logits.dtype), None, None, None, None
             out = torch.empty_like(logits)
             rows = _rows(logits)
             for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
-                result.copy_(slope(x, of_part))
+                slope_into(result, x, of_part)
         return out, None, None, None, None
 
 

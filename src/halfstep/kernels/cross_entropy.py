@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["CHUNK", "Shares", "losses", "parts", "rows_at_a_time", "shares", "slope", "widened"]
+__all__ = ["CHUNK", "Shares", "losses", "parts", "rows_at_a_time", "shares", "slope", "slope_into", "widened"]
 
 CHUNK = {"cpu": 1 << 20}
 """Device type -> elements widened at a time. On a CPU 4 MiB of fp32: 2**18 to 2**20 take the same time, and from 2**21
@@ -69,9 +69,12 @@ def parts(rows: int, tensors: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]
 
 def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
     """Return the loss of every target, wide: bit for bit what torch computes from widened logits."""
-    return F.cross_entropy(
-        widened(logits), target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-    )
+    if smoothing:
+        return F.cross_entropy(
+            widened(logits), target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+        )
+    log_probabilities = torch.log_softmax(logits, 1, dtype=_wide(logits))  # on CUDA one kernel reads low, writes wide
+    return F.nll_loss(log_probabilities, target, weight, ignore_index=ignored, reduction="none")
 
 
 def shares(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, classes: int) -> Shares:
@@ -87,15 +90,32 @@ def shares(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, sm
     return Shares(label, own, own + scale * by_class.sum(), scale, by_class)
 
 
-def slope(logits: Tensor, share: Shares, *, differentiable: bool = False) -> Tensor:
-    """Return the gradient of `logits`, wide; `differentiable` makes it of operators that have a derivative."""
-    p = torch.softmax(logits, 1, dtype=torch.float64 if logits.dtype is torch.float64 else torch.float32)
+def slope(logits: Tensor, share: Shares) -> Tensor:
+    """Return the gradient of `logits`, wide, by operators that have a derivative and rules for torch.func.vmap."""
     label, own, every, scale, by_class = share
-    if differentiable:
-        p = (p * every.unsqueeze(1)).scatter_add(1, label.unsqueeze(1), -own.unsqueeze(1))
-    else:
-        p = p.mul_(every.unsqueeze(1)).scatter_add_(1, label.unsqueeze(1), -own.unsqueeze(1))
+    p = torch.softmax(logits, 1, dtype=_wide(logits))
+    grad = (p * every.unsqueeze(1)).scatter_add(1, label.unsqueeze(1), -own.unsqueeze(1))
+    return grad if by_class is None else grad - _spread(scale, by_class, logits.dim())
+
+
+def slope_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
+    """Write the gradient of `logits` into `out`, rounded once, and return it; `out` may be `logits`."""
+    label, own, every, scale, by_class = share
+    p = torch.softmax(logits, 1, dtype=_wide(logits))
     if by_class is None:
-        return p
-    spread = scale.unsqueeze(1) * by_class.view(1, -1, *[1] * (logits.dim() - 2))
-    return p - spread if differentiable else p.sub_(spread)
+        p.scatter_add_(1, label.unsqueeze(1), torch.full_like(own, -1.0).unsqueeze(1))
+        last, other = torch.mul, own.unsqueeze(1)
+    else:
+        p.mul_(every.unsqueeze(1)).scatter_add_(1, label.unsqueeze(1), -own.unsqueeze(1))
+        last, other = torch.sub, _spread(scale, by_class, logits.dim())
+    if out.dtype is p.dtype or out.device.type == "cuda":
+        return last(p, other, out=out)  # CUDA kernels round what they write; on CPU that is a copy of its own anyway
+    return out.copy_(last(p, other, out=p))
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+
+
+def _spread(scale: Tensor, by_class: Tensor, dims: int) -> Tensor:
+    return scale.unsqueeze(1) * by_class.view(1, -1, *[1] * (dims - 2))
