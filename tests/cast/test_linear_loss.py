@@ -361,7 +361,8 @@ def ruled_fp32(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
 @in_mixed
 def ruled_theirs(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     assert theirs is not None
-    return theirs(x, w, target)
+    loss: Tensor = theirs(x, w, target)
+    return loss
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # Dynamo does it

@@ -2,8 +2,8 @@
 
 Over a large vocabulary the logits are most of what a language model saves. Here the input of the last layer is saved,
 as low as it is, and its weight, which is there anyway; the logits of some rows at a time are computed in the forward
-pass and once more in the backward pass. That is one more product. On a CPU it costs nothing, because all products then
-work on logits that are still in a core's cache; and what is kept does not grow with the vocabulary.
+pass and once more in the backward pass: a fourth product where three are needed, for which what is kept does not grow
+with the vocabulary.
 
 The gradients of the weight and the bias are summed in fp32 over the parts and rounded once. (The chunked losses of
 Liger, github.com/linkedin/Liger-Kernel, and of torch, nn.LinearCrossEntropyOptions, compute gradients in the forward

@@ -12,16 +12,9 @@ from torch.nn import functional as F
 from halfstep.cast.composites import composites, cross_entropy_in_parts, unreported
 from halfstep.cast.dispatch import NATIVELY, Handler, Lowering
 from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED
-from halfstep.cast.handlers import (
-    IN_PLACE,
-    INPUT,
-    into_destination,
-    of_composite,
-    of_linear_loss,
-    of_rule,
-    of_statistics,
-)
+from halfstep.cast.handlers import IN_PLACE, INPUT, into_destination, of_composite, of_rule, of_statistics
 from halfstep.cast.linear_loss import linear_cross_entropy
+from halfstep.cast.linear_rule import of_linear_loss
 from halfstep.policy.operators import LINEAR_LOSS, callables, name_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
