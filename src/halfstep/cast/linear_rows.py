@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from halfstep.cast.emulate import apply, plain
 from halfstep.cast.losses import differentiated
-from halfstep.kernels.cross_entropy import Shares, losses, parts, shares, slope, slope_into, widened
+from halfstep.kernels.cross_entropy import Shares, losses, parts, rounded_slope, shares, slope, widened
 
 __all__ = ["losses_of_rows"]
 
@@ -119,8 +119,7 @@ def _gradients(
     of_bias = torch.zeros_like(product.weight[:, 0], dtype=wide) if need_bias else None
     places = input if of_input is None else of_input
     for (x, place), of_part in zip(parts(chunk, (input, places)), share.parts(chunk), strict=True):
-        logits = product.logits(x)
-        grad = slope_into(logits, logits, of_part)
+        grad = rounded_slope(product.logits(x), of_part)
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=wide)
         grad = product.operand(grad)

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from halfstep.cast.emulate import apply, plain
+from halfstep.kernels import loss_ops
 from halfstep.kernels.cross_entropy import losses, parts, rows_at_a_time, shares, slope, slope_into
 
 __all__ = ["cross_entropy", "differentiated", "reduced"]
@@ -117,6 +118,8 @@ class _CrossEntropy(Function):
             share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
             if differentiated(grads[0]):
                 return slope(logits, share).to(logits.dtype), None, None, None, None
+            if loss_ops.usable(logits):
+                return loss_ops.slope(logits, *share), None, None, None, None
             out = torch.empty_like(logits)
             rows = _rows(logits)
             for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
@@ -125,5 +128,7 @@ class _CrossEntropy(Function):
 
 
 def _rows(logits: Tensor) -> int:
-    """Return how many of the first dimension of `logits` are widened at a time."""
+    """Return how many of the first dimension of `logits` are widened at a time; kernels widen none."""
+    if loss_ops.usable(logits):
+        return len(logits)
     return rows_at_a_time(logits.numel() // len(logits), logits.device.type)

@@ -11,13 +11,26 @@ and fp32 for everything else. Callers walk along N a part at a time, so that wid
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["CHUNK", "Shares", "losses", "parts", "rows_at_a_time", "shares", "slope", "slope_into", "widened"]
+from halfstep.kernels import loss_ops
+
+__all__ = [
+    "CHUNK",
+    "Shares",
+    "losses",
+    "parts",
+    "rounded_slope",
+    "rows_at_a_time",
+    "shares",
+    "slope",
+    "slope_into",
+    "widened",
+]
 
 CHUNK = {"cpu": 1 << 20}
 """Device type -> elements widened at a time. On a CPU 4 MiB of fp32: 2**18 to 2**20 take the same time, and from 2**21
@@ -68,7 +81,9 @@ def parts(rows: int, tensors: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]
 
 
 def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
-    """Return the loss of every target, wide: bit for bit what torch computes from widened logits."""
+    """Return the loss of every target, wide; on CPU bit for bit what torch computes from widened logits."""
+    if loss_ops.usable(logits):
+        return cast(Tensor, loss_ops.losses(logits, target, weight, ignored, smoothing))
     if smoothing:
         return F.cross_entropy(
             widened(logits), target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
@@ -111,6 +126,13 @@ def slope_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
     if out.dtype is p.dtype or out.device.type == "cuda":
         return last(p, other, out=out)  # CUDA kernels round what they write; on CPU that is a copy of its own anyway
     return out.copy_(last(p, other, out=p))
+
+
+def rounded_slope(logits: Tensor, share: Shares) -> Tensor:
+    """Return the gradient of `logits` in their format, rounded once; they may be written over."""
+    if loss_ops.usable(logits):
+        return cast(Tensor, loss_ops.slope(logits, *share))
+    return slope_into(logits, logits, share)
 
 
 def _wide(logits: Tensor) -> torch.dtype:
