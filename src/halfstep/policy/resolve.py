@@ -161,8 +161,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
             rules[op] = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
     product = rules.get("linear")
     if LINEAR_LOSS not in rules and product and (policy.table, product.origin) != ("torch", "table"):
-        words = "its product is linear's and its loss cross_entropy's: as linear"
-        rules[LINEAR_LOSS] = Decision(product.rule, product.origin, f"{words} ({product.reason})")
+        rules[LINEAR_LOSS] = Decision(product.rule, product.origin, "its product as linear, its loss as cross_entropy")
     return rules
 
 
