@@ -26,15 +26,15 @@ OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _lse(row, classes, weight, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
+def _lse(row, weight, CLASSES: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
     """Return log(sum(exp(x))) of a row and, for smoothing, the sums of w and of w * x."""
     top = -float("inf")
     total = 0.0
     weights = 0.0
     dot = 0.0
-    for begin in range(0, classes, BLOCK):
+    for begin in range(0, CLASSES, BLOCK):
         places = begin + tl.arange(0, BLOCK)
-        inside = places < classes
+        inside = places < CLASSES
         x = tl.load(row + places, mask=inside, other=-float("inf")).to(tl.float32)
         above = tl.maximum(top, tl.max(x, 0))
         base = tl.where(above == -float("inf"), 0.0, above)  # -inf minus itself would be nan
@@ -64,9 +64,9 @@ def losses_kernel(
     target,
     weight,
     out,
-    classes,
     ignored,
     smoothing,
+    CLASSES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,14 +75,14 @@ def losses_kernel(
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     label = tl.load(target + index)
-    lse, weights, dot = _lse(row, classes, weight, WEIGHTED, SMOOTHED, BLOCK)
-    known = (label >= 0) & (label < classes)
+    lse, weights, dot = _lse(row, weight, CLASSES, WEIGHTED, SMOOTHED, BLOCK)
+    known = (label >= 0) & (label < CLASSES)
     x = tl.load(row + label, mask=known, other=float("nan")).to(tl.float32)
     loss = lse - x
     if WEIGHTED:
         loss *= tl.load(weight + label, mask=known, other=0.0)
     if SMOOTHED:
-        loss = (1.0 - smoothing) * loss + smoothing / classes * (weights * lse - dot)
+        loss = (1.0 - smoothing) * loss + smoothing / CLASSES * (weights * lse - dot)
     tl.store(out + index, tl.where(label == ignored, 0.0, loss))
 
 
@@ -97,7 +97,7 @@ def slope_kernel(
     every,
     scale,
     by_class,
-    classes,
+    CLASSES: tl.constexpr,
     SMOOTHED: tl.constexpr,
     BF16: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -106,15 +106,15 @@ def slope_kernel(
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     label = tl.load(labels + index)
-    lse, _, _ = _lse(row, classes, logits, False, False, BLOCK)
-    lse = tl.where((label >= 0) & (label < classes), lse, float("nan"))
+    lse, _, _ = _lse(row, logits, CLASSES, False, False, BLOCK)
+    lse = tl.where((label >= 0) & (label < CLASSES), lse, float("nan"))
     taken = tl.load(own + index)
     factor = tl.load(every + index)
     if SMOOTHED:
         share = tl.load(scale + index)
-    for begin in range(0, classes, BLOCK):
+    for begin in range(0, CLASSES, BLOCK):
         places = begin + tl.arange(0, BLOCK)
-        inside = places < classes
+        inside = places < CLASSES
         x = tl.load(row + places, mask=inside, other=-float("inf")).to(tl.float32)
         grad = tl.exp(x - lse) * factor - tl.where(places == label, taken, 0.0)
         if SMOOTHED:
@@ -134,9 +134,9 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
                 target.contiguous(),
                 out if weight is None else weight.contiguous(),
                 out,
-                logits.shape[1],
                 ignored,
                 smoothing,
+                CLASSES=logits.shape[1],
                 WEIGHTED=weight is not None,
                 SMOOTHED=smoothing > 0.0,
                 BLOCK=_block(logits),
@@ -160,7 +160,7 @@ def slope(logits: Tensor, label: Tensor, own: Tensor, every: Tensor, scale: Tens
                 every.contiguous(),
                 scale.contiguous(),
                 own if by_class is None else by_class.contiguous(),
-                logits.shape[1],
+                CLASSES=logits.shape[1],
                 SMOOTHED=by_class is not None,
                 BF16=out.dtype is torch.bfloat16,
                 BLOCK=_block(logits),
