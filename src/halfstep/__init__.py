@@ -4,7 +4,7 @@ One frozen `Policy` says in which number format every operator, module, paramete
 `GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
 """
 
-from halfstep.cast import autocast, operator, suspended
+from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.errors import HalfstepError
 from halfstep.events import HostStepResult, StepResult
 from halfstep.optim import Lion
@@ -36,6 +36,7 @@ __all__ = [
     "Units",
     "autocast",
     "edit_weights",
+    "linear_cross_entropy",
     "map_tensors",
     "operator",
     "operator_of",

@@ -14,6 +14,7 @@ __all__ = [
     "BindError",
     "FormatError",
     "HalfstepError",
+    "LossError",
     "PolicyError",
     "RegionError",
     "ScaleError",
@@ -45,6 +46,10 @@ class RegionError(HalfstepError, RuntimeError):
 
 class BannedOperatorError(RegionError, NotImplementedError):
     """An operator the policy forbids was called with low-precision inputs (Apex raises NotImplementedError there)."""
+
+
+class LossError(HalfstepError, RuntimeError):
+    """A loss called with tensors or settings that do not belong together."""
 
 
 class ScaleError(HalfstepError, RuntimeError):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.cast import losses
 from halfstep.cast.losses import cross_entropy
+from halfstep.kernels.cross_entropy import CHUNK
 from halfstep.tasks.measure import SavedForBackward
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -35,9 +35,9 @@ def batch(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tuple[Tensor, Te
     return logits, target
 
 
-@pytest.fixture(autouse=True, params=[1 << 18, 8], ids=["one-chunk", "many-chunks"])
+@pytest.fixture(autouse=True, params=[1 << 20, 8], ids=["one-chunk", "many-chunks"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(losses.CHUNK, "cpu", request.param)
+    monkeypatch.setitem(CHUNK, "cpu", request.param)
 
 
 @pytest.mark.parametrize("dtype", [BF16, HALF])

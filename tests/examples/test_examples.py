@@ -53,6 +53,14 @@ def test_the_table_lists_every_recipe_and_nothing_else() -> None:
     assert [linked for _, linked in rows] == [file.name for file in FILES]
 
 
+def test_large_vocabulary() -> None:
+    runs = run("large_vocabulary")
+    for policy in ("mixed", "pure"):
+        scores, in_one = runs[f"{policy}, scores"], runs[f"{policy}, linear_cross_entropy"]
+        assert learned(in_one, 0.3) and in_one["kept"] < scores["kept"] / 5
+        assert in_one["last"] == pytest.approx(scores["last"], rel=1e-2)
+
+
 def test_every_recipe_is_run_here() -> None:
     calls = re.findall(r'run\("(\w+)"', Path(__file__).read_text())
     assert sorted(set(calls)) == [file.stem for file in FILES]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from halfstep.errors import PolicyError
-from halfstep.policy.operators import callables, canonical, expand, known, name_of
+from halfstep.policy.operators import LINEAR_LOSS, callables, canonical, expand, known, name_of
 
 X = torch.rand(2, 2, generator=torch.Generator().manual_seed(0))
 SIGNAL = torch.rand(64, generator=torch.Generator().manual_seed(0))
@@ -104,6 +104,8 @@ def test_a_mode_hears_a_callable_of_the_operator(name: str, call: Callable[[], A
 
 def test_names_and_callables_are_each_others_reverse() -> None:
     for name in known():
+        if name == LINEAR_LOSS and not callables(name):
+            continue  # a torch before 2.13: only halfstep has it
         assert callables(name), name
         assert {name_of(func) for func in callables(name)} == {name}
         assert canonical(name) == name

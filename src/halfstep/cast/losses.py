@@ -8,8 +8,7 @@ computes from ``logits.float()``, bit for bit; the gradient is the fp32 gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,12 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from halfstep.cast.emulate import apply, plain
+from halfstep.kernels import loss_ops
+from halfstep.kernels.cross_entropy import losses, parts, rows_at_a_time, shares, slope, slope_into
 
-__all__ = ["cross_entropy"]
+__all__ = ["cross_entropy", "differentiated", "reduced"]
 
 LOWS = frozenset({torch.float16, torch.bfloat16})
-CHUNK = {"cpu": 1 << 18}  # elements widened at a time: 1 MiB of fp32 stays in a core's cache (measured: 2**17 to 2**20)
-LARGE_CHUNK = 1 << 24  # on accelerators: launches should be few
 
 
 def cross_entropy(
@@ -72,26 +71,28 @@ def cross_entropy(
             input.float(), target, wide_weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     each = apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing)
+    return reduced(each, target, wide_weight, ignore_index, reduction)
+
+
+def reduced(each: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
+    """Return the losses `each` of targets, reduced as torch does: a mean is over the weights of those that count."""
     if reduction == "none":
         return each
     if reduction == "sum":
         return each.sum()
-    counts = target != ignore_index
-    if wide_weight is None:
+    counts = target != ignored
+    if weight is None:
         return each.sum() / counts.sum()
-    return each.sum() / torch.where(counts, wide_weight.take(torch.where(counts, target, 0)), 0.0).sum()
+    return each.sum() / torch.where(counts, weight.take(torch.where(counts, target, 0)), 0.0).sum()
 
 
-def _rows(logits: Tensor) -> int:
-    """Return how many rows of `logits` are widened at a time."""
-    return max(1, CHUNK.get(logits.device.type, LARGE_CHUNK) * len(logits) // logits.numel())
-
-
-def _parts(rows: int, tensors: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
-    """Walk along the first dimension of `tensors`, which is the same in all, `rows` at a time."""
-    if rows >= len(tensors[0]):
-        return [tensors]
-    return zip(*(t.split(rows) for t in tensors), strict=True)
+def differentiated(grad: Tensor) -> bool:
+    """Return whether a backward pass of `grad` must be made of operators that have a derivative, or of vmap's."""
+    if torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 class _CrossEntropy(Function):
@@ -101,13 +102,9 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
-        losses = [
-            F.cross_entropy(
-                part.float(), labels, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-            )
-            for part, labels in _parts(_rows(logits), (logits, target))
-        ]
-        return torch.cat(losses) if len(losses) > 1 else losses[0]
+        rows = _rows(logits)
+        found = [losses(x, labels, weight, ignored, smoothing) for x, labels in parts(rows, (logits, target))]
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -118,49 +115,20 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         logits, target, weight = ctx.saved_tensors
         with plain(logits.device.type):
-            if torch.is_grad_enabled():
-                grad = _differentiable(grads[0], logits, target, weight, ctx.ignored, ctx.smoothing)
-            else:
-                grad = _gradient(grads[0], logits, target, weight, ctx.ignored, ctx.smoothing)
-        return grad, None, None, None, None
+            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
+            if differentiated(grads[0]):
+                return slope(logits, share).to(logits.dtype), None, None, None, None
+            if loss_ops.usable(logits):
+                return loss_ops.slope(logits, *share), None, None, None, None
+            out = torch.empty_like(logits)
+            rows = _rows(logits)
+            for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
+                slope_into(result, x, of_part)
+        return out, None, None, None, None
 
 
-def _differentiable(
-    grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
-) -> Tensor:
-    """Return the gradient by torch's own operators, so that it has a derivative itself."""
-
-    def loss(wide: Tensor) -> Tensor:
-        return F.cross_entropy(wide, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
-
-    pull = torch.func.vjp(loss, logits.float())[1]
-    return cast(Tensor, pull(grad)[0].to(logits.dtype))
-
-
-def _gradient(
-    grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
-) -> Tensor:
-    """Return d(loss)/d(logits), rounded once.
-
-    With p = softmax(x), n classes, class weights w (W their sum), smoothing s and y the target,
-    ``loss = (1 - s) w_y (-log p_y) + s/n sum_c w_c (-log p_c)``, and so
-    ``d loss / d x_c = ((1 - s) w_y + s/n W) p_c - (1 - s) w_y [c = y] - s/n w_c``.
-    """
-    classes = logits.shape[1]
-    counts = target != ignored
-    scale = torch.where(counts, grad, 0.0)  # of each target, 0 where it is ignored
-    index = torch.where(counts, target, 0)
-    on_target = scale * (1.0 - smoothing) * (1.0 if weight is None else weight.take(index))
-    spread = smoothing / classes
-    by_class = None if not spread else spread * (torch.ones(classes, device=grad.device) if weight is None else weight)
-    on_all = on_target if by_class is None else on_target + scale * by_class.sum()
-    out = torch.empty_like(logits)
-    wholes = (out, logits, index, on_target, on_all, scale)
-    for result, x, label, own, every, factor in _parts(_rows(logits), wholes):
-        p = torch.softmax(x, 1, dtype=torch.float32)
-        p *= every.unsqueeze(1)
-        p.scatter_add_(1, label.unsqueeze(1), -own.unsqueeze(1))
-        if by_class is not None:
-            p -= factor.unsqueeze(1) * by_class.view(1, -1, *[1] * (logits.dim() - 2))
-        result.copy_(p)
-    return out
+def _rows(logits: Tensor) -> int:
+    """Return how many of the first dimension of `logits` are widened at a time; kernels widen none."""
+    if loss_ops.usable(logits):
+        return len(logits)
+    return rows_at_a_time(logits.numel() // len(logits), logits.device.type)

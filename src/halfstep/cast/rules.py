@@ -13,7 +13,9 @@ from halfstep.cast.composites import composites, cross_entropy_in_parts, unrepor
 from halfstep.cast.dispatch import NATIVELY, Handler, Lowering
 from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.handlers import IN_PLACE, INPUT, into_destination, of_composite, of_rule, of_statistics
-from halfstep.policy.operators import callables, name_of
+from halfstep.cast.linear_loss import linear_cross_entropy
+from halfstep.cast.linear_rule import of_linear_loss
+from halfstep.policy.operators import LINEAR_LOSS, callables, name_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules
@@ -66,6 +68,12 @@ def compile_rules(
     if rules:
         spellings = (getattr(space, name, None) for name in ("__setitem__", *IN_PLACE) for space in (Tensor, torch))
         compiled.update({spelled: into_destination for spelled in spellings if spelled is not None})
+    product = rules.pop(LINEAR_LOSS, rules.get("linear"))
+    if product is not None:
+        loss = decisions.get("cross_entropy")
+        wide = loss is not None and loss.rule == "fp32" and how.simulated is None
+        spelled = (linear_cross_entropy, *callables(LINEAR_LOSS))
+        compiled.update(dict.fromkeys(spelled, of_linear_loss(product, how, fused=wide)))
     for name, rule in rules.items():
         for func in callables(name):
             compiled[func] = of_rule(name, rule, func, how, native=_native(name, rule, devices))

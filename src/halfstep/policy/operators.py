@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from halfstep.errors import PolicyError, did_you_mean
 
-__all__ = ["callables", "canonical", "expand", "known", "name_of"]
+__all__ = ["LINEAR_LOSS", "callables", "canonical", "expand", "known", "name_of"]
 
 PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
 SUBPACKAGES = ("linalg", "fft", "special")
@@ -125,6 +125,9 @@ NOT_OPERATORS = re.compile(
 ALSO_OPERATORS = frozenset({"equal", "lu", "view_as_complex"})
 """Operators without a schema that shows it; their arguments have to meet in one format all the same."""
 
+LINEAR_LOSS = "linear_cross_entropy"
+"""Known on every version of torch: halfstep has one where torch.nn.functional has none."""
+
 Function = Callable[..., Any]
 
 
@@ -190,7 +193,7 @@ def _spellings() -> Iterator[tuple[str, Function]]:
 @lru_cache(maxsize=1)
 def _index() -> tuple[Mapping[str, tuple[Function, ...]], Mapping[Function, str]]:
     """Return (name -> functions, function -> name)."""
-    functions: dict[str, dict[Function, None]] = {}
+    functions: dict[str, dict[Function, None]] = {LINEAR_LOSS: {}}
     names: dict[Function, str] = {}
     for spelling, function in _spellings():
         name = _shorten(spelling)

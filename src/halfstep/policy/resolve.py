@@ -17,7 +17,7 @@ from halfstep.errors import PolicyError
 from halfstep.formats import FP32, format_of
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
-from halfstep.policy.operators import expand
+from halfstep.policy.operators import LINEAR_LOSS, expand
 from halfstep.policy.optable import losses, table
 from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
 from halfstep.policy.policy import DTYPES, Policy
@@ -157,6 +157,9 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
     for pattern, rule in policy.ops:
         for op in () if is_custom(pattern) else expand(pattern):
             rules[op] = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
+    product = rules.get("linear")
+    if LINEAR_LOSS not in rules and product and (policy.table, product.origin) != ("torch", "table"):
+        rules[LINEAR_LOSS] = Decision(product.rule, product.origin, "its product as linear, its loss as cross_entropy")
     return rules
 
 

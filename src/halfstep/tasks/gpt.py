@@ -71,10 +71,14 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens (B, T) int64 to scores of the next token (B, T, vocabulary)."""
+        return self.head(self.features(tokens))  # type: ignore[no-any-return]  # module calls are Any
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Map tokens (B, T) int64 to what the last layer reads (B, T, width)."""
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]  # module calls are Any
+        return self.norm(x)  # type: ignore[no-any-return]  # module calls are Any
 
 
 @cache
