@@ -93,7 +93,7 @@ def judge_kernel(
         each = tl.load(norms + places, mask=places < count, other=0.0).to(tl.float64)
         total += each * each
     norm = tl.sqrt(tl.sum(total, 0)).to(tl.float32)
-    whole = norm * 0.0 + 1.0
+    whole = tl.full((), 1.0, tl.float32)
     if divisor is not None:
         whole = tl.load(divisor).to(tl.float32)
         norm = tl.div_rn(norm, whole)

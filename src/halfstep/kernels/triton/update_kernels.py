@@ -1,8 +1,8 @@
 """The kernels behind the updates: one that counts Adam's steps, one that updates a chunk of a parameter.
 
 The arithmetic is that of `kernels.updates`, operation by operation, with IEEE division and root and without
-contraction, so that results are the same bits. Only Adam's bias corrections are powers in fp64 by squaring, where a last
-bit may differ from the host's: after rounding to fp32 it shows in about one correction of a million.
+contraction, so that results are the same bits. Only Adam's bias corrections are powers in fp64 by squaring, where a
+last bit may differ from the host's: after rounding to fp32 it shows in about one correction of a million.
 """
 
 from __future__ import annotations
