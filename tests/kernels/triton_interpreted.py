@@ -37,8 +37,11 @@ OPERATORS: dict[str, Callable[..., None]] = {"adam": launchers.adam_, "sgd": lau
 ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION = OPTIONS
 
 
-# The interpreter is numpy, which warns where a GPU computes inf or nan.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
+# The interpreter is numpy, which warns where a GPU computes inf or nan; and Triton's older ones use numpy as it was.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
 
 
 def name(value: object) -> str:
