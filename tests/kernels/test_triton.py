@@ -106,8 +106,7 @@ def test_every_number_of_thousands_of_tensors_belongs_to_one_program(
 
 
 def test_tensors_beyond_32_bits_are_cut_in_64() -> None:
-    huge = torch.empty(2**33 + 1, dtype=torch.bfloat16, device="meta")
-    layout = tables._layout((huge.numel(),), 2**20, torch.device("cpu"))
+    layout = tables._layout([(torch.bfloat16,)], (2**33 + 1,), (False,), torch.device("cpu"), 2**20, 0)
     column, part = layout.chunks.tensor[-1].tolist()
     assert (column, part * layout.chunk) == (0, 2**33)
 
@@ -130,11 +129,18 @@ def test_a_format_changed_in_place_is_another_plan() -> None:
 def test_old_tables_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tables.Memory()
     monkeypatch.setattr(tables, "_memory", lambda: memory)
-    monkeypatch.setattr(tables, "REMEMBERED", 100)
+    monkeypatch.setattr(tables, "REMEMBERED", 30)
     for size in range(1, 100):
         tables.plan([[torch.empty(size)]], 16)
-    assert 1 < len(memory.plans) <= 100 // 3
-    assert 1 < len(memory.layouts) < 99
+    assert len(memory.rows) == 10  # of three words
+    assert len(memory.layouts) == tables.LAYOUTS
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device() -> None:
+    tensors = [torch.empty(21), torch.empty(22)]
+    with torch.device("meta"):
+        plan = tables.plan([tensors], 16)
+    assert {plan.rows.device.type, plan.chunks.device.type, plan.ends.device.type} == {"cpu"}
 
 
 def test_large_tensors_that_begin_unaligned_get_a_launch_of_their_own() -> None:

@@ -29,8 +29,11 @@ __all__ = ["Launch", "Plan", "plan"]
 ALIGNMENT = 16
 """Bytes of the widest load a thread makes; tensors of a block or more that begin elsewhere get their own launch."""
 
-REMEMBERED = 1 << 20
-"""Words of tables kept for later steps: 8 MiB on the device. Gradients with new addresses in every step fill it."""
+REMEMBERED = 1 << 18
+"""Words of addresses kept for later steps (2 MiB on the device); gradients that move in every step fill them."""
+
+LAYOUTS = 64
+"""Layouts kept; a step needs two or three for each group of its optimizers."""
 
 RESERVE = 1 << 16
 """Words of pinned memory (512 KiB) held for captures, or eight times the largest table so far, if that is more."""
@@ -85,12 +88,12 @@ class Reserve:
     """Pinned words for tables that are made while a CUDA graph is captured; they are never given back."""
 
     def __init__(self) -> None:
-        self.free = torch.empty(0, dtype=torch.int64)
+        self.free = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def hold(self, words: int) -> None:
         """See to it that some tables of `words` words can be made during a capture."""
         if self.free.numel() < max(RESERVE // 2, 8 * words):
-            self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, pin_memory=True)
+            self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take(self, words: int) -> Tensor:
         """Return `words` of them."""
@@ -121,22 +124,6 @@ def _capturing(device: torch.device) -> bool:
 # ------------------------------------------------------------------ who does what
 
 
-class Layout(NamedTuple):
-    """Which program works on what, for tensors of given sizes.
-
-    Attributes:
-        chunks: (programs, 2) int64: which tensor, and which chunk of it.
-        ends: (tensors + 1,) int64: number of programs of the tensors before each.
-        counts: the same, on the host.
-        chunk: elements of a chunk.
-    """
-
-    chunks: Copied
-    ends: Copied
-    counts: list[int]
-    chunk: int
-
-
 class Launch(NamedTuple):
     """Programs for tensors of the same formats.
 
@@ -153,13 +140,35 @@ class Launch(NamedTuple):
     programs: int
 
 
+class Layout(NamedTuple):
+    """All that does not depend on where tensors are. They are columns of tables, in the order of their launches.
+
+    Attributes:
+        chunks: (programs, 2) int64: which column, and which chunk of it, a program works on.
+        ends: (tensors + 1,) int64: number of programs for the columns before each.
+        chunk: elements of a chunk.
+        programs: of all launches together.
+        launches: those that have programs.
+        order: (tensors,) int64, on the host: which tensor of a list is in each column.
+        facts: (2, tensors) int64, on the host: numbers of elements, and what tensors are called.
+    """
+
+    chunks: Copied
+    ends: Copied
+    chunk: int
+    programs: int
+    launches: list[Launch]
+    order: Tensor
+    facts: Tensor
+
+
 class Plan(NamedTuple):
-    """How kernels walk over lists of tensors. Tensors are columns, in the order of their launches.
+    """How kernels walk over lists of tensors.
 
     Attributes:
         rows: (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
-        chunks: see `Layout`.
-        ends: see `Layout`.
+        chunks: see `Layout`, as all that follow.
+        ends: number of programs for the columns before each.
         chunk: elements of a chunk.
         programs: of all launches together.
         launches: those that have programs.
@@ -173,27 +182,22 @@ class Plan(NamedTuple):
     launches: list[Launch]
 
 
-class _Known(NamedTuple):
-    rows: Copied
-    layout: Layout
-    launches: list[Launch]
-
-
 class Memory:
-    """The plans made last, and the layouts they share."""
+    """The tables used last."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[Hashable, _Known] = OrderedDict()
+        self.rows: OrderedDict[Hashable, tuple[Copied, Layout]] = OrderedDict()
         self.layouts: OrderedDict[Hashable, Layout] = OrderedDict()
+        self.words = 0
 
-    def forget(self) -> None:
-        """Drop what was used longest ago, down to `REMEMBERED` words."""
-        words = sum(known.rows.words for known in self.plans.values())
-        while words > REMEMBERED and len(self.plans) > 1:
-            words -= self.plans.popitem(last=False)[1].rows.words
-        words = sum(layout.chunks.words for layout in self.layouts.values())
-        while words > REMEMBERED and len(self.layouts) > 1:
-            words -= self.layouts.popitem(last=False)[1].chunks.words
+    def keep(self, key: Hashable, known: tuple[Copied, Layout]) -> None:
+        """Remember a table; drop those used longest ago, down to `REMEMBERED` words and `LAYOUTS` layouts."""
+        self.rows[key] = known
+        self.words += known[0].words
+        while self.words > REMEMBERED and len(self.rows) > 1:
+            self.words -= self.rows.popitem(last=False)[1][0].words
+        while len(self.layouts) > LAYOUTS:
+            self.layouts.popitem(last=False)
 
 
 @cache
@@ -202,66 +206,105 @@ def _memory() -> Memory:
 
 
 def plan(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Plan:
-    """Return how kernels walk over `lists`, the same plan as before if nothing has moved.
+    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved.
 
     Args:
         lists: tensors of one device; each list is as long as the first or empty. The last gives the sizes.
         block: elements a program works on at a time.
         start: what the first tensor is called; the others count on.
     """
-    sizes = tuple(t.numel() for t in lists[-1])
     places = tuple([t.data_ptr() for tensors in lists for t in tensors])
     formats = tuple([t.dtype for tensors in lists for t in tensors])
+    sizes = tuple([t.numel() for t in lists[-1]])
     device = lists[0][0].device
     key = (device, places, formats, sizes, tuple(map(len, lists)), block, start)
-    plans = _memory().plans
-    known = plans.get(key)
+    memory = _memory()
+    known = memory.rows.get(key)
     if known is None:
-        known = _plan(lists, sizes, device, block, start)
-        if not _capturing(device):  # else only the graph's replays copy it
-            plans[key] = known
-            _memory().forget()
+        known = _rows(lists, places, formats, sizes, device, block, start)
+        if not _capturing(device):  # else only the graph's replays copy them
+            memory.keep(key, known)
     else:
-        plans.move_to_end(key)
-    layout = known.layout
-    return Plan(
-        known.rows.here(), layout.chunks.here(), layout.ends.here(), layout.chunk, layout.counts[-1], known.launches
-    )
+        memory.rows.move_to_end(key)
+    rows, layout = known
+    return Plan(rows.here(), layout.chunks.here(), layout.ends.here(), layout.chunk, layout.programs, layout.launches)
 
 
-def _plan(
-    lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], device: torch.device, block: int, start: int
-) -> _Known:
+def _rows(
+    lists: Sequence[Sequence[Tensor]],
+    places: tuple[int, ...],
+    formats: tuple[torch.dtype, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
+    block: int,
+    start: int,
+) -> tuple[Copied, Layout]:
+    """Make the table of addresses."""
+    full = [bool(tensors) for tensors in lists]
+    addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
+    odd = tuple((addresses % ALIGNMENT).any(0).tolist())
+    key = (device, formats, sizes, odd, tuple(full), block, start)
+    memory = _memory()
+    layout = memory.layouts.get(key)
+    if layout is None:
+        layout = _layout(list(zip(*_by_list(formats, full, len(sizes)), strict=True)), sizes, odd, device, block, start)
+        if not _capturing(device):
+            memory.layouts[key] = layout
+    else:
+        memory.layouts.move_to_end(key)
+    rows = torch.zeros(len(lists) + 2, len(sizes), dtype=torch.int64, device="cpu")
+    rows[[n for n, some in enumerate(full) if some]] = addresses[:, layout.order]
+    rows[len(lists) :] = layout.facts
+    return Copied(rows, device), layout
+
+
+def _by_list(formats: tuple[torch.dtype, ...], full: list[bool], count: int) -> list[Sequence[torch.dtype | None]]:
+    """Return the formats of each list, None for the tensors that an empty one does not have."""
+    following = (formats[i : i + count] for i in range(0, len(formats), count))
+    return [next(following) if some else [None] * count for some in full]
+
+
+def _layout(
+    formats: Sequence[tuple[torch.dtype | None, ...]],
+    sizes: tuple[int, ...],
+    odd: tuple[bool, ...],
+    device: torch.device,
+    block: int,
+    start: int,
+) -> Layout:
+    """Sort tensors into launches and cut them into chunks.
+
+    Args:
+        formats: for each parameter, those of its tensors.
+        sizes: numbers of elements.
+        odd: whether one of its tensors begins at no multiple of `ALIGNMENT`.
+        device: see `plan`.
+        block: see `plan`.
+        start: see `plan`.
+    """
     kinds: dict[tuple[tuple[torch.dtype | None, ...], bool], list[int]] = {}
-    for position in range(len(sizes)):
-        here = [tensors[position] if tensors else None for tensors in lists]
-        aligned = sizes[position] < block or not any(t is not None and t.data_ptr() % ALIGNMENT for t in here)
-        kinds.setdefault((tuple(None if t is None else t.dtype for t in here), aligned), []).append(position)
-    order = list(chain.from_iterable(kinds.values()))
-    layout = _layout(tuple(sizes[i] for i in order), block, device)
+    for position, size in enumerate(sizes):
+        aligned = size < block or not odd[position]
+        kinds.setdefault((formats[position], aligned), []).append(position)
+    order = torch.tensor(list(chain.from_iterable(kinds.values())), device="cpu")
+    elements = torch.tensor(sizes, dtype=torch.int64, device="cpu")[order]
+    chunk = block if sum(sizes) <= SMALL else LOOPS * block
+    counts = (elements + chunk - 1) // chunk
+    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    columns = torch.arange(len(sizes), device="cpu").repeat_interleave(counts)
+    parts = torch.arange(len(columns), device="cpu") - ends[columns]
     launches, before = [], 0
     for (dtypes, aligned), positions in kinds.items():
-        first, last = layout.counts[before], layout.counts[before + len(positions)]
+        first, last = int(ends[before]), int(ends[before + len(positions)])
         if last > first:
             launches.append(Launch(dtypes, aligned, first, last - first))
         before += len(positions)
-    rows = [[tensors[i].data_ptr() for i in order] if tensors else [0] * len(order) for tensors in lists]
-    rows += [[sizes[i] for i in order], [start + i for i in order]]
-    return _Known(Copied(torch.tensor(rows, dtype=torch.int64), device), layout, launches)
-
-
-def _layout(sizes: tuple[int, ...], block: int, device: torch.device) -> Layout:
-    layouts = _memory().layouts
-    known = layouts.get((sizes, block, device))
-    if known is not None:
-        layouts.move_to_end((sizes, block, device))
-        return known
-    chunk = block if sum(sizes) <= SMALL else LOOPS * block
-    counts = torch.tensor([-(-size // chunk) for size in sizes])
-    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    tensors = torch.arange(len(sizes)).repeat_interleave(counts)
-    parts = torch.arange(len(tensors)) - ends[tensors]
-    made = Layout(Copied(torch.stack((tensors, parts), 1), device), Copied(ends, device), ends.tolist(), chunk)
-    if not _capturing(device):
-        layouts[sizes, block, device] = made
-    return made
+    return Layout(
+        chunks=Copied(torch.stack((columns, parts), 1), device),
+        ends=Copied(ends, device),
+        chunk=chunk,
+        programs=len(columns),
+        launches=launches,
+        order=order,
+        facts=torch.stack((elements, order + start)),
+    )
