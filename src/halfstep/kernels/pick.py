@@ -8,22 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from halfstep.kernels import foreach, native, ops, reference, updates
+from halfstep.kernels import foreach, native, ops, reference, triton, updates
 from halfstep.kernels.reference import total_norm
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
 PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})  # other classes may be sharded, or many tensors in one
 
-ENGINES: Mapping[str, Callable[[], str]] = {"cpu": native.why_not}
+ENGINES: Mapping[str, Callable[[], str]] = {"cpu": native.why_not, "cuda": triton.why_not}
 """Device type -> why its operators cannot be used, "" if they can; asking registers them."""
 
 __all__ = ["cannot_update", "judge_for", "norms_for", "total_norm", "why_not"]
 
 
-def why_not(device: torch.device) -> str:
-    """Return why the operators of `ops` cannot be used on `device`, in one sentence; "" if they can."""
-    ask = ENGINES.get(device.type)
-    return f"there are no kernels for the device type {device.type!r}" if ask is None else ask()
+def why_not(tensor: Tensor) -> str:
+    """Return why the operators of `ops` cannot be used where `tensor` is, in one sentence; "" if they can."""
+    device = tensor.device.type
+    if type(tensor) is FakeTensor and device == "cuda" and triton.installed():  # nothing runs, so no device is needed
+        return ""
+    ask = ENGINES.get(device)
+    return f"there are no kernels for the device type {device!r}" if ask is None else ask()
 
 
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:
@@ -33,7 +36,7 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0].device
     if not all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors):
         return reference.norms(tensors)
-    if all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(first):
+    if all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(tensors[0]):
         norms: Tensor = ops.norms(list(tensors))
         return norms
     return foreach.norms(tensors)
@@ -41,7 +44,7 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
 
 def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm, verdict and factor of a step: `updates.judge`."""
-    if type(norms) not in PLAIN or norms.dtype is not torch.float32 or why_not(norms.device):
+    if type(norms) not in PLAIN or norms.dtype is not torch.float32 or why_not(norms):
         return updates.judge(norms, divisor, clip_norm)
     verdict: tuple[Tensor, Tensor, Tensor] = ops.judge(norms, divisor, clip_norm)
     return verdict
@@ -61,7 +64,7 @@ def cannot_update(parameters: Sequence[Tensor]) -> str:
             return f"parameters are on {device} and on {parameter.device}"
         if not _dense(parameter):
             return "a parameter has gaps in memory, or shares elements with itself"
-    return why_not(device)
+    return why_not(parameters[0])
 
 
 def _dense(tensor: Tensor) -> bool:

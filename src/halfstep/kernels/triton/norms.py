@@ -1,0 +1,155 @@
+"""`ops.norms` and `ops.judge` in Triton: three launches for any number of gradients.
+
+The first reads every gradient once and leaves a sum of squares for each chunk, the second adds these up for each
+tensor, the third judges. No atomics: sums have one order, so the same gradients give the same bits. Squares are summed
+in fp32 within a chunk, as torch does, and in fp64 beyond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.kernels.triton.launch import FAITHFUL, KINDS, on
+from halfstep.kernels.triton.tables import plan
+from halfstep.kernels.triton.words import load, wide
+from halfstep.kernels.updates import CLIP_EPS
+
+__all__ = ["judge", "norms"]
+
+BLOCK = 2048
+"""Numbers a program works on at a time: eight for each thread, 16 bytes of bf16."""
+
+MANY = 1024
+"""Sums that are added up at a time."""
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def squares_kernel(
+    rows,  # (3, count) int64: addresses, sizes, positions
+    chunks,  # (programs, 2) int64
+    sums,  # (programs,) fp32, out
+    count,
+    first,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum the squares of one chunk."""
+    program = tl.program_id(0) + first
+    column = tl.load(chunks + 2 * program)
+    begin = tl.load(chunks + 2 * program + 1) * CHUNK
+    address = tl.load(rows + column)
+    end = tl.minimum(begin + CHUNK, tl.load(rows + count + column))
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    whole = (end - begin) // BLOCK
+    for block in range(0, whole):
+        offsets = begin + block * BLOCK + lanes
+        value = wide(load(address, offsets, offsets < end, KIND, True, ALIGNED), KIND)
+        total += value * value
+    offsets = begin + whole * BLOCK + lanes
+    value = wide(load(address, offsets, offsets < end, KIND, False, ALIGNED), KIND)
+    total += value * value
+    tl.store(sums + program, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def norms_kernel(rows, ends, sums, norms, count, MANY: tl.constexpr):
+    """Add up the sums of one tensor."""
+    column = tl.program_id(0)
+    first = tl.load(ends + column)
+    last = tl.load(ends + column + 1)
+    total = tl.zeros((MANY,), tl.float64)
+    for begin in range(first, last, MANY):
+        places = begin + tl.arange(0, MANY)
+        total += tl.load(sums + places, mask=places < last, other=0.0).to(tl.float64)
+    norm = tl.sqrt(tl.sum(total, 0)).to(tl.float32)
+    tl.store(norms + tl.load(rows + 2 * count + column), norm)
+
+
+@triton.jit(do_not_specialize=["count"])
+def judge_kernel(
+    norms,
+    divisor,  # 0-dim, or None
+    norm_out,
+    bad_out,
+    factor_out,
+    count,
+    clip_norm,
+    clip_eps,
+    CLIPS: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Say from norms what becomes of the step: `updates.judge`."""
+    total = tl.zeros((MANY,), tl.float64)
+    for begin in range(0, count, MANY):
+        places = begin + tl.arange(0, MANY)
+        each = tl.load(norms + places, mask=places < count, other=0.0).to(tl.float64)
+        total += each * each
+    norm = tl.sqrt(tl.sum(total, 0)).to(tl.float32)
+    whole = tl.full((), 1.0, tl.float32)
+    if divisor is not None:
+        whole = tl.load(divisor).to(tl.float32)
+        norm = tl.div_rn(norm, whole)
+    if CLIPS:
+        excess = tl.div_rn(norm + clip_eps, clip_norm)
+        whole = whole * tl.where(excess < 1.0, 1.0, excess)
+    tl.store(norm_out, norm)
+    tl.store(bad_out, (norm - norm) != 0.0)
+    tl.store(factor_out, tl.div_rn(1.0, whole))
+
+
+def norms(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of every tensor: `reference.norms` for dense tensors of fp32, bf16 or fp16 on one device.
+
+    Two launches, or one more for every further format.
+    """
+    device = gradients[0].device
+    with on(device):
+        walk = plan([gradients], BLOCK)
+        count = len(gradients)
+        sums = torch.empty(max(walk.programs, 1), dtype=torch.float32, device=device)
+        for launch in walk.launches:
+            squares_kernel[(launch.programs,)](
+                walk.rows,
+                walk.chunks,
+                sums,
+                count,
+                launch.first,
+                KIND=KINDS[launch.dtypes[0]],
+                ALIGNED=launch.aligned,
+                CHUNK=walk.chunk,
+                BLOCK=BLOCK,
+                num_warps=BLOCK // 256,
+                **FAITHFUL,
+            )
+        found = torch.empty(count, dtype=torch.float32, device=device)
+        norms_kernel[(count,)](walk.rows, walk.ends, sums, found, count, MANY=MANY, **FAITHFUL)
+    return found
+
+
+def judge(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return norm, bad and factor: `updates.judge` within an ulp, by one launch."""
+    with on(norms.device):
+        norm, factor = norms.new_empty(()), norms.new_empty(())
+        bad = norms.new_empty((), dtype=torch.bool)
+        judge_kernel[(1,)](
+            norms,
+            divisor,
+            norm,
+            bad,
+            factor,
+            norms.numel(),
+            1.0 if clip_norm is None else float(clip_norm),
+            CLIP_EPS,
+            CLIPS=clip_norm is not None,
+            MANY=MANY,
+            **FAITHFUL,
+        )
+    return norm, bad, factor

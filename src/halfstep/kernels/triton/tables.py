@@ -1,0 +1,310 @@
+"""What multi-tensor kernels read before they read anything else: where the tensors of a list are, and who does what.
+
+A kernel is launched once for whole lists of tensors. It gets two tables: one says which tensor, and which part of it, a
+program works on, and depends on sizes alone; the other holds the addresses, which may be others in every step, as
+gradients come and go, but seldom are. Both are made on the host, copied without a wait (from pinned memory, which
+torch's allocator takes back when the copy is done), and remembered.
+
+Note [capture]: a CUDA graph replays its copies and kernels with the addresses they had. A table made during a capture
+is therefore copied by the graph itself, from pinned memory that is kept for good: a few KB a capture. Such memory
+cannot be had from the driver during a capture, so a reserve is held from the first step on. Like every kernel the
+operators must have run once before, with as many tensors of the same formats. A table copied before the capture is
+used as it is, for a capture begins with a synchronisation (torch.cuda.graph sees to it); what a graph uses is never
+forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Launch", "Plan", "plan"]
+
+ALIGNMENT = 16
+"""Bytes of the widest load a thread makes; tensors of a block or more that begin elsewhere get their own launch."""
+
+REMEMBERED = 1 << 18
+"""Words of addresses kept for later steps (2 MiB on the device); gradients that move in every step fill them."""
+
+LAYOUTS = 64
+"""Layouts kept; a step needs two or three for each group of its optimizers."""
+
+RESERVE = 1 << 16
+"""Words of pinned memory (512 KiB) held for captures, or eight times the largest table so far, if that is more."""
+
+SMALL = 1 << 22
+"""Up to so many elements a program works on one block, to fill the device; beyond, on `LOOPS`."""
+
+LOOPS = 8
+
+# ------------------------------------------------------------------ from host to device
+
+
+class Copied:
+    """A table on a device.
+
+    Args:
+        values: on the host.
+        device: where it is wanted; if that is CUDA, nothing waits.
+    """
+
+    def __init__(self, values: Tensor, device: torch.device) -> None:
+        self.words = values.numel()
+        self.stream: torch.cuda.Stream | None = None
+        if device.type != "cuda":
+            self.tensor = values.to(device)
+            return
+        if torch.cuda.is_current_stream_capturing():
+            host = _reserve().take(self.words)
+            host.copy_(values.flatten())
+            self.tensor = host.to(device, non_blocking=True).view(values.shape)
+            _kept().extend((host, self.tensor))
+            return
+        _reserve().hold(self.words)
+        self.tensor = values.pin_memory().to(device, non_blocking=True)
+        self.stream = torch.cuda.current_stream(device)
+        self.copied = torch.cuda.Event()
+        self.copied.record(self.stream)
+
+    def here(self) -> Tensor:
+        """Return the table, for kernels on the current stream."""
+        if self.stream is None:
+            return self.tensor
+        if torch.cuda.is_current_stream_capturing():
+            _kept().append(self.tensor)
+        elif (stream := torch.cuda.current_stream(self.tensor.device)) != self.stream:
+            stream.wait_event(self.copied)
+            self.tensor.record_stream(stream)
+        return self.tensor
+
+
+class Reserve:
+    """Pinned words for tables that are made while a CUDA graph is captured; they are never given back."""
+
+    def __init__(self) -> None:
+        self.free = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def hold(self, words: int) -> None:
+        """See to it that some tables of `words` words can be made during a capture."""
+        if self.free.numel() < max(RESERVE // 2, 8 * words):
+            self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def take(self, words: int) -> Tensor:
+        """Return `words` of them."""
+        if self.free.numel() < words:
+            raise RuntimeError(
+                f"a table of {words} words is needed while a CUDA graph is captured, and {self.free.numel()} words of "
+                "pinned memory are left; make a step with the same tensors before the capture"
+            )
+        taken, self.free = self.free[:words], self.free[words:]
+        return taken
+
+
+@cache
+def _reserve() -> Reserve:
+    return Reserve()
+
+
+@cache
+def _kept() -> list[Tensor]:
+    """Return the tables that CUDA graphs use; they stay, since nobody says when a graph goes."""
+    return []
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# ------------------------------------------------------------------ who does what
+
+
+class Launch(NamedTuple):
+    """Programs for tensors of the same formats.
+
+    Attributes:
+        dtypes: of each list; None for one that is empty.
+        aligned: whether all tensors of a block or more begin at a multiple of `ALIGNMENT` bytes.
+        first: the first program, counted over all launches.
+        programs: how many.
+    """
+
+    dtypes: tuple[torch.dtype | None, ...]
+    aligned: bool
+    first: int
+    programs: int
+
+
+class Layout(NamedTuple):
+    """All that does not depend on where tensors are. They are columns of tables, in the order of their launches.
+
+    Attributes:
+        chunks: (programs, 2) int64: which column, and which chunk of it, a program works on.
+        ends: (tensors + 1,) int64: number of programs for the columns before each.
+        chunk: elements of a chunk.
+        programs: of all launches together.
+        launches: those that have programs.
+        order: (tensors,) int64, on the host: which tensor of a list is in each column.
+        facts: (2, tensors) int64, on the host: numbers of elements, and what tensors are called.
+    """
+
+    chunks: Copied
+    ends: Copied
+    chunk: int
+    programs: int
+    launches: list[Launch]
+    order: Tensor
+    facts: Tensor
+
+
+class Plan(NamedTuple):
+    """How kernels walk over lists of tensors.
+
+    Attributes:
+        rows: (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
+        chunks: see `Layout`, as all that follow.
+        ends: number of programs for the columns before each.
+        chunk: elements of a chunk.
+        programs: of all launches together.
+        launches: those that have programs.
+    """
+
+    rows: Tensor
+    chunks: Tensor
+    ends: Tensor
+    chunk: int
+    programs: int
+    launches: list[Launch]
+
+
+class Memory:
+    """The tables used last."""
+
+    def __init__(self) -> None:
+        self.rows: OrderedDict[Hashable, tuple[Copied, Layout]] = OrderedDict()
+        self.layouts: OrderedDict[Hashable, Layout] = OrderedDict()
+        self.words = 0
+
+    def keep(self, key: Hashable, known: tuple[Copied, Layout]) -> None:
+        """Remember a table; drop those used longest ago, down to `REMEMBERED` words and `LAYOUTS` layouts."""
+        self.rows[key] = known
+        self.words += known[0].words
+        while self.words > REMEMBERED and len(self.rows) > 1:
+            self.words -= self.rows.popitem(last=False)[1][0].words
+        while len(self.layouts) > LAYOUTS:
+            self.layouts.popitem(last=False)
+
+
+@cache
+def _memory() -> Memory:
+    return Memory()
+
+
+def plan(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Plan:
+    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved.
+
+    Args:
+        lists: tensors of one device; each list is as long as the first or empty. The last gives the sizes.
+        block: elements a program works on at a time.
+        start: what the first tensor is called; the others count on.
+    """
+    places = tuple([t.data_ptr() for tensors in lists for t in tensors])
+    formats = tuple([t.dtype for tensors in lists for t in tensors])
+    sizes = tuple([t.numel() for t in lists[-1]])
+    device = lists[0][0].device
+    key = (device, places, formats, sizes, tuple(map(len, lists)), block, start)
+    memory = _memory()
+    known = memory.rows.get(key)
+    if known is None:
+        known = _rows(lists, places, formats, sizes, device, block, start)
+        if not _capturing(device):  # else only the graph's replays copy them
+            memory.keep(key, known)
+    else:
+        memory.rows.move_to_end(key)
+    rows, layout = known
+    return Plan(rows.here(), layout.chunks.here(), layout.ends.here(), layout.chunk, layout.programs, layout.launches)
+
+
+def _rows(
+    lists: Sequence[Sequence[Tensor]],
+    places: tuple[int, ...],
+    formats: tuple[torch.dtype, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
+    block: int,
+    start: int,
+) -> tuple[Copied, Layout]:
+    """Make the table of addresses."""
+    full = [bool(tensors) for tensors in lists]
+    addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
+    odd = tuple((addresses % ALIGNMENT).any(0).tolist())
+    key = (device, formats, sizes, odd, tuple(full), block, start)
+    memory = _memory()
+    layout = memory.layouts.get(key)
+    if layout is None:
+        layout = _layout(list(zip(*_by_list(formats, full, len(sizes)), strict=True)), sizes, odd, device, block, start)
+        if not _capturing(device):
+            memory.layouts[key] = layout
+    else:
+        memory.layouts.move_to_end(key)
+    rows = torch.zeros(len(lists) + 2, len(sizes), dtype=torch.int64, device="cpu")
+    rows[[n for n, some in enumerate(full) if some]] = addresses[:, layout.order]
+    rows[len(lists) :] = layout.facts
+    return Copied(rows, device), layout
+
+
+def _by_list(formats: tuple[torch.dtype, ...], full: list[bool], count: int) -> list[Sequence[torch.dtype | None]]:
+    """Return the formats of each list, None for the tensors that an empty one does not have."""
+    following = (formats[i : i + count] for i in range(0, len(formats), count))
+    return [next(following) if some else [None] * count for some in full]
+
+
+def _layout(
+    formats: Sequence[tuple[torch.dtype | None, ...]],
+    sizes: tuple[int, ...],
+    odd: tuple[bool, ...],
+    device: torch.device,
+    block: int,
+    start: int,
+) -> Layout:
+    """Sort tensors into launches and cut them into chunks.
+
+    Args:
+        formats: for each parameter, those of its tensors.
+        sizes: numbers of elements.
+        odd: whether one of its tensors begins at no multiple of `ALIGNMENT`.
+        device: see `plan`.
+        block: see `plan`.
+        start: see `plan`.
+    """
+    kinds: dict[tuple[tuple[torch.dtype | None, ...], bool], list[int]] = {}
+    for position, size in enumerate(sizes):
+        aligned = size < block or not odd[position]
+        kinds.setdefault((formats[position], aligned), []).append(position)
+    order = torch.tensor(list(chain.from_iterable(kinds.values())), device="cpu")
+    elements = torch.tensor(sizes, dtype=torch.int64, device="cpu")[order]
+    chunk = block if sum(sizes) <= SMALL else LOOPS * block
+    counts = (elements + chunk - 1) // chunk
+    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    columns = torch.arange(len(sizes), device="cpu").repeat_interleave(counts)
+    parts = torch.arange(len(columns), device="cpu") - ends[columns]
+    launches, before = [], 0
+    for (dtypes, aligned), positions in kinds.items():
+        first, last = int(ends[before]), int(ends[before + len(positions)])
+        if last > first:
+            launches.append(Launch(dtypes, aligned, first, last - first))
+        before += len(positions)
+    return Layout(
+        chunks=Copied(torch.stack((columns, parts), 1), device),
+        ends=Copied(ends, device),
+        chunk=chunk,
+        programs=len(columns),
+        launches=launches,
+        order=order,
+        facts=torch.stack((elements, order + start)),
+    )

@@ -1,0 +1,159 @@
+"""What the Triton kernels share: numbers in memory, roundings, noise.
+
+bf16 is loaded and stored as the integers it consists of, and rounded by integer arithmetic: that is the same
+everywhere, Triton's interpreter included, whose own conversion truncates.
+
+Note [whole blocks]: a thread loads 16 bytes at once only where the compiler knows that the address is a multiple of 16
+and that no lane is masked. Both come from tables here, so kernels work on all whole blocks of a tensor without a mask
+(`WHOLE`), with the alignment promised if the host has checked it (`ALIGNED`), and on what is left with one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pointer(address, KIND: tl.constexpr):
+    """Return `address`, int64, as a pointer to numbers of `KIND`: fp32, fp16, bf16, int16."""
+    if KIND == "fp32":
+        found = tl.cast(address, tl.pointer_type(tl.float32))
+    elif KIND == "fp16":
+        found = tl.cast(address, tl.pointer_type(tl.float16))
+    else:
+        found = tl.cast(address, tl.pointer_type(tl.uint16))
+    return found
+
+
+@triton.jit
+def load(address, offsets, mask, KIND: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return what is stored at `offsets` from `address`; bf16 and int16 as uint16."""
+    base = pointer(address, KIND)
+    places = base + offsets
+    if WHOLE:
+        if ALIGNED:
+            places = tl.multiple_of(places, 16)
+        found = tl.load(places)
+    else:
+        found = tl.load(places, mask=mask, other=0)
+    return found
+
+
+@triton.jit
+def store(address, offsets, mask, value, KIND: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store `value`, fp32 rounded half to even, or uint16 as it is."""
+    base = pointer(address, KIND)
+    if KIND == "bf16":
+        words = bf16_nearest(value)
+    elif KIND == "fp16":
+        words = value.to(tl.float16)
+    else:
+        words = value
+    places = base + offsets
+    if WHOLE:
+        if ALIGNED:
+            places = tl.multiple_of(places, 16)
+        tl.store(places, words)
+    else:
+        tl.store(places, words, mask=mask)
+
+
+@triton.jit
+def wide(words, KIND: tl.constexpr):
+    """Return what `load` has loaded as fp32."""
+    if KIND == "bf16":
+        found = tl.cast(words.to(tl.uint32) << 16, tl.float32, bitcast=True)
+    else:
+        found = words.to(tl.float32)
+    return found
+
+
+# ------------------------------------------------------------------ roundings
+
+
+@triton.jit
+def bf16_nearest(value):
+    """Round to bf16, half to even; bits in uint16. A number that is bf16 already is passed on if it is uint16."""
+    if value.dtype == tl.uint16:
+        found = value
+    else:
+        bits = tl.cast(value, tl.uint32, bitcast=True)
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        found = tl.where(nan, 0x7FC0, rounded).to(tl.uint16)
+    return found
+
+
+@triton.jit
+def bf16_stochastic(value, noise):
+    """Round to bf16, up where the 16 bits cut off plus `noise` carry; what is not finite stays. Bits in uint16."""
+    bits = tl.cast(value, tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    cut = ((bits + noise) >> 16).to(tl.uint16)
+    return tl.where(finite, cut, bf16_nearest(value))
+
+
+@triton.jit
+def nearest(value, KIND: tl.constexpr):
+    """Return fp32 `value` rounded half to even to `KIND`, as fp32."""
+    if KIND == "bf16":
+        found = wide(bf16_nearest(value), KIND)
+    else:
+        found = value.to(tl.float16).to(tl.float32)
+    return found
+
+
+@triton.jit
+def join(low, rest):
+    """Return the fp32 number of a bf16 number and its remainder, both uint16: `reference.join_bf16`."""
+    lower = rest.to(tl.uint32)
+    nan = (low & 0x7FFF) > 0x7F80
+    up = tl.where(nan, 0, lower >> 15)
+    return tl.cast(((low.to(tl.uint32) - up) << 16) | lower, tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(value):
+    """Return bf16, rounded half up, and remainder, both uint16: `reference.split_bf16`."""
+    bits = tl.cast(value, tl.uint32, bitcast=True)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    low = tl.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    return low.to(tl.uint16), (bits & 0xFFFF).to(tl.uint16)
+
+
+@triton.jit
+def finite_or_zero(value):
+    """Return `value` with 0 in place of inf and NaN."""
+    bits = tl.cast(value, tl.uint32, bitcast=True)
+    return tl.where((bits & 0x7F800000) != 0x7F800000, value, 0.0)
+
+
+# ------------------------------------------------------------------ noise
+
+
+@triton.jit
+def mix(word):
+    """Scramble uint32 words: `updates.mix`."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def key(draws):
+    """Return what seed and count make of the noise of one step: uint32."""
+    seed = tl.load(draws)
+    count = tl.load(draws + 1)
+    found = mix(seed.to(tl.uint32))
+    found = mix(found ^ (seed >> 32).to(tl.uint32))
+    return mix(found ^ count.to(tl.uint32))
+
+
+@triton.jit
+def noise(step_key, name, stream: tl.constexpr, mixed):
+    """Return 16 random bits a number, in uint32: `updates.noise`.
+
+    `name` is the tensor's number and `mixed` are the scrambled positions.
+    """
+    return mix(mix(step_key ^ (4 * name + stream).to(tl.uint32)) ^ mixed) >> 16

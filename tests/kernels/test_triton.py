@@ -1,0 +1,150 @@
+"""The CUDA kernels: in Triton's interpreter, as compiled code, their tables, and when they can be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfstep.kernels import triton
+from halfstep.kernels.triton import tables
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+
+
+def python(*arguments: str, **environment: str) -> str:
+    """Run Python in a process of its own and return what it printed; fail with that if it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment},
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ------------------------------------------------------------------ what the kernels compute
+
+
+@needs_triton
+def test_the_kernels_are_their_reference_in_triton_s_interpreter() -> None:
+    python(
+        *("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+        str(HERE / "triton_interpreted.py"),
+        TRITON_INTERPRET="1",
+    )
+
+
+@needs_triton
+def test_compiled_kernels_round_every_operation_and_load_many_bytes_at_once(tmp_path: Path) -> None:
+    found = json.loads(python(str(HERE / "triton_compiled.py"), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
+    for kernel, counts in found.items():
+        assert not counts["contracted"], kernel
+        assert not counts["approximate"], kernel
+        assert counts["wide loads"] == counts["expected wide loads"], kernel
+
+
+# ------------------------------------------------------------------ when they can be used
+
+
+def test_without_a_device_the_kernels_say_so() -> None:
+    if torch.cuda.is_available():
+        assert triton.why_not() == ""
+    else:
+        assert triton.why_not() == "there is no CUDA device"
+
+
+def test_triton_is_not_imported_before_a_kernel_runs() -> None:
+    python(
+        "-c",
+        "import sys, halfstep, halfstep.kernels.triton as kernels\n"
+        "kernels.why_not()\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'triton']",
+    )
+
+
+# ------------------------------------------------------------------ tables
+
+
+def covered(plan: tables.Plan) -> list[tuple[int, int, int]]:
+    """Return (column, begin, end) of every program, after checking that launches take each program once."""
+    taken = [n for launch in plan.launches for n in range(launch.first, launch.first + launch.programs)]
+    assert sorted(taken) == list(range(plan.programs))
+    sizes = plan.rows[-2].tolist()
+    return [(c, k * plan.chunk, min((k + 1) * plan.chunk, sizes[c])) for c, k in plan.chunks.tolist()]
+
+
+@pytest.mark.parametrize("small", [0, 1 << 22])
+def test_every_number_of_thousands_of_tensors_belongs_to_one_program(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "SMALL", small)
+    sizes = [(n * 7919) % 97 for n in range(4000)] + [0, 1, 100_000]
+    tensors = [torch.empty(size, dtype=torch.bfloat16 if n % 3 else torch.float32) for n, size in enumerate(sizes)]
+    plan = tables.plan([tensors], 16)
+    parts: dict[int, int] = {}
+    for column, begin, end in covered(plan):
+        assert begin == parts.get(column, 0) < end
+        parts[column] = end
+    names = plan.rows[-1].tolist()
+    assert {names[column]: end for column, end in parts.items()} == {n: size for n, size in enumerate(sizes) if size}
+    assert sorted(names) == list(range(len(sizes)))
+    addresses = plan.rows[0].tolist()
+    assert all(addresses[column] == tensors[n].data_ptr() for column, n in enumerate(names))
+    assert len(plan.launches) == 2
+
+
+def test_tensors_beyond_32_bits_are_cut_in_64() -> None:
+    layout = tables._layout([(torch.bfloat16,)], (2**33 + 1,), (False,), torch.device("cpu"), 2**20, 0)
+    column, part = layout.chunks.tensor[-1].tolist()
+    assert (column, part * layout.chunk) == (0, 2**33)
+
+
+def test_nothing_moved_means_no_new_table() -> None:
+    tensors = [torch.empty(5), torch.empty(6)]
+    first, again = tables.plan([tensors], 16), tables.plan([list(tensors)], 16)
+    assert again.rows is first.rows and again.chunks is first.chunks
+    other = tables.plan([[tensors[0], torch.empty(6)]], 16)
+    assert other.rows is not first.rows and other.chunks is first.chunks
+    assert tables.plan([tensors], 16, start=3).rows[-1].tolist() == [3, 4]
+
+
+def test_a_format_changed_in_place_is_another_plan() -> None:
+    memory = torch.empty(8)
+    plans = [tables.plan([[memory.view(dtype)[:8]]], 16) for dtype in (torch.float32, torch.int32)]
+    assert [plan.launches[0].dtypes for plan in plans] == [(torch.float32,), (torch.int32,)]
+
+
+def test_old_tables_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = tables.Memory()
+    monkeypatch.setattr(tables, "_memory", lambda: memory)
+    monkeypatch.setattr(tables, "REMEMBERED", 30)
+    for size in range(1, 100):
+        tables.plan([[torch.empty(size)]], 16)
+    assert len(memory.rows) == 10  # of three words
+    assert len(memory.layouts) == tables.LAYOUTS
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device() -> None:
+    tensors = [torch.empty(21), torch.empty(22)]
+    with torch.device("meta"):
+        plan = tables.plan([tensors], 16)
+    assert {plan.rows.device.type, plan.chunks.device.type, plan.ends.device.type} == {"cpu"}
+
+
+def test_large_tensors_that_begin_unaligned_get_a_launch_of_their_own() -> None:
+    aligned, memory = torch.empty(64), torch.empty(65)
+    small = torch.empty(9)[1:]
+    plan = tables.plan([[aligned, memory[1:], small]], 16)
+    assert [(launch.aligned, launch.programs) for launch in plan.launches] == [(True, 5), (False, 4)]

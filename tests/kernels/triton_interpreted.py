@@ -1,0 +1,277 @@
+"""The CUDA kernels in Triton's interpreter, on CPU tensors: run by test_triton.py in a process of its own.
+
+Whether Triton interprets or compiles is settled when it is imported, for the whole process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.kernels import updates
+from halfstep.kernels.triton import norms as norm_launchers
+from halfstep.kernels.triton import tables, words
+from halfstep.kernels.triton import updates as launchers
+from tests.kernels.triton_cases import (
+    BF16,
+    COMBINATIONS,
+    FORMS,
+    FP16,
+    FP32,
+    OPTIONS,
+    Options,
+    assert_same,
+    case,
+    check,
+    expect,
+    run,
+)
+
+OPERATORS: dict[str, Callable[..., None]] = {"adam": launchers.adam_, "sgd": launchers.sgd_, "lion": launchers.lion_}
+ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION = OPTIONS
+
+
+# The interpreter is numpy, which warns where a GPU computes inf or nan; and Triton's older ones use numpy as it was.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+
+
+def name(value: object) -> str:
+    return value.method if isinstance(value, Options) else str(value).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------ updates
+
+
+@pytest.mark.parametrize(("form", "low", "gradient", "state"), COMBINATIONS, ids=name)
+def test_adam_is_the_reference_bit_for_bit(
+    form: str, low: torch.dtype, gradient: torch.dtype, state: torch.dtype
+) -> None:
+    check(launchers.adam_, "adam", case("adam", form, low, gradient, state), ADAMW.numbers, "cpu")
+
+
+@pytest.mark.parametrize("options", [NESTEROV, LION], ids=name)
+@pytest.mark.parametrize(("form", "low", "gradient", "state"), COMBINATIONS[::5], ids=name)
+def test_an_update_is_the_reference_bit_for_bit(
+    options: Options, form: str, low: torch.dtype, gradient: torch.dtype, state: torch.dtype
+) -> None:
+    given = case(options.method, form, low, gradient, state)
+    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+
+
+@pytest.mark.parametrize("options", [ADAM, SGD, PLAIN_SGD], ids=name)
+@pytest.mark.parametrize(("form", "low"), FORMS[4:6], ids=name)
+def test_options_are_the_reference_s(options: Options, form: str, low: torch.dtype) -> None:
+    momentum = options is not PLAIN_SGD
+    given = case(options.method, form, low, BF16, FP32, momentum=momentum)
+    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+
+
+def test_many_steps_are_the_reference_s() -> None:
+    found = case("adam", "stochastic", BF16, BF16, BF16, (33,))
+    expected = found.to("cpu")
+    for _ in range(8):
+        run(launchers.adam_, found, ADAMW.numbers)
+        expect("adam", expected, ADAMW.numbers)
+        for some in (found, expected):
+            some.draws[1] += 1
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [ADAMW, SGD, LION], ids=name)
+def test_the_learning_rate_may_be_a_tensor(options: Options, dtype: torch.dtype) -> None:
+    given = case(options.method, "split", BF16, BF16, FP32)
+    given.rate = torch.tensor(3e-3, dtype=dtype)
+    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+
+
+@pytest.mark.parametrize("options", [ADAMW, SGD, LION], ids=name)
+def test_a_bad_step_writes_nothing(options: Options) -> None:
+    given = case(options.method, "stochastic", BF16, BF16, BF16)
+    given.gradients[0][0] = math.nan
+    given.bad = torch.tensor(True)
+    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+
+
+def test_a_learning_rate_of_zero_is_one() -> None:
+    given = case("sgd", "plain", FP32, FP32, FP32)
+    given.lr = 0.0
+    check(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
+
+
+def test_values_at_the_edges_of_formats_are_the_reference_s() -> None:
+    small, large = [0.0, -0.0, 1e-45, -1e-40, 6e-8], [65504.0, -7e4, 3.4e38, -3.39e38, math.inf, -math.inf, math.nan]
+    edges = torch.tensor(small + large)
+    for form, low in FORMS:
+        given = case("sgd", form, low, FP32, FP32, (len(edges),), momentum=False)
+        given.lists[0][0].copy_(edges)
+        given.gradients[0].copy_(edges.roll(1))
+        expected = given.to("cpu")
+        expect("sgd", expected, PLAIN_SGD.numbers)
+        run(launchers.sgd_, given, PLAIN_SGD.numbers)
+        for one, other in zip(given.lists[0] + given.lists[1], expected.lists[0] + expected.lists[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 999, 100_000, 2**24 - 2])
+def test_bias_corrections_are_right_to_an_ulp_after_any_number_of_steps(count: int) -> None:
+    found = case("adam", "plain", FP32, FP32, FP32, (5,))
+    found.lists[-1] = [torch.tensor(float(count - 1))]
+    expected = found.to("cpu")
+    run(launchers.adam_, found, ADAM.numbers)
+    expect("adam", expected, ADAM.numbers)
+    torch.testing.assert_close(found.lists[0][0], expected.lists[0][0], rtol=2**-22, atol=0)
+    assert found.lists[-1][0].item() == count
+
+
+# ------------------------------------------------------------------ lists
+
+
+def test_lists_may_mix_formats_sizes_and_alignments() -> None:
+    sizes = (0, 3, 1024, 1, 1500, 0)
+    given = case("adam", "plain", FP32, FP32, FP32, sizes)
+    formats = (FP32, BF16, FP16, BF16, FP32, FP32)
+    given.lists[0] = [w.to(d) for w, d in zip(given.lists[0], formats, strict=True)]
+    given.lists[2] = [m.to(BF16 if n % 2 else FP32) for n, m in enumerate(given.lists[2])]
+    given.gradients = [g.to(formats[-n]) for n, g in enumerate(given.gradients)]
+    shifted = torch.cat((torch.zeros(1), given.lists[0][4]))[1:]
+    assert shifted.data_ptr() % tables.ALIGNMENT
+    expected = given.to("cpu")
+    expect("adam", expected, ADAMW.numbers)
+    given.lists[0][4] = shifted
+    run(launchers.adam_, given, ADAMW.numbers)
+    assert_same(given, expected)
+
+
+def test_a_list_of_empty_tensors_counts_its_steps() -> None:
+    given = case("adam", "plain", BF16, BF16, FP32, (0, 0))
+    run(launchers.adam_, given, ADAMW.numbers)
+    assert [step.item() for step in given.lists[-1]] == [1.0, 4.0]
+    assert norm_launchers.norms(given.gradients).tolist() == [0.0, 0.0]
+
+
+def test_every_parameter_gets_noise_of_its_own() -> None:
+    given = case("sgd", "stochastic", BF16, BF16, BF16, [1 + n % 5 for n in range(40)])
+    check(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
+
+
+def test_programs_loop_over_blocks_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "SMALL", 0)
+    given = case("lion", "kahan", BF16, BF16, BF16, (8 * launchers.BLOCK + 5, 3, 2 * launchers.BLOCK))
+    check(launchers.lion_, "lion", given, LION.numbers, "cpu")
+    torch.testing.assert_close(norm_launchers.norms(given.gradients), exact_norms(given.gradients))
+
+
+def test_memory_is_walked_whatever_the_strides() -> None:
+    given = case("sgd", "copy", BF16, BF16, FP32, (2 * 3 * 4 * 5,))
+    expected = given.to("cpu")
+    expect("sgd", expected, SGD.numbers)
+    shape, last = (2, 3, 4, 5), torch.channels_last
+
+    def laid(tensor: Tensor) -> Tensor:
+        return torch.empty(shape, dtype=tensor.dtype).to(memory_format=last).permute(0, 2, 3, 1).copy_(
+            tensor.view(2, 4, 5, 3)
+        ).permute(0, 3, 1, 2)  # fmt: skip
+
+    given.lists = [[laid(t) for t in tensors] for tensors in given.lists]
+    given.gradients = [laid(t) for t in given.gradients]
+    assert given.gradients[0].is_contiguous(memory_format=last)
+    run(launchers.sgd_, given, SGD.numbers)
+    given.lists = [[t.permute(0, 2, 3, 1).flatten() for t in tensors] for tensors in given.lists]
+    assert_same(given, expected)
+
+
+# ------------------------------------------------------------------ norms
+
+
+def exact_norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([t.double().norm().float() for t in tensors])
+
+
+def ulps(found: Tensor, expected: Tensor) -> int:
+    return int((found.view(torch.int32) - expected.view(torch.int32)).abs().max())
+
+
+def test_norms_are_right_to_two_ulps_in_every_format() -> None:
+    sizes = (1, 7, 2048, 5000, 0, 2047)
+    tensors = [torch.randn(size).to(dtype) for dtype in (FP32, BF16, FP16) for size in sizes]
+    assert ulps(norm_launchers.norms(tensors), exact_norms(tensors)) <= 2
+
+
+def test_norms_are_the_same_bits_every_time() -> None:
+    tensors = [torch.randn(5000) for _ in range(3)]
+    first = norm_launchers.norms(tensors)
+    assert torch.equal(first, norm_launchers.norms(tensors))
+    assert torch.equal(first, norm_launchers.norms([t.clone() for t in tensors]))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_a_number_that_is_not_finite_shows_in_its_own_norm(value: float, dtype: torch.dtype) -> None:
+    tensors = [torch.ones(3000, dtype=dtype) for _ in range(3)]
+    tensors[1][2999] = value
+    finite = norm_launchers.norms(tensors).isfinite().tolist()
+    assert finite == [True, False, True]
+
+
+@pytest.mark.parametrize("divisor", [None, 1.0, 65536.0])
+@pytest.mark.parametrize("clip_norm", [None, 1.0, 1e9])
+@pytest.mark.parametrize("count", [1, 3, 1500])
+def test_the_verdict_is_the_reference_s_to_an_ulp_of_its_norm(
+    divisor: float | None, clip_norm: float | None, count: int
+) -> None:
+    norms = torch.rand(count) * 1000
+    unscale = None if divisor is None else torch.tensor(divisor)
+    norm, bad, factor = norm_launchers.judge(norms, unscale, clip_norm)
+    expected = updates.judge(norms, unscale, clip_norm)
+    assert ulps(norm, expected[0]) <= 1
+    assert not bad
+    torch.testing.assert_close(factor, expected[2], rtol=2**-22, atol=0)
+    if clip_norm != 1.0:
+        assert torch.equal(factor, expected[2])
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_verdict_on_what_is_not_finite_is_bad(value: float) -> None:
+    norm, bad, _ = norm_launchers.judge(torch.tensor([1.0, value]), torch.tensor(2.0), 1.0)
+    assert bad and not norm.isfinite()
+
+
+# ------------------------------------------------------------------ noise
+
+
+@triton.jit
+def noise_kernel(draws, out, number, STREAM: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    lanes = tl.arange(0, COUNT).to(tl.int64)
+    positions = words.mix((lanes + 4_294_967_290).to(tl.uint32))
+    found = words.noise(words.key(draws), number.to(tl.int64), STREAM, positions)
+    tl.store(out + lanes, found.to(tl.int32))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 12345])
+def test_noise_is_the_reference_s_beyond_32_bits_of_position_too(seed: int) -> None:
+    draws = torch.tensor([seed, 7])
+    out = torch.empty(16, dtype=torch.int32)
+    for stream in range(3):
+        noise_kernel[(1,)](draws, out, 9, STREAM=stream, COUNT=16)
+        expected = updates.noise(draws, 9, stream, 10)  # positions are counted modulo 2**32
+        assert out[6:].tolist() == expected.tolist()
+
+
+def test_other_noise_would_be_noticed() -> None:
+    given = case("sgd", "stochastic", BF16, FP32, FP32, (64,))
+    other = given.to("cpu")
+    other.draws[1] += 1
+    run(launchers.sgd_, given, SGD.numbers)
+    run(launchers.sgd_, other, SGD.numbers)
+    with pytest.raises(AssertionError, match=r"weights\[0\]"):
+        assert_same(given, other)
