@@ -10,7 +10,7 @@ or does not), by which time the device has long produced it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.cast.recipe import opened
+from halfstep.cast.recipe import opened, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult
@@ -30,6 +30,7 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step import tail
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.checkpoint import load_step, refuse_window, save_step
+from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable, uses_graphs
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
@@ -38,6 +39,7 @@ __all__ = ["TrainStep"]
 
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
+KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile")  # arguments that a copy is made with
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
@@ -58,6 +60,7 @@ class TrainStep:
         accumulate: micro-batches per update; gradients are their mean.
         scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
         scheduler: a learning-rate scheduler to advance after each update that was applied.
+        compile: whether `loss_fn` and its backward pass go through torch.compile; or a dict of torch.compile's arguments.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -76,9 +79,18 @@ class TrainStep:
         accumulate: int = 1,
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
+        options = compile_options(compile)
+        if options is not None and accumulate > 1 and uses_graphs(options):
+            raise StepError(
+                f"compile={compile!r} with accumulate={accumulate}: torch's own CUDA graphs overwrite the gradients of "
+                "one micro-batch with those of the next; use mode='max-autotune-no-cudagraphs', or cuda_graph=True"
+            )
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
+        if options is not None:
+            refuse_untraceable(wanted)
         _, _, own_scaler = prepare(model, optimizer, policy=wanted)
         binding = binding_of(unwrap(model))
         assert binding is not None
@@ -92,10 +104,15 @@ class TrainStep:
         self.scheduler = scheduler
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.host_reads = 0
+        self.compile = compile
         self._binding = binding
+        self._run: LossFn = loss_fn
+        if options is not None:
+            self._run = CompiledLoss(loss_fn, options)
         self._store = store_of(model)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))
+        self._visit = self._statistics.visit
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
         self._scale = torch.ones(())
@@ -158,9 +175,9 @@ class TrainStep:
     def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
         recipe, visit = self._binding.recipe, STATE.visit
         with opened(recipe, depth=2):
-            STATE.bound, STATE.visit = recipe, self._statistics.visit
+            STATE.bound, STATE.visit = recipe, self._visit
             try:
-                returned = self.loss_fn(self.model, *batch, **named)
+                returned = self._run(self.model, *batch, **named)
             except RuntimeError as error:
                 if (better := explained(error, (batch, named))) is None:
                     raise
@@ -326,7 +343,7 @@ class TrainStep:
         """
         self._settle()
         refuse_window(self, "a copy")
-        named = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")}
+        named = {name: getattr(self, name) for name in KEPT}
         named["policy"] = prepared_policy(self.model)
         weights = {} if self._store is None else self._store.state()
         return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step, weights)
@@ -339,6 +356,12 @@ class TrainStep:
         """
         self._pending = None
         load_step(self, state)
+
+
+# A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.
+run_eagerly(TrainStep.__call__)
+vars(TrainStep)["__call__"]._torchdynamo_disable = True
+vars(TrainStep)["__call__"]._torchdynamo_disable_msg = "a TrainStep compiles itself: hs.TrainStep(..., compile=True)"
 
 
 def _rebuild(

@@ -1,0 +1,107 @@
+"""compile=: `loss_fn` through torch.compile, forward and backward, in the region of the training step.
+
+Note [compiled region]: the region is opened outside the compiled function, and Dynamo traces `loss_fn` under the
+torch.autocast state and the function mode that it finds there, and guards on both. So a graph break of the user's own
+is harmless: what lies between two graphs runs in the same region. (A region opened inside would be left in the middle
+of a `with`, which Dynamo cannot resume under a function mode.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.cast.recipe import DTYPES
+from halfstep.errors import StepError, did_you_mean
+from halfstep.policy.policy import Policy
+from halfstep.trees import map_tensors
+
+__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable", "uses_graphs"]
+
+LOG = logging.getLogger("halfstep.step")
+OPTIONS = frozenset({"backend", "dynamic", "fullgraph", "mode", "options"})
+GRAPH_MODES = frozenset({"reduce-overhead", "max-autotune"})  # inductor puts what it compiles into CUDA graphs
+
+
+def compile_options(compile: object) -> dict[str, Any] | None:
+    """Return the arguments for torch.compile that `compile` asks for; None: do not compile.
+
+    Raises:
+        StepError: it is neither a bool nor a mapping of torch.compile's own arguments.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return {}
+    if not isinstance(compile, Mapping):
+        raise StepError(f"compile must be True, False or a dict of arguments for torch.compile and is {compile!r}")
+    for name in compile:
+        if name not in OPTIONS:
+            near = did_you_mean(str(name), OPTIONS)
+            raise StepError(f"compile={{{name!r}: ...}}: torch.compile takes {', '.join(sorted(OPTIONS))}{near}")
+    return dict(compile)
+
+
+def uses_graphs(options: Mapping[str, Any]) -> bool:
+    """Return whether torch.compile with `options` makes CUDA graphs of its own, whose results the next run overwrites."""
+    return options.get("mode") in GRAPH_MODES or bool((options.get("options") or {}).get("triton.cudagraphs"))
+
+
+class CompiledLoss:
+    """A loss function compiled by torch.compile, to be called in an open region.
+
+    Each has a code object of its own, by which Dynamo counts recompilations: training steps with one loss function do
+    not use up each other's.
+
+    Attributes:
+        breaks: why Dynamo broke the graph while it compiled `loss_fn`, each reason once; () if it is one graph.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        def run(model: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return loss_fn(model, *batch, **named)
+
+        run.__code__ = run.__code__.replace()
+        self._run = torch.compile(run, **options)
+        self._overwritten = uses_graphs(options)
+        self.breaks: tuple[str, ...] = ()
+
+    def __call__(self, model: Any, *batch: Any, **named: Any) -> Any:
+        """Return what the loss function returns."""
+        from torch._dynamo.utils import counters  # torch.compile has imported it
+
+        if self._overwritten:
+            torch.compiler.cudagraph_mark_step_begin()
+        frames, before = counters["frames"]["total"], dict(counters["graph_break"])
+        returned = self._run(model, batch, named)
+        if counters["frames"]["total"] != frames:  # something was compiled
+            self._note([reason for reason, n in counters["graph_break"].items() if n > before.get(reason, 0)])
+        return map_tensors(returned, Tensor.clone) if self._overwritten else returned
+
+    def _note(self, reasons: list[str]) -> None:
+        """Remember, and log once, why a graph was broken."""
+        new = [reason for reason in reasons if reason not in self.breaks]
+        self.breaks += tuple(new)
+        for reason in new:
+            LOG.warning(
+                "TrainStep(compile=...): loss_fn is not one graph, and what lies between its graphs runs eagerly; "
+                "compile={'fullgraph': True} makes this an error. Dynamo says: %s",
+                reason.strip().partition("\n")[0],
+            )
+
+
+def refuse_untraceable(policy: Policy) -> None:
+    """Refuse to compile under a policy whose operators no compiler can trace.
+
+    Raises:
+        StepError: the policy simulates a format.
+    """
+    if policy.dtype not in {"auto", *DTYPES}:
+        raise StepError(
+            f"compile: format {policy.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave compile "
+            "out, or choose a format that torch has"
+        )
