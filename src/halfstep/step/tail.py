@@ -18,7 +18,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from halfstep.kernels.pick import norms_for, total_norm
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
-__all__ = ["Verdict", "apply", "stored", "clip_divisor", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
+__all__ = [
+    "Verdict",
+    "apply",
+    "can_fuse",
+    "stored",
+    "clip_divisor",
+    "clip_values_",
+    "judge",
+    "prefer_fused",
+    "takes_predicate",
+]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
@@ -79,9 +89,7 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
     Only before the first step: the forms keep their step counters on different devices.
     """
-    if type(optimizer) not in FUSED or _stepped(optimizer):
-        return
-    if not all(_free(group) for group in optimizer.param_groups):
+    if not can_fuse(optimizer):
         return
     if not parameters or not all(
         p.dtype is torch.float32 and p.device.type in {"cpu", "cuda"} and type(p.data) is Tensor for p in parameters
@@ -91,6 +99,13 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
         group["fused"], group["foreach"] = True, False
     vars(optimizer)["_step_supports_amp_scaling"] = True  # torch's marker, set by its __init__
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
+
+
+def can_fuse(optimizer: Optimizer) -> bool:
+    """Return whether nothing about `optimizer` itself speaks against torch's fused form."""
+    return (
+        type(optimizer) in FUSED and not _stepped(optimizer) and all(_free(group) for group in optimizer.param_groups)
+    )
 
 
 def _free(group: dict[str, Any]) -> bool:

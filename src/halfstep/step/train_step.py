@@ -31,6 +31,8 @@ from halfstep.step import tail
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.checkpoint import load_step, refuse_window, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable, uses_graphs
+from halfstep.step.culprits import Culprits
+from halfstep.step.graphed import Graphs, refuse_graph
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
@@ -39,7 +41,7 @@ __all__ = ["TrainStep"]
 
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
-KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile")  # arguments that a copy is made with
+KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph")  # of a copy
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
@@ -60,7 +62,8 @@ class TrainStep:
         accumulate: micro-batches per update; gradients are their mean.
         scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
         scheduler: a learning-rate scheduler to advance after each update that was applied.
-        compile: whether `loss_fn` and its backward pass go through torch.compile; or a dict of torch.compile's arguments.
+        compile: whether `loss_fn` and its backward pass go through torch.compile; a dict: with these arguments of it.
+        cuda_graph: whether to capture the whole step, update included, in a CUDA graph for each kind of batch.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -80,6 +83,7 @@ class TrainStep:
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
         compile: bool | Mapping[str, Any] = False,
+        cuda_graph: bool = False,
     ) -> None:
         _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
         options = compile_options(compile)
@@ -88,6 +92,12 @@ class TrainStep:
                 f"compile={compile!r} with accumulate={accumulate}: torch's own CUDA graphs overwrite the gradients of "
                 "one micro-batch with those of the next; use mode='max-autotune-no-cudagraphs', or cuda_graph=True"
             )
+        if options is not None and cuda_graph and uses_graphs(options):
+            raise StepError(
+                f"compile={compile!r} makes CUDA graphs of its own, which cuda_graph=True cannot capture; leave one of "
+                "them out, or use mode='max-autotune-no-cudagraphs'"
+            )
+        graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if options is not None:
             refuse_untraceable(wanted)
@@ -104,7 +114,7 @@ class TrainStep:
         self.scheduler = scheduler
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.host_reads = 0
-        self.compile = compile
+        self.compile, self.cuda_graph = compile, cuda_graph
         self._binding = binding
         self._run: LossFn = loss_fn
         if options is not None:
@@ -124,6 +134,7 @@ class TrainStep:
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
             tail.prefer_fused(optimizer, self._stepped_parameters())
+        self._graphs = None if graph_device is None else Graphs(self, graph_device)
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -136,30 +147,34 @@ class TrainStep:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
         """
         self._settle()
-        if self._window == 0:
-            self._drop_gradients()
-            self._statistics.keep()
         last = self._window + 1 == self.accumulate
         try:
-            with self._gradient_sync(last):
-                loss, aux = self._forward(batch, named)
-                scale = self._backward(loss)
+            result = self._micro(batch, named) if self._graphs is None else self._graphs(batch, named)
         except BaseException:
             self._window = 0  # its gradients are partial, and dropped by the next call
             self._statistics.restore()
             raise
+        if self._metrics is not None:
+            self._metrics.see(result, (batch, named), updated=last)
+        return result
+
+    def _micro(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
+        """Do one micro-batch, and the update if it is due."""
+        if self._window == 0:
+            self._drop_gradients()
+            self._statistics.keep()
+        last = self._window + 1 == self.accumulate
+        with self._gradient_sync(last):
+            loss, aux = self._forward(batch, named)
+            scale = self._backward(loss)
         self._step += 1
         self._window += 1
         if last:
             norm, bad, culprits = self._update(self.accumulate)
-            result = StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
-        else:
-            nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
-            unknown = torch.full((), float("nan"), device=loss.device)
-            result = StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
-        if self._metrics is not None:
-            self._metrics.see(result, (batch, named), updated=last)
-        return result
+            return StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
+        nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
+        unknown = torch.full((), float("nan"), device=loss.device)
+        return StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
 
     def metrics(self, *, every: int = 50) -> Metrics:
         """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
@@ -275,13 +290,15 @@ class TrainStep:
         for parameter in parameters:
             parameter.grad = None
         self._pending = verdict.bad
-        norms, names = verdict.norms, self._names
-
-        def culprits() -> tuple[str, ...]:
-            finite = torch.isfinite(norms).tolist()
-            return tuple(names.get(id(p), "?") for p, ok in zip(parameters, finite, strict=True) if not ok)
-
+        culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
         return verdict.norm, verdict.bad, culprits
+
+    def _abandon_update(self) -> None:
+        """Put the host's side of an update that failed half way in order; nothing on the device was changed."""
+        if self._store is not None:
+            self._store.heal()
+            self._store.drop(self.optimizer)
+        self.scaler.forget()
 
     def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Return the model's parameters that have gradients, and the gradients the optimizer will read."""
@@ -356,6 +373,8 @@ class TrainStep:
         """
         self._pending = None
         load_step(self, state)
+        if self._graphs is not None:
+            self._graphs.reset()
 
 
 # A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.
