@@ -244,10 +244,12 @@ class Graphs:
         """
         step = self._step
         graph.inputs = [
-            torch.empty_like(tensor, device=self._device).requires_grad_(tensor.requires_grad) for tensor in found
+            torch.empty_like(t, device=self._device).copy_(t.detach()).requires_grad_(t.requires_grad) for t in found
         ]
         following = iter(graph.inputs)
         batch, named = map_tensors((batch, named), lambda tensor: next(following))
+        if step._store is not None:
+            generators = [*generators, *step._store.generators()]
         before = (step._step, step._window, step._scale, step._pending, step._statistics.kept, step.host_reads)
         held = [(p, p.grad) for p in self._model.parameters()]
         self._clear_casts()

@@ -42,6 +42,10 @@ class StochasticWeights(CompactWeights):
         states = {str(device): generator.get_state() for device, generator in self._generators.items()}
         return {"seed": self._seed, "generators": states}
 
+    def generators(self) -> Iterable[torch.Generator]:
+        """Return the generators of the devices that have trained."""
+        return self._generators.values()
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on with the bits that come after `state`.
 

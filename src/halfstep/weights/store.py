@@ -116,6 +116,10 @@ class WeightStore(ABC):
         """Return what a resumed run needs besides the model's fp32 state_dict; {} for nothing."""
         return {}
 
+    def generators(self) -> Iterable[torch.Generator]:
+        """Return the random generators that a step draws from."""
+        return ()
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned.
 
