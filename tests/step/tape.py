@@ -1,10 +1,10 @@
-"""A recorder for CPU tensors that keeps the promises of CUDA graphs: what a capture does not do, and what a replay does.
+"""A recorder for CPU tensors that keeps the promises of CUDA graphs: what a capture leaves out, and what a replay does.
 
 While it captures, every operator below autograd is put on a tape, with its tensors. When the capture ends, every tensor
 that was there before is as it was, random generators too. A replay runs the tape: the same operators on the same
 tensors, results written into the tensors that the capture made; no Python of the step runs. Reading a value during a
-capture raises, as CUDA does. So whatever a step bakes into a graph by mistake (a number, an address, a stale copy) shows
-as a difference from eager training.
+capture raises, as CUDA does. So whatever a step bakes into a graph by mistake (a number, an address, a stale copy)
+shows as a difference from eager training.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class TapeRecorder:
         self.warmed += 1
         return function()
 
-    def capture(
-        self, function: Callable[[], T], generators: Sequence[torch.Generator]
-    ) -> tuple[Callable[[], None], T]:
+    def capture(self, function: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Callable[[], None], T]:
         random = [torch.default_generator, *generators]
         states = [generator.get_state() for generator in random]
         tape = _Tape()
@@ -96,7 +94,9 @@ class TapeRecorder:
                 tensor.copy_(value)
             for generator, state in zip(random, states, strict=True):
                 generator.set_state(state)
-        tape.calls = [_pytree.tree_map_only(torch.nn.Parameter, Tensor.detach, call) for call in tape.calls]  # not kept alive
+        tape.calls = [
+            _pytree.tree_map_only(torch.nn.Parameter, Tensor.detach, call) for call in tape.calls
+        ]  # not kept alive
         for tensor in tape.made.values():  # nothing has happened yet, so nothing is in there
             if tensor.is_floating_point():
                 tensor.detach().fill_(float("nan"))
@@ -104,12 +104,16 @@ class TapeRecorder:
 
         def replay() -> None:
             self.replayed += 1
-            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(VERSIONS):
+            with (
+                torch.no_grad(),
+                torch.autocast("cpu", enabled=False),
+                torch._C._AutoDispatchBelowAutograd(),
+                torch._C._ExcludeDispatchKeyGuard(VERSIONS),
+            ):
                 for func, args, kwargs, fresh in tape.calls:
                     again = func(*args, **kwargs)
-                    made = [t for t in _tensors(again)]
                     if fresh:
-                        for static, new in zip(_fresh_of(made, args, kwargs), fresh, strict=True):
+                        for static, new in zip(_fresh_of(_tensors(again), args, kwargs), fresh, strict=True):
                             new.copy_(static)
 
         return replay, result

@@ -47,7 +47,7 @@ def compile_options(compile: object) -> dict[str, Any] | None:
 
 
 def uses_graphs(options: Mapping[str, Any]) -> bool:
-    """Return whether torch.compile with `options` makes CUDA graphs of its own, whose results the next run overwrites."""
+    """Return whether torch.compile with `options` makes CUDA graphs, whose results the next run overwrites."""
     return options.get("mode") in GRAPH_MODES or bool((options.get("options") or {}).get("triton.cudagraphs"))
 
 
@@ -102,6 +102,6 @@ def refuse_untraceable(policy: Policy) -> None:
     """
     if policy.dtype not in {"auto", *DTYPES}:
         raise StepError(
-            f"compile: format {policy.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave compile "
-            "out, or choose a format that torch has"
+            f"compile: format {policy.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave "
+            "compile out, or choose a format that torch has"
         )

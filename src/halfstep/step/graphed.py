@@ -78,7 +78,7 @@ def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.de
     for name, module in inner.named_modules():
         if getattr(module, "sparse", False):
             raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
-    if not (tail.takes_predicate(optimizer) or tail.can_fuse(optimizer)):
+    if not (tail.is_fused(optimizer) or tail.can_fuse(optimizer) or tail.takes_predicate(optimizer)):
         raise StepError(
             f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
             "as it is here does not: use Adam, AdamW, SGD or Adagrad, with fused=True or with no form chosen (foreach, "
@@ -182,8 +182,8 @@ class Graphs:
                 if not self._full:
                     self._full = True
                     warnings.warn(
-                        f"cuda_graph=True: this is the {KINDS + 1}th kind of batch (shapes, formats, values that are no "
-                        f"tensors), and graphs are kept for {KINDS}; the others run eagerly. Pad batches to fewer "
+                        f"cuda_graph=True: this is the {KINDS + 1}th kind of batch (shapes, formats, values that are "
+                        f"no tensors), and graphs are kept for {KINDS}; the others run eagerly. Pad batches to fewer "
                         "shapes, and pass numbers that change as tensors",
                         stacklevel=4,
                     )

@@ -89,6 +89,8 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
     Only before the first step: the forms keep their step counters on different devices.
     """
+    if is_fused(optimizer):
+        vars(optimizer)["_step_supports_amp_scaling"] = True  # a copy or a pickle of one has lost it
     if not can_fuse(optimizer):
         return
     if not parameters or not all(
@@ -99,6 +101,11 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
         group["fused"], group["foreach"] = True, False
     vars(optimizer)["_step_supports_amp_scaling"] = True  # torch's marker, set by its __init__
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` is in torch's fused form, by choice or since `prefer_fused`."""
+    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
