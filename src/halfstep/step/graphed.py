@@ -334,6 +334,7 @@ class Graphs:
         store = self._step._store
         changed = [p for g in self._step.optimizer.param_groups for p in g["params"] if store is None or p not in store]
         torch.autograd.graph.increment_version(changed)
+        torch.clear_autocast_cache()  # torch's own does not look at versions
 
     # ------------------------------------------------------------------ what graphs rest on
 

@@ -287,6 +287,7 @@ class TrainStep:
             self.scaler.record(verdict.bad, optimizer=self.optimizer)
             self.scaler.update()
         self._statistics.put_back(verdict.bad)
+        torch.clear_autocast_cache()  # its low copies of weights, where a region is open around the step, are stale now
         for parameter in parameters:
             parameter.grad = None
         self._pending = verdict.bad
