@@ -43,7 +43,7 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.calls: list[Call] = []
         self.made: dict[int, Tensor] = {}  # storages that the capture made, by address; held, so that none comes twice
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what it has written into, and the value that was there
@@ -56,7 +56,7 @@ class _Tape(TorchDispatchMode):
         for tensor in _written(schema, args, kwargs):
             address = tensor.untyped_storage().data_ptr()
             if address not in self.made and address not in self.before:
-                whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+                whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
                 self.before[address] = (whole, whole.clone())
         result = func(*args, **kwargs)
         known = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}

@@ -19,6 +19,7 @@ from halfstep.errors import RegionError, StepError
 from halfstep.step.compiled import CompiledLoss
 from halfstep.tasks.registry import load_task
 
+MEAN = "norm.running_mean"
 AOT = {"backend": "aot_eager"}  # forward and backward are traced whole, and run by torch's own kernels
 
 
@@ -104,7 +105,8 @@ def test_emulated_fp16_compiles_to_fp32_rounding() -> None:
         torch.testing.assert_close(compiled(*batch(i)).loss, eager(*batch(i)).loss, rtol=1e-5, atol=0)
 
 
-def test_a_module_rule_is_traced_into_the_graph() -> None:
+def test_a_module_rule_is_traced_into_the_graph_and_holds_in_its_backward() -> None:
+    """See note [compiled backward] in `compiled`."""
     policy = hs.Policy.of("mixed", dtype="bf16").with_modules({"last": "fp32"})
     steps = []
     for compile in (False, {**AOT, "fullgraph": True}):
@@ -168,9 +170,9 @@ def test_another_prepared_model_is_looked_after_from_the_first_call_on() -> None
     before = copy.deepcopy(other.state_dict())
     x, y = batch(0)
     assert step(x * float("inf"), y).host().skipped
-    assert torch.equal(other.norm.running_mean, before["norm.running_mean"])
+    assert torch.equal(other.state_dict()[MEAN], before[MEAN])
     assert not step(x, y).host().skipped
-    assert not torch.equal(other.norm.running_mean, before["norm.running_mean"])
+    assert not torch.equal(other.state_dict()[MEAN], before[MEAN])
 
 
 def test_a_copy_a_pickle_and_a_resumed_step_go_on_alike() -> None:
@@ -185,10 +187,10 @@ def test_a_copy_a_pickle_and_a_resumed_step_go_on_alike() -> None:
 
 
 def test_steps_that_share_a_loss_function_do_not_use_up_each_others_recompilations() -> None:
-    limit = torch._dynamo.config.recompile_limit
-    for _ in range(limit + 2):
-        trained(compile={"backend": "eager"})(*batch(0))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == limit + 2
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            trained(compile={"backend": "eager"})(*batch(0))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 def test_an_error_in_the_loss_is_the_one_of_eager() -> None:
@@ -202,10 +204,11 @@ def test_an_error_in_the_loss_is_the_one_of_eager() -> None:
 # ------------------------------------------------------------------ what is not one graph
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, between graphs
 def test_a_graph_break_of_the_users_own_works_in_the_same_region_and_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def branching(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def branching(model: Net, x: Tensor, y: Tensor) -> Tensor:
         h = model.first(x)
         if float(h.detach().sum()) > 1e9:
             h = h * 2
@@ -218,7 +221,7 @@ def test_a_graph_break_of_the_users_own_works_in_the_same_region_and_is_told_onc
     assert equal(eager, compiled)
     (record,) = [r for r in caplog.records if r.name == "halfstep.step" and "item()" in r.getMessage()]
     assert "loss_fn is not one graph" in record.getMessage()
-    with pytest.raises(Exception, match="item"):
+    with pytest.raises(Exception, match="item|data-dependent"):
         trained(loss=branching, compile={**AOT, "fullgraph": True})(*batch(0))
 
 
@@ -233,7 +236,7 @@ def test_a_step_called_in_a_compiled_function_runs_as_it_does_outside() -> None:
         for i in range(2):
             assert torch.equal(compiled(*batch(i)), plain(*batch(i)).loss * 2)
     with pytest.raises(Exception, match=r"a TrainStep compiles itself: hs.TrainStep\(..., compile=True\)"):
-        torch.compile(call, backend="eager", fullgraph=True)(*batch(0))
+        torch.compile(lambda x, y: step(x, y).loss, backend="eager", fullgraph=True)(*batch(0))
 
 
 @pytest.mark.parametrize(
