@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
 import halfstep as hs
@@ -21,6 +22,9 @@ from halfstep.tasks.registry import load_task
 
 MEAN = "norm.running_mean"
 AOT = {"backend": "aot_eager"}  # forward and backward are traced whole, and run by torch's own kernels
+
+BETWEEN_GRAPHS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""Dynamo looks at `.grad` of what one graph hands to the next, and hides torch's warning only where it is no error."""
 
 
 @pytest.fixture(autouse=True)
@@ -201,10 +205,32 @@ def test_an_error_in_the_loss_is_the_one_of_eager() -> None:
     step(x, y)
 
 
+@pytest.mark.dist
+@BETWEEN_GRAPHS
+def test_under_ddp_the_model_is_compiled_and_the_reduction_runs_between_its_graphs() -> None:
+    """Torch does not trace DistributedDataParallel itself; one rank is enough to see that."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        steps = []
+        for compile in (False, AOT):
+            torch.manual_seed(0)
+            model = Net()
+            policy = hs.Policy.of("O2", dtype="bf16")
+            _, optimizer, scaler = hs.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), policy=policy)
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            steps.append(hs.TrainStep(wrapped, optimizer, loss_fn, scaler=scaler, accumulate=2, compile=compile))
+        for i in range(4):
+            assert torch.equal(steps[0](*batch(i)).loss, steps[1](*batch(i)).loss)
+        assert equal(*steps) and breaks(steps[1]) != ()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # ------------------------------------------------------------------ what is not one graph
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, between graphs
+@BETWEEN_GRAPHS
 def test_a_graph_break_of_the_users_own_works_in_the_same_region_and_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step import graphed, recorder
+from halfstep.step import capturable, recorder
+from halfstep.step.baked import Rates
 from halfstep.step.graphed import KINDS, RESETS, WARM_UPS, Graphs
 from halfstep.weights import store
 from tests.step.tape import TapeRecorder
@@ -27,7 +28,7 @@ from tests.step.tape import TapeRecorder
 def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
     monkeypatch.setattr(store, "_skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
-    monkeypatch.setattr(graphed, "OURS", (*graphed.OURS, str(Path(__file__).with_name("tape.py"))))
+    monkeypatch.setattr(capturable, "OURS", (*capturable.OURS, str(Path(__file__).with_name("tape.py"))))
     yield
 
 
@@ -147,10 +148,12 @@ def test_every_call_is_one_step_on_its_own_batch() -> None:
 def test_the_tape_notices_what_is_baked_in(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, graph = pair(dtype="bf16")
     if fault == "rates":
-        monkeypatch.setattr(Graphs, "_rates_as_tensors", lambda self, updates: nullcontext())
-        monkeypatch.setattr(Graphs, "_fill_rates", lambda self: None)
+        monkeypatch.setattr(Rates, "as_tensors", lambda self, optimizer: nullcontext())
+        monkeypatch.setattr(Rates, "fill", lambda self, optimizer: None)
     if fault == "batch":
-        monkeypatch.setattr(Graphs, "_bring", lambda self, graph, found, updates: self._fill_rates())
+        monkeypatch.setattr(
+            Graphs, "_bring", lambda self, graph, found, updates: self._rates.fill(self._step.optimizer)
+        )
     if fault == "casts":
         monkeypatch.setattr(Graphs, "_clear_casts", staticmethod(lambda: None))
         monkeypatch.setattr(Graphs, "_mark_written", lambda self: None)
@@ -453,5 +456,5 @@ def test_a_place_is_the_users_innermost_line() -> None:
     try:
         torch.ones(2).reshape(3)
     except RuntimeError as error:
-        assert "test_graphed.py" in graphed._place(error) and "reshape(3)" in graphed._place(error)
-    assert graphed._place(RuntimeError("none")) == ""
+        assert "test_graphed.py" in capturable.place_of(error) and "reshape(3)" in capturable.place_of(error)
+    assert capturable.place_of(RuntimeError("none")) == ""

@@ -7,7 +7,7 @@ of a `with`, which Dynamo cannot resume under a function mode.)
 
 Note [compiled backward]: by default torch traces a backward pass under the autocast state that it finds around the
 compiled function, and a product that ran in fp32 inside, by a module rule or the user's own autocast(enabled=False),
-gets low gradients (2e-3 off, relative, where eager gives fp32). Outside a compiler a backward pass runs in no region, so
+gets low gradients (2e-3 off, relative). Outside a compiler a backward pass runs in no region, so
 that is switched off while anything may be compiled.
 """
 

@@ -18,13 +18,11 @@ is then pinned: copied into tensors that stay, so that any first graph can go be
 
 from __future__ import annotations
 
-import linecache
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,58 +31,22 @@ from torch import Tensor, nn
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult
-from halfstep.step import tail
+from halfstep.step.baked import Rates, facts_of
+from halfstep.step.capturable import REMEDY, kind_of, place_of
 from halfstep.step.culprits import Culprits
 from halfstep.step.prepare import unwrap
 from halfstep.step.recorder import Recorder, recorder_for
-from halfstep.trees import map_tensors, opened
+from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["Graphs", "refuse_graph"]
+__all__ = ["Graphs"]
 
 LOG = logging.getLogger("halfstep.step")
 WARM_UPS = 3  # what torch's notes on CUDA graphs take: libraries choose kernels and make workspaces in the first calls
 KINDS = 8  # of batches that get graphs; each keeps its memory
 RESETS = 3  # before it is said aloud that graphs are made again and again
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-REMEDY = "leave cuda_graph out"
-
-
-def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Refuse what cannot be captured, before anything is changed; return the model's device.
-
-    Raises:
-        StepError: the model is wrapped, sharded, on several devices or on one without graphs, has sparse gradients, or
-            the optimizer needs the host to skip a step.
-    """
-    wrapper = type(model).__name__
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise StepError(
-            f"cuda_graph=True captures one process on one device, and the model is in {wrapper}, which reduces "
-            f"gradients over several; {REMEDY}"
-        )
-    inner = unwrap(model)
-    for name, parameter in inner.named_parameters():
-        if hasattr(parameter, "full_tensor"):
-            raise StepError(f"cuda_graph=True and parameter {name} is sharded (DTensor); {REMEDY}")
-    devices = sorted({str(p.device) for p in inner.parameters()})
-    if len(devices) != 1 or recorder_for(torch.device(devices[0])) is None:
-        raise StepError(
-            f"cuda_graph=True needs a model on one CUDA device and this one is on {', '.join(devices) or 'none'}; "
-            f"move it with model.to('cuda') before the optimizer is made, or {REMEDY}"
-        )
-    for name, module in inner.named_modules():
-        if getattr(module, "sparse", False):
-            raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
-    if not (tail.is_fused(optimizer) or tail.can_fuse(optimizer) or tail.takes_predicate(optimizer)):
-        raise StepError(
-            f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
-            "as it is here does not: use Adam, AdamW, SGD or Adagrad, with fused=True or with no form chosen (foreach, "
-            f"capturable, differentiable) and without dampening, or {REMEDY}"
-        )
-    return torch.device(devices[0])
 
 
 @dataclass(slots=True)
@@ -137,7 +99,7 @@ class Graphs:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._scale: Tensor | None = None
         self._kept: dict[Hashable, Tensor] = {}
-        self._rates: list[tuple[float, Tensor] | None] = []
+        self._rates = Rates(self._device)
         self._full = False
 
     # ------------------------------------------------------------------ one micro-batch
@@ -147,7 +109,7 @@ class Graphs:
         step = self._step
         found: list[Tensor] = []
         generators: list[torch.Generator] = []
-        kind = (_signature((batch, named), found, generators), self._modes())
+        kind = (kind_of((batch, named), found, generators), self._modes())
         self._check_facts()
         graph = self._graph_of(kind)
         if graph is None or graph.calls < WARM_UPS:
@@ -254,7 +216,7 @@ class Graphs:
         held = [(p, p.grad) for p in self._model.parameters()]
         self._clear_casts()
         try:
-            with self._rates_as_tensors(updates=updates):
+            with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
                 graph.replay, (outputs, numbers, flags) = self._recorder.capture(
                     lambda: _packed(self._pinned_step(batch, named), updates=updates), generators
                 )
@@ -266,7 +228,7 @@ class Graphs:
             if not isinstance(error, Exception) or isinstance(error, StepError):
                 raise
             raise StepError(
-                f"cuda_graph=True: the step cannot be captured{_place(error)}. A graph allows nothing that the host "
+                f"cuda_graph=True: the step cannot be captured{place_of(error)}. A graph allows nothing that the host "
                 "must wait for or decide from values: no .item(), bool(tensor), print(tensor), nonzero, masks that "
                 f"change a shape, copies to the CPU. Keep it on the device (torch.where), or {REMEDY}. Nothing was "
                 f"trained on this batch. torch says: {type(error).__name__}: {str(error).strip()}"
@@ -291,7 +253,7 @@ class Graphs:
             for static, tensor in zip(graph.inputs, found, strict=True):
                 static.copy_(tensor, non_blocking=True)
         if updates:
-            self._fill_rates()
+            self._rates.fill(self._step.optimizer)
 
     def _done(self, graph: _Graph, *, updates: bool) -> StepResult:
         """Do on the host what a replay does not, and return copies of its results."""
@@ -341,22 +303,7 @@ class Graphs:
     def _check_facts(self) -> None:
         """Drop all graphs if anything they rest on has changed; note [what is baked in]."""
         step = self._step
-        groups = tuple(
-            [
-                tuple([(k, id(v) if isinstance(v, Tensor) else v) for k, v in g.items() if k not in {"params", "lr"}])
-                for g in step.optimizer.param_groups
-            ]
-        )
-        places = tuple([t.data_ptr() for t in (*self._model.parameters(), *self._model.buffers())])
-        tensors = tuple([id(g["lr"]) if _on_device(g["lr"]) else None for g in step.optimizer.param_groups])
-        numbers = (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule, id(step.scaler))
-        facts = {
-            "a hyperparameter in param_groups": groups,
-            "a learning rate that is a tensor": tensors,
-            "the place of a parameter or buffer": places,
-            "clipping or the scaler": numbers,
-            "the optimizer's state": _Same(step.optimizer.state),
-        }
+        facts = facts_of(step)
         if self._facts is not None and facts != self._facts:
             changed = [name for name, value in facts.items() if self._facts[name] != value]
             if any(graph.replay is not None for graph in self._graphs.values()):
@@ -378,87 +325,6 @@ class Graphs:
                 stacklevel=5,
             )
 
-    @contextmanager
-    def _rates_as_tensors(self, *, updates: bool) -> Iterator[None]:
-        """Let the optimizer find learning rates as tensors on the device, and itself marked capturable."""
-        groups = self._step.optimizer.param_groups
-        if not updates:
-            yield
-            return
-        if not self._rates:
-            self._rates = [
-                None
-                if _on_device(group["lr"])
-                else (float("nan"), torch.zeros((), dtype=torch.float32, device=self._device))
-                for group in groups
-            ]
-        before = [(group["lr"], group.get("capturable")) for group in groups]
-        for group, rate in zip(groups, self._rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate[1]
-            if "capturable" in group:
-                group["capturable"] = True
-        try:
-            yield
-        finally:
-            for group, (rate_before, capturable) in zip(groups, before, strict=True):
-                group["lr"] = rate_before
-                if "capturable" in group:
-                    group["capturable"] = capturable
-
-    def _fill_rates(self) -> None:
-        """Write the learning rates that have changed into the tensors that graphs read."""
-        groups = self._step.optimizer.param_groups
-        for i, (group, rate) in enumerate(zip(groups, self._rates, strict=True)):
-            if rate is not None and (now := float(group["lr"])) != rate[0]:
-                rate[1].fill_(now)
-                self._rates[i] = (now, rate[1])
-
-
-class _Same:
-    """An object that is equal to itself only, and kept alive."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _on_device(rate: object) -> bool:
-    return isinstance(rate, Tensor) and rate.device.type != "cpu"
-
-
-def _signature(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -> Hashable:
-    """Return what distinguishes kinds of batches; put their tensors into `found`.
-
-    Raises:
-        StepError: a tensor with a history, or a value of which nobody can say whether it has changed.
-    """
-    if isinstance(tree, Tensor):
-        if tree.grad_fn is not None:
-            raise StepError(
-                f"cuda_graph=True: a tensor of the batch, shape {tuple(tree.shape)}, was computed with gradients, and "
-                f"its history is outside the graph; pass it detached, compute it in loss_fn, or {REMEDY}"
-            )
-        found.append(tree)
-        return tree.shape, tree.dtype, tree.requires_grad
-    if isinstance(tree, torch.Generator):
-        generators.append(tree)
-    node = opened(tree)
-    if node is not None:
-        return type(tree), tuple([(name, _signature(item, found, generators)) for name, item in node[0]])
-    try:
-        hash(tree)
-    except TypeError:
-        raise StepError(
-            f"cuda_graph=True: the batch holds a {type(tree).__name__}, which cannot be compared from call to call; "
-            f"pass tensors (torch.from_numpy), numbers or text, or {REMEDY}"
-        ) from None
-    return type(tree), tree
-
 
 def _packed(result: StepResult, *, updates: bool) -> tuple[StepResult, Tensor, Tensor]:
     """Bring the small results of a step into two tensors, so that copying them takes two launches."""
@@ -471,14 +337,3 @@ def _packed(result: StepResult, *, updates: bool) -> tuple[StepResult, Tensor, T
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _place(error: BaseException) -> str:
-    """Return " at file:line `text`" for the user's innermost line in the traceback of `error`, or ""."""
-    place, at = "", error.__traceback__
-    while at is not None:
-        name = at.tb_frame.f_code.co_filename
-        if not name.startswith((*OURS, "<")):
-            place = f" at {name}:{at.tb_lineno} `{linecache.getline(name, at.tb_lineno).strip()}`"
-        at = at.tb_next
-    return place

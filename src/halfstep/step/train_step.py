@@ -29,10 +29,11 @@ from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import tail
 from halfstep.step.bind import binding_of, explained
+from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_step, refuse_window, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable, uses_graphs
 from halfstep.step.culprits import Culprits
-from halfstep.step.graphed import Graphs, refuse_graph
+from halfstep.step.graphed import Graphs
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
