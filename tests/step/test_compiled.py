@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 from collections.abc import Iterator
@@ -195,6 +196,27 @@ def test_steps_that_share_a_loss_function_do_not_use_up_each_others_recompilatio
         for _ in range(4):
             trained(compile={"backend": "eager"})(*batch(0))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_a_loss_may_be_any_callable_and_keeps_its_defaults() -> None:
+    class Loss:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def __call__(self, model: nn.Module, x: Tensor, y: Tensor, *, shift: float = 1.0) -> Tensor:
+            return F.cross_entropy(model(x), y) * self.factor + shift
+
+        def method(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return self(model, x, y, shift=0.0)
+
+    factor = 2.0
+
+    def closure(model: nn.Module, x: Tensor, y: Tensor, shift: float = 1.0, *, more: float = 0.5) -> Tensor:
+        return F.cross_entropy(model(x), y) * factor + shift + more
+
+    for loss in (Loss(2.0), Loss(2.0).method, functools.partial(closure, shift=3.0), closure):
+        eager, compiled = trained(loss=loss), trained(loss=loss, compile={"backend": "eager", "fullgraph": True})
+        assert torch.equal(eager(*batch(0)).loss, compiled(*batch(0)).loss)
 
 
 def test_an_error_in_the_loss_is_the_one_of_eager() -> None:

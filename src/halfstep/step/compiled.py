@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -56,6 +57,26 @@ def uses_graphs(options: Mapping[str, Any]) -> bool:
     return options.get("mode") in GRAPH_MODES or bool((options.get("options") or {}).get("triton.cudagraphs"))
 
 
+def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `loss_fn` with a code object of its own.
+
+    A plain function is copied, not called by another one: it stays the outermost frame, which Dynamo can resume after a
+    graph break, and whose globals it need not look up by a module's name.
+    """
+    if type(loss_fn) is FunctionType:
+        code, names = loss_fn.__code__.replace(), loss_fn.__globals__
+        twin = FunctionType(code, names, loss_fn.__name__, loss_fn.__defaults__, loss_fn.__closure__)
+        twin.__kwdefaults__ = loss_fn.__kwdefaults__
+        vars(twin).update(vars(loss_fn))
+        return twin
+
+    def run(*args: Any, **named: Any) -> Any:
+        return loss_fn(*args, **named)
+
+    run.__code__ = run.__code__.replace()
+    return run
+
+
 class CompiledLoss:
     """A loss function compiled by torch.compile, to be called in an open region.
 
@@ -67,11 +88,7 @@ class CompiledLoss:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        def run(model: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return loss_fn(model, *batch, **named)
-
-        run.__code__ = run.__code__.replace()
-        self._run = torch.compile(run, **options)
+        self._run = torch.compile(_twin(loss_fn), **options)
         self._overwritten = uses_graphs(options)
         self.breaks: tuple[str, ...] = ()
 
@@ -85,7 +102,7 @@ class CompiledLoss:
         settings: Any = torch._functorch.config
         around, settings.backward_pass_autocast = settings.backward_pass_autocast, "off"  # note [compiled backward]
         try:
-            returned = self._run(model, batch, named)
+            returned = self._run(model, *batch, **named)
         finally:
             settings.backward_pass_autocast = around
         if counters["frames"]["total"] != frames:  # something was compiled
