@@ -313,3 +313,4 @@ def test_a_compiled_model_trains_as_the_eager_one(backend: str) -> None:
         assert learned(one, 0.1)
         assert one["first"] == pytest.approx(one["first_eager"], rel=0.01)
         assert one["last"] == pytest.approx(one["last_eager"], rel=0.05)
+        assert one["last_by_hand"] == pytest.approx(one["last_eager"], rel=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -579,3 +580,17 @@ def test_a_bad_step_leaves_no_trace_in_another_model_it_calls(when: int) -> None
     step.scaler.update(new_scale=1024.0)
     assert step(torch.randn(4, 2)).host().updated
     assert not same(before, norm.state_dict())
+
+
+@pytest.mark.parametrize("region", [torch.autocast("cpu", dtype=BF16), hs.autocast(policy="mixed", dtype=BF16)])
+def test_a_region_around_the_step_does_not_keep_it_on_old_weights(region: Any) -> None:
+    """The cache of torch.autocast, of low weights, lives as long as the outermost region and notices no update."""
+    told = []
+    for around in (nullcontext(), region):
+        model = net()
+        policy = hs.Policy.of("mixed", dtype="bf16")
+        step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.5), loss_fn, policy=policy)
+        with around:
+            told.append([float(step(*batch(i)).loss) for i in range(3)])
+            told[-1].append(float(loss_fn(model, *batch(0)).detach()))
+    assert told[0][:3] == told[1][:3] and told[0][3] == pytest.approx(told[1][3], rel=1e-2)

@@ -309,6 +309,10 @@ class GradScaler(HeldScale):
             advance_(self._rule, state, found)
             self._heed_alarm(state, turns)
 
+    def forget(self) -> None:
+        """Forget what has been unscaled, stepped or recorded since the last update: that work was never done."""
+        self._turns = Turns()
+
     # --- the alarm -------------------------------------------------------------------------------------------------
 
     def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -317,6 +321,18 @@ class GradScaler(HeldScale):
             self._names = WeakTensorKeyDictionary()
         for name, parameter in named:
             self._names[parameter] = name
+
+    def heed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the alarm after an update that the device made by itself, as a replayed CUDA graph does.
+
+        Raises:
+            ScaleError: as `update`.
+        """
+        if self._enabled and self._state is not None:
+            turns = Turns()
+            turns.of(optimizer, "heed")
+            turns.record(self._state.scale)  # stands for a verdict that nobody has read
+            self._heed_alarm(self._state, turns)
 
     def _heed_alarm(self, state: ScaleState, turns: Turns) -> None:
         """Warn once, or raise, if the scale could not answer a bad step; waits only where a step already did."""

@@ -13,6 +13,7 @@ base. It stays the outermost: what is bound is the class below it, and torch's i
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -203,9 +204,23 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
 run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, what is below may still be compiled
 
 
+def _visit_traced(address: int) -> None:
+    """Tell the training step, while Dynamo traces its loss, that the model at `address` runs in it.
+
+    Dynamo calls this itself, once for each graph, and guards on the address: an argument has to be a constant.
+    """
+    if STATE.visit is not None:
+        STATE.visit(ctypes.cast(address, ctypes.py_object).value)
+
+
+_visit_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
 def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """`_enter` in the words Dynamo traces."""
     state = STATE
+    if state.visit is not None and binding.root:
+        _visit_traced(id(module))
     outer = state.bound
     args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None or outer is SUSPENDED)
     if outer is binding.recipe or (outer is SUSPENDED and binding.policy.params == "fp32"):

@@ -23,8 +23,13 @@ class Statistics:
     def __init__(self, model: nn.Module) -> None:
         self._models: dict[int, nn.Module] = {}  # held, so that no address comes twice
         self._norms: dict[_NormBase, None] = {}
-        self._kept: list[tuple[list[Tensor], Tensor]] = []  # buffers of one kind, and their values in one tensor
+        self.kept: list[tuple[list[Tensor], Tensor]] = []  # buffers of one kind, and their values in one tensor
         self.visit(model)
+
+    @property
+    def models(self) -> Iterable[nn.Module]:
+        """The models it looks after."""
+        return self._models.values()
 
     def visit(self, model: nn.Module) -> None:
         """Look after the statistics of `model` from now on: the step's own, or another one that its loss calls."""
@@ -34,22 +39,22 @@ class Statistics:
         found = {m: None for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None}
         new = [norm for norm in found if norm not in self._norms]
         self._norms.update(found)
-        self._kept += _values(new)
+        self.kept += _values(new)
 
     def keep(self) -> None:
         """Remember the statistics of the norms that are in training mode."""
-        self._kept = _values(self._norms)
+        self.kept = _values(self._norms)
 
     def put_back(self, bad: Tensor) -> None:
         """Restore what `keep` saw where `bad`, a 0-dim bool, is true; waits for nothing."""
-        for buffers, kept in self._kept:
+        for buffers, kept in self.kept:
             values = torch.where(bad.to(kept.device), kept, _joined(buffers))
             torch._foreach_copy_(buffers, _parted(values, buffers))
-        self._kept = []
+        self.kept = []
 
     def restore(self) -> None:
         """Restore what `keep` saw."""
-        for buffers, kept in self._kept:
+        for buffers, kept in self.kept:
             torch._foreach_copy_(buffers, _parted(kept, buffers))
 
 

@@ -19,7 +19,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from halfstep.kernels.pick import judge_for, norms_for
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
-__all__ = ["Verdict", "apply", "stored", "clip_values_", "judge", "prefer_fused", "takes_predicate"]
+__all__ = [
+    "Verdict",
+    "apply",
+    "can_fuse",
+    "clip_values_",
+    "is_fused",
+    "judge",
+    "prefer_fused",
+    "stored",
+    "takes_predicate",
+]
 
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
 
@@ -78,9 +88,9 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
     Only before the first step: the forms keep their step counters on different devices.
     """
-    if type(optimizer) not in FUSED or _stepped(optimizer):
-        return
-    if not all(_free(group) for group in optimizer.param_groups):
+    if is_fused(optimizer):
+        vars(optimizer)["_step_supports_amp_scaling"] = True  # a copy or a pickle of one has lost it
+    if not can_fuse(optimizer):
         return
     if not parameters or not all(_fits(optimizer, p) for p in parameters):
         return
@@ -104,6 +114,18 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
         return False
     able = {Adam, AdamW, SGD} if device == "cuda" else {Adam, AdamW}
     return parameter.dtype is torch.float32 or (parameter.dtype in LOWS and type(optimizer) in able)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` is in torch's fused form, by choice or since `prefer_fused`."""
+    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def can_fuse(optimizer: Optimizer) -> bool:
+    """Return whether nothing about `optimizer` itself speaks against torch's fused form."""
+    return (
+        type(optimizer) in FUSED and not _stepped(optimizer) and all(_free(group) for group in optimizer.param_groups)
+    )
 
 
 def _free(group: dict[str, Any]) -> bool:

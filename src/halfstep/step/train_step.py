@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.cast.recipe import opened
+from halfstep.cast.recipe import opened, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult
@@ -30,7 +30,11 @@ from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
 from halfstep.step.bind import binding_of, explained
+from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
+from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable, uses_graphs
+from halfstep.step.culprits import Culprits
+from halfstep.step.graphed import Graphs
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
@@ -41,6 +45,7 @@ __all__ = ["TrainStep"]
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
 LOG = logging.getLogger("halfstep")
+KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph")  # of a copy
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
@@ -65,6 +70,8 @@ class TrainStep:
         accumulate: micro-batches per update; gradients are their mean.
         scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
         scheduler: a learning-rate scheduler to advance after each update that was applied.
+        compile: whether `loss_fn` and its backward pass go through torch.compile; a dict: with these arguments of it.
+        cuda_graph: whether to capture the whole step, update included, in a CUDA graph for each kind of batch.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -83,9 +90,25 @@ class TrainStep:
         accumulate: int = 1,
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
+        compile: bool | Mapping[str, Any] = False,
+        cuda_graph: bool = False,
     ) -> None:
         _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
+        options = compile_options(compile)
+        if options is not None and accumulate > 1 and uses_graphs(options):
+            raise StepError(
+                f"compile={compile!r} with accumulate={accumulate}: torch's own CUDA graphs overwrite the gradients of "
+                "one micro-batch with those of the next; use mode='max-autotune-no-cudagraphs', or cuda_graph=True"
+            )
+        if options is not None and cuda_graph and uses_graphs(options):
+            raise StepError(
+                f"compile={compile!r} makes CUDA graphs of its own, which cuda_graph=True cannot capture; leave one of "
+                "them out, or use mode='max-autotune-no-cudagraphs'"
+            )
+        graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
+        if options is not None:
+            refuse_untraceable(wanted)
         # one pass reads and writes both halves of split weights as fast as masters, and they take 2 bytes less
         precise = "split" if clip_value is None and fused.suits(optimizer) else "master"
         _, _, own_scaler = prepare_with(model, optimizer, wanted, precise=precise)
@@ -102,13 +125,18 @@ class TrainStep:
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.host_reads = 0
         self.generic = ""
+        self.compile, self.cuda_graph = compile, cuda_graph
         self._binding = binding
+        self._run: LossFn = loss_fn
+        if options is not None:
+            self._run = CompiledLoss(loss_fn, options)
         self._store = store_of(model)
         if self._store is not None:
             self.policy = self.policy.replace(master=self._store.name)
         self._states = LowStates.of(optimizer)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))
+        self._visit = self._statistics.visit
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0
         self._scale = torch.ones(())
@@ -120,6 +148,7 @@ class TrainStep:
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
             tail.prefer_fused(optimizer, self._stepped_parameters())
+        self._graphs = None if graph_device is None else Graphs(self, graph_device)
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -132,30 +161,34 @@ class TrainStep:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
         """
         self._settle()
-        if self._window == 0:
-            self._drop_gradients()
-            self._statistics.keep()
         last = self._window + 1 == self.accumulate
         try:
-            with self._gradient_sync(last):
-                loss, aux = self._forward(batch, named)
-                scale = self._backward(loss)
+            result = self._micro(batch, named) if self._graphs is None else self._graphs(batch, named)
         except BaseException:
             self._window = 0  # its gradients are partial, and dropped by the next call
             self._statistics.restore()
             raise
+        if self._metrics is not None:
+            self._metrics.see(result, (batch, named), updated=last)
+        return result
+
+    def _micro(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
+        """Do one micro-batch, and the update if it is due."""
+        if self._window == 0:
+            self._drop_gradients()
+            self._statistics.keep()
+        last = self._window + 1 == self.accumulate
+        with self._gradient_sync(last):
+            loss, aux = self._forward(batch, named)
+            scale = self._backward(loss)
         self._step += 1
         self._window += 1
         if last:
             norm, bad, culprits = self._update(self.accumulate)
-            result = StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
-        else:
-            nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
-            unknown = torch.full((), float("nan"), device=loss.device)
-            result = StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
-        if self._metrics is not None:
-            self._metrics.see(result, (batch, named), updated=last)
-        return result
+            return StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
+        nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
+        unknown = torch.full((), float("nan"), device=loss.device)
+        return StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
 
     def metrics(self, *, every: int = 50) -> Metrics:
         """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
@@ -171,9 +204,9 @@ class TrainStep:
     def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
         recipe, visit = self._binding.recipe, STATE.visit
         with opened(recipe, depth=2):
-            STATE.bound, STATE.visit = recipe, self._statistics.visit
+            STATE.bound, STATE.visit = recipe, self._visit
             try:
-                returned = self.loss_fn(self.model, *batch, **named)
+                returned = self._run(self.model, *batch, **named)
             except RuntimeError as error:
                 if (better := explained(error, (batch, named))) is None:
                     raise
@@ -266,15 +299,11 @@ class TrainStep:
             self.scaler.record(verdict.bad, optimizer=self.optimizer)
             self.scaler.update()
         self._statistics.put_back(verdict.bad)
+        torch.clear_autocast_cache()  # its low copies of weights, where a region is open around the step, are stale now
         for parameter in parameters:
             parameter.grad = None
         self._pending = verdict.bad
-        norms, names = verdict.norms, self._names
-
-        def culprits() -> tuple[str, ...]:
-            finite = torch.isfinite(norms).tolist()
-            return tuple(names.get(id(p), "?") for p, ok in zip(parameters, finite, strict=True) if not ok)
-
+        culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
         return verdict.norm, verdict.bad, culprits
 
     def _refused(self, parameters: list[nn.Parameter]) -> bool:
@@ -301,6 +330,13 @@ class TrainStep:
             factor = factor * divisor if factor is not None and divisor is not None else factor
         self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
         return verdict
+
+    def _abandon_update(self) -> None:
+        """Put the host's side of an update that failed half way in order; nothing on the device was changed."""
+        if self._store is not None:
+            self._store.heal()
+            self._store.drop(self.optimizer)
+        self.scaler.forget()
 
     def _with_gradients(self) -> list[nn.Parameter]:
         """Return the optimizer's parameters that have gradients."""
@@ -362,7 +398,7 @@ class TrainStep:
         """
         self._settle()
         refuse_window(self, "a copy")
-        named = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler")}
+        named = {name: getattr(self, name) for name in KEPT}
         named["policy"] = prepared_policy(self.model)
         weights = rounding(self)
         return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step, weights)
@@ -375,6 +411,14 @@ class TrainStep:
         """
         self._pending = None
         load_step(self, state)
+        if self._graphs is not None:
+            self._graphs.reset()
+
+
+# A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.
+run_eagerly(TrainStep.__call__)
+vars(TrainStep)["__call__"]._torchdynamo_disable = True
+vars(TrainStep)["__call__"]._torchdynamo_disable_msg = "a TrainStep compiles itself: hs.TrainStep(..., compile=True)"
 
 
 def _rebuild(

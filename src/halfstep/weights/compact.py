@@ -40,6 +40,14 @@ class CompactWeights(WeightStore):
     def _unpack(self, key: int, low: Tensor) -> Tensor:
         """Return the fp32 value: a new tensor, in the memory layout of `low`: fused optimizers ask for one."""
 
+    def _keep(self, key: int, part: Tensor) -> None:
+        """Keep `part` beside the low weight, in the memory of the one before: a CUDA graph knows it by its address."""
+        known = self._seconds.get(key)
+        if known is None or known.shape != part.shape or known.device != part.device:
+            self._seconds[key] = part
+        else:
+            known.copy_(part)
+
     def value(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a copy of the fp32 value."""
         return nn.Parameter(self.read(parameter), requires_grad=parameter.requires_grad)

@@ -24,7 +24,8 @@ class KahanWeights(CompactWeights):
         low, rest = self._nearest(wide)
         # a rest that was itself rounded up to half an ulp is a tie, which may belong to the other neighbour: settle
         # that here, so that packing the sum again gives the same two numbers
-        low, self._seconds[key] = self._nearest(low.float() + rest.float())
+        low, rest = self._nearest(low.float() + rest.float())
+        self._keep(key, rest)
         return low
 
     def _nearest(self, wide: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,8 @@ class SplitWeights(CompactWeights):
         )
 
     def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
-        low, self._seconds[key] = split_bf16(wide)
+        low, rest = split_bf16(wide)
+        self._keep(key, rest)
         return low
 
     def _unpack(self, key: int, low: Tensor) -> Tensor:

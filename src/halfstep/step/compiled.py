@@ -1,0 +1,134 @@
+"""compile=: `loss_fn` through torch.compile, forward and backward, in the region of the training step.
+
+Note [compiled region]: the region is opened outside the compiled function, and Dynamo traces `loss_fn` under the
+torch.autocast state and the function mode that it finds there, and guards on both. So a graph break of the user's own
+is harmless: what lies between two graphs runs in the same region. (A region opened inside would be left in the middle
+of a `with`, which Dynamo cannot resume under a function mode.)
+
+Note [compiled backward]: by default torch traces a backward pass under the autocast state that it finds around the
+compiled function, and a product that ran in fp32 inside, by a module rule or the user's own autocast(enabled=False),
+gets low gradients (2e-3 off, relative). Outside a compiler a backward pass runs in no region, so
+that is switched off while anything may be compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.cast.recipe import DTYPES
+from halfstep.errors import StepError, did_you_mean
+from halfstep.policy.policy import Policy
+from halfstep.trees import map_tensors
+
+__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable", "uses_graphs"]
+
+LOG = logging.getLogger("halfstep.step")
+OPTIONS = frozenset({"backend", "dynamic", "fullgraph", "mode", "options"})
+GRAPH_MODES = frozenset({"reduce-overhead", "max-autotune"})  # inductor puts what it compiles into CUDA graphs
+
+
+def compile_options(compile: object) -> dict[str, Any] | None:
+    """Return the arguments for torch.compile that `compile` asks for; None: do not compile.
+
+    Raises:
+        StepError: it is neither a bool nor a mapping of torch.compile's own arguments.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return {}
+    if not isinstance(compile, Mapping):
+        raise StepError(f"compile must be True, False or a dict of arguments for torch.compile and is {compile!r}")
+    for name in compile:
+        if name not in OPTIONS:
+            near = did_you_mean(str(name), OPTIONS)
+            raise StepError(f"compile={{{name!r}: ...}}: torch.compile takes {', '.join(sorted(OPTIONS))}{near}")
+    return dict(compile)
+
+
+def uses_graphs(options: Mapping[str, Any]) -> bool:
+    """Return whether torch.compile with `options` makes CUDA graphs, whose results the next run overwrites."""
+    return options.get("mode") in GRAPH_MODES or bool((options.get("options") or {}).get("triton.cudagraphs"))
+
+
+def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `loss_fn` with a code object of its own.
+
+    A plain function is copied, not called by another one: it stays the outermost frame, which Dynamo can resume after a
+    graph break, and whose globals it need not look up by a module's name.
+    """
+    if type(loss_fn) is FunctionType:
+        code, names = loss_fn.__code__.replace(), loss_fn.__globals__
+        twin = FunctionType(code, names, loss_fn.__name__, loss_fn.__defaults__, loss_fn.__closure__)
+        twin.__kwdefaults__ = loss_fn.__kwdefaults__
+        vars(twin).update(vars(loss_fn))
+        return twin
+
+    def run(*args: Any, **named: Any) -> Any:
+        return loss_fn(*args, **named)
+
+    run.__code__ = run.__code__.replace()
+    return run
+
+
+class CompiledLoss:
+    """A loss function compiled by torch.compile, to be called in an open region.
+
+    Each has a code object of its own, by which Dynamo counts recompilations: training steps with one loss function do
+    not use up each other's.
+
+    Attributes:
+        breaks: why Dynamo broke the graph while it compiled `loss_fn`, each reason once; () if it is one graph.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._run = torch.compile(_twin(loss_fn), **options)
+        self._overwritten = uses_graphs(options)
+        self.breaks: tuple[str, ...] = ()
+
+    def __call__(self, model: Any, *batch: Any, **named: Any) -> Any:
+        """Return what the loss function returns."""
+        from torch._dynamo.utils import counters  # torch.compile has imported it
+
+        if self._overwritten:
+            torch.compiler.cudagraph_mark_step_begin()
+        frames, before = counters["frames"]["total"], dict(counters["graph_break"])
+        settings: Any = torch._functorch.config
+        around, settings.backward_pass_autocast = settings.backward_pass_autocast, "off"  # note [compiled backward]
+        try:
+            returned = self._run(model, *batch, **named)
+        finally:
+            settings.backward_pass_autocast = around
+        if counters["frames"]["total"] != frames:  # something was compiled
+            self._note([reason for reason, n in counters["graph_break"].items() if n > before.get(reason, 0)])
+        return map_tensors(returned, Tensor.clone) if self._overwritten else returned
+
+    def _note(self, reasons: list[str]) -> None:
+        """Remember, and log once, why a graph was broken."""
+        new = [reason for reason in reasons if reason not in self.breaks]
+        self.breaks += tuple(new)
+        for reason in new:
+            LOG.warning(
+                "TrainStep(compile=...): loss_fn is not one graph, and what lies between its graphs runs eagerly; "
+                "compile={'fullgraph': True} makes this an error. Dynamo says: %s",
+                reason.strip().partition("\n")[0],
+            )
+
+
+def refuse_untraceable(policy: Policy) -> None:
+    """Refuse to compile under a policy whose operators no compiler can trace.
+
+    Raises:
+        StepError: the policy simulates a format.
+    """
+    if policy.dtype not in {"auto", *DTYPES}:
+        raise StepError(
+            f"compile: format {policy.dtype!r} is simulated, in Python, which torch.compile cannot trace; leave "
+            "compile out, or choose a format that torch has"
+        )

@@ -1,0 +1,460 @@
+"""cuda_graph=: recorded on a tape that keeps CUDA's promises (see `tape`), training is eager training bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.errors import StepError
+from halfstep.step import capturable, recorder
+from halfstep.step.baked import Rates
+from halfstep.step.graphed import KINDS, RESETS, WARM_UPS, Graphs
+from halfstep.weights import store
+from tests.step.tape import TapeRecorder
+
+
+@pytest.fixture(autouse=True)
+def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
+    monkeypatch.setattr(store, "_skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
+    monkeypatch.setattr(capturable, "OURS", (*capturable.OURS, str(Path(__file__).with_name("tape.py"))))
+    yield
+
+
+class Net(nn.Module):
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.drop = nn.Dropout(drop)
+        self.unused = nn.Linear(2, 2)  # gets no gradient, and no weight decay
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(F.relu(self.norm(self.first(x)))))  # type: ignore[no-any-return]
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+BAD = (5, 9)  # batches with an inf, after the capture
+
+
+def batch(i: int, n: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randn(n, 8, generator=generator)
+    return x * (float("inf") if i in BAD else 1.0), torch.randint(0, 3, (n,), generator=generator)
+
+
+# Rates are powers of two: fp32, in which a graph holds them, has these exactly.
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, 2**-7),
+    "sgd": lambda p: torch.optim.SGD(p, 2**-5, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 2**-6),
+}
+
+
+def trained(
+    graph: bool,
+    *,
+    optimizer: str = "adamw",
+    drop: float = 0.0,
+    preset: str = "mixed",
+    dtype: str = "fp16",
+    fields: dict[str, Any] | None = None,
+    loss: Any = loss_fn,
+    **named: Any,
+) -> hs.TrainStep:
+    torch.manual_seed(0)
+    model = Net(drop)
+    policy = hs.Policy.of(preset, dtype=dtype, **(fields or {}))
+    made = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(7)
+    return hs.TrainStep(model, made, loss, policy=policy, cuda_graph=graph, **named)
+
+
+def pair(**named: Any) -> tuple[hs.TrainStep, hs.TrainStep]:
+    return trained(False, **named), trained(True, **named)
+
+
+def graphs(step: hs.TrainStep) -> Graphs:
+    assert step._graphs is not None
+    return step._graphs
+
+
+def same(a: hs.TrainStep, b: hs.TrainStep) -> bool:
+    left, right = a.model.state_dict(), b.model.state_dict()
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def run(step: hs.TrainStep, count: int, start: int = 0) -> list[str]:
+    """Return everything that `count` calls report, as text: nan is nan."""
+    state = torch.get_rng_state()
+    torch.manual_seed(start)
+    lines = [str(step(*batch(i)).host()) for i in range(start, start + count)]
+    torch.set_rng_state(state)
+    return lines
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp16": {},
+    "bf16": {"dtype": "bf16", "clip_norm": 0.5},
+    "sgd": {"optimizer": "sgd", "clip_norm": 0.5},
+    "adagrad": {"optimizer": "adagrad"},
+    "dropout, clip_value": {"drop": 0.3, "clip_value": 0.01},
+    "O2": {"preset": "O2"},
+    "split": {"preset": "O2", "dtype": "bf16", "fields": {"master": "split"}},
+    "kahan": {"preset": "O2", "dtype": "bf16", "fields": {"master": "kahan"}},
+    "stochastic": {"preset": "O2", "dtype": "bf16", "fields": {"master": "stochastic"}},
+    "windows of 2": {"accumulate": 2},
+    "windows of 3, O2": {"accumulate": 3, "preset": "O2", "fields": {"grads": "fp32"}},
+    "windows of 4": {"accumulate": 4, "clip_norm": 0.5, "drop": 0.3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replays_are_eager_training_bit_for_bit(case: str) -> None:
+    eager, graph = pair(**CASES[case])
+    count = 12 * eager.accumulate
+    assert run(graph, count) == run(eager, count)
+    assert same(eager, graph) and graphs(graph).replays >= 4 * eager.accumulate
+    assert graph.scaler.state_dict() == eager.scaler.state_dict()
+    assert str(graph.optimizer.state_dict()) == str(eager.optimizer.state_dict())
+
+
+def test_every_call_is_one_step_on_its_own_batch() -> None:
+    """WARM_UPS eager ones, one that captures and replays, then replays."""
+    step = trained(True)
+    tape = graphs(step)._recorder
+    assert isinstance(tape, TapeRecorder)
+    for i in range(WARM_UPS + 3):
+        assert step(*batch(0)).host().step == i + 1
+    assert (tape.warmed, tape.captured, tape.replayed) == (WARM_UPS, 1, 3)
+    state = next(iter(step.optimizer.state.values()))
+    assert int(state["step"]) == WARM_UPS + 3
+
+
+@pytest.mark.parametrize("fault", ["rates", "batch", "casts"])
+def test_the_tape_notices_what_is_baked_in(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, graph = pair(dtype="bf16")
+    if fault == "rates":
+        monkeypatch.setattr(Rates, "as_tensors", lambda self, optimizer: nullcontext())
+        monkeypatch.setattr(Rates, "fill", lambda self, optimizer: None)
+    if fault == "batch":
+        monkeypatch.setattr(
+            Graphs, "_bring", lambda self, graph, found, updates: self._rates.fill(self._step.optimizer)
+        )
+    if fault == "casts":
+        monkeypatch.setattr(Graphs, "_clear_casts", staticmethod(lambda: None))
+        monkeypatch.setattr(Graphs, "_mark_written", lambda self: None)
+    told = []
+    with hs.autocast(policy=eager.policy):  # low copies of weights live as long as this region
+        for step in (eager, graph):
+            lines = run(step, WARM_UPS)
+            step.model(batch(0)[0])  # leaves low copies of the weights as they are now
+            lines += run(step, 2)
+            for group in step.optimizer.param_groups:
+                group["lr"] = 2**-3
+            told.append(lines + run(step, 3, start=10) + [str(step.model(batch(0)[0]).sum().item())])
+    assert told[0] != told[1]
+
+
+def test_in_an_outer_region_low_copies_follow_the_weights() -> None:
+    """The twin of the fault above, with a frozen weight: its copy is made in the graph, not taken from outside."""
+    told = []
+    for step in pair(dtype="bf16"):
+        step.model.get_parameter("last.weight").requires_grad_(False)
+        with hs.autocast(policy=step.policy):
+            told.append(run(step, 8) + [str(step.model(batch(0)[0]).sum().item())])
+    assert told[0] == told[1]
+
+
+def test_a_scheduler_moves_the_rate_that_a_graph_reads() -> None:
+    told = []
+    for step in pair():
+        step.scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda n: 2.0 ** -(n % 3))
+        told.append(run(step, 12))
+        group = step.optimizer.param_groups[0]
+        assert isinstance(group["lr"], float) and group["capturable"] is False
+        assert step.scheduler.last_epoch == 12 - len(BAD) - 1  # the last verdict is not read yet
+    assert told[0] == told[1]
+
+
+def test_a_rate_that_fp32_rounds_is_off_by_that_rounding_alone() -> None:
+    eager, graph = pair()
+    for step in (eager, graph):
+        step.optimizer.param_groups[0]["lr"] = 1e-2
+        run(step, 8)
+    for a, b in zip(eager.model.parameters(), graph.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_each_shape_gets_a_graph_and_those_beyond_the_bound_run_eagerly() -> None:
+    eager, graph = pair()
+    sizes = [6, 4] * 6
+    for i, n in enumerate(sizes):
+        assert str(eager(*batch(i, n)).host()) == str(graph(*batch(i, n)).host())
+    assert graphs(graph).captures == 2
+    with pytest.warns(UserWarning, match=f"this is the {KINDS + 1}th kind of batch .* the others run eagerly"):
+        for n in range(7, 7 + KINDS):
+            assert str(eager(*batch(n, n)).host()) == str(graph(*batch(n, n)).host())
+    assert same(eager, graph)
+
+
+def test_windows_of_different_shapes_share_what_one_micro_batch_leaves_for_the_next() -> None:
+    eager, graph = pair(accumulate=3)
+    for i in range(60):
+        n = (6, 4)[(i * 7 // 4) % 2]
+        assert str(eager(*batch(i, n)).host()) == str(graph(*batch(i, n)).host()), i
+    assert same(eager, graph) and graphs(graph).captures >= 4
+
+
+def test_flush_updates_with_an_unfinished_window_of_replays() -> None:
+    eager, graph = pair(accumulate=3)
+    for step in (eager, graph):
+        run(step, 14)
+        assert step.flush() is not None
+        run(step, 6, start=20)
+    assert same(eager, graph)
+
+
+def test_what_is_no_tensor_is_part_of_the_kind() -> None:
+    def weighted(model: nn.Module, x: Tensor, y: Tensor, *, factor: float) -> Tensor:
+        return F.cross_entropy(model(x), y) * factor
+
+    eager, graph = pair(loss=weighted)
+    for i in range(12):
+        factor = (1.0, 0.5)[i % 2]
+        assert str(eager(*batch(i), factor=factor).host()) == str(graph(*batch(i), factor=factor).host())
+    assert graphs(graph).captures == 2
+
+
+def test_a_generator_in_the_batch_draws_on() -> None:
+    def noisy(model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+        return F.cross_entropy(model(x + torch.randn(x.shape, generator=generator)), y)
+
+    told = []
+    for step in pair(loss=noisy):
+        generator = torch.Generator().manual_seed(3)
+        told.append([float(step(*batch(0), generator).loss) for _ in range(8)])
+    assert told[0] == told[1]
+
+
+def test_modes_and_frozen_parameters_are_part_of_the_kind() -> None:
+    told = []
+    for step in pair():
+        lines = run(step, 6)
+        step.model.get_submodule("norm").eval()
+        lines += run(step, 6, start=20)
+        step.model.get_submodule("norm").train()
+        step.model.get_submodule("last").requires_grad_(False)
+        told.append(lines + run(step, 6, start=30))
+    assert told[0] == told[1]
+
+
+def test_another_hyperparameter_makes_graphs_anew_and_doing_so_at_each_step_is_told() -> None:
+    eager, graph = pair()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(RESETS):
+            for step in (eager, graph):
+                run(step, 6, start=10 * k)
+                step.optimizer.param_groups[0]["weight_decay"] = 0.125 * k
+        run(graph, 1, start=90)
+        run(eager, 1, start=90)
+    assert same(eager, graph)
+    (told,) = [str(w.message) for w in caught if "graphs were dropped" in str(w.message)]
+    assert f"dropped {RESETS} times because a hyperparameter in param_groups changed" in told
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_loaded_state_drops_the_graphs(whole: bool) -> None:
+    told = []
+    for step in pair():
+        run(step, 5)
+        saved = copy.deepcopy(step.state_dict())
+        run(step, 2, start=20)
+        if whole:
+            step.load_state_dict(saved)
+        else:  # behind the step's back
+            step.model.load_state_dict(saved["model"])
+            step.optimizer.load_state_dict(saved["optimizer"])
+        told.append(run(step, 8, start=30))
+    assert told[0] == told[1]
+
+
+def test_copies_and_pickles_make_their_own_graphs() -> None:
+    step = trained(True)
+    run(step, 5)
+    others = [copy.deepcopy(step), pickle.loads(pickle.dumps(step))]
+    expected = run(step, 6, start=20)
+    for other in others:
+        assert other.cuda_graph and graphs(other).captures == 0
+        assert run(other, 6, start=20) == expected
+
+
+def test_results_are_not_overwritten_by_the_next_replay() -> None:
+    def with_aux(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(x)
+        return F.cross_entropy(logits, y), {"logits": logits, "x": x}
+
+    eager, graph = pair(loss=with_aux)
+    kept = [graph(*batch(i)) for i in range(9)]
+    for i, result in enumerate(kept):
+        expected = eager(*batch(i))
+        assert str(result.host()) == str(expected.host())
+        assert torch.equal(result.aux["logits"].nan_to_num(), expected.aux["logits"].nan_to_num())
+        assert torch.equal(result.aux["x"].nan_to_num(), batch(i)[0].nan_to_num())
+
+
+def test_compiled_and_captured_together() -> None:
+    torch._dynamo.reset()
+    eager, graph = pair(dtype="bf16"), trained(True, dtype="bf16", compile={"backend": "aot_eager"})
+    assert run(graph, 8) == run(eager[0], 8)
+    assert same(eager[0], graph) and graphs(graph).replays == 4
+
+
+def test_metrics_and_a_shared_scaler() -> None:
+    told = []
+    for step in pair():
+        other = torch.nn.Linear(8, 3)
+        beside = hs.TrainStep(
+            other, torch.optim.AdamW(other.parameters(), 2**-7), loss_fn, policy=step.policy, scaler=step.scaler
+        )
+        metrics = step.metrics(every=2)
+        for i in range(8):
+            step(*batch(i))
+            beside(*batch(i))
+        told.append([(m.step, m.loss, m.scale, m.skipped) for m in metrics.flush()])
+    assert str(told[0]) == str(told[1])
+
+
+def test_a_scale_at_its_floor_warns_in_replays_too() -> None:
+    step = trained(True, scaler=hs.GradScaler("cpu", init_scale=4.0, floor=2.0))
+    x, y = batch(0)
+    for _ in range(WARM_UPS + 1):
+        step(x, y)
+    step(x * float("inf"), y)
+    with pytest.warns(UserWarning, match="the loss scale is at its floor 2.0"):
+        step(x * float("inf"), y)
+
+
+# ------------------------------------------------------------------ what cannot be captured
+
+
+def test_a_wait_in_the_loss_is_named_with_its_line_and_nothing_is_trained() -> None:
+    def waits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        return loss if loss.item() < 1e9 else loss * 0
+
+    eager, graph = pair(loss=waits, preset="O2")
+    assert run(graph, WARM_UPS) == run(eager, WARM_UPS)
+    with pytest.raises(StepError, match=r"cannot be captured at .*test_graphed.py:\d+ `return loss if loss.item\(\) <"):
+        graph(*batch(WARM_UPS))
+    assert same(eager, graph)
+    on = hs.TrainStep(graph.model, graph.optimizer, waits, scaler=graph.scaler)
+    assert [line.partition("loss")[2] for line in run(on, 4, start=20)] == [
+        line.partition("loss")[2] for line in run(eager, 4, start=20)
+    ]
+    assert same(eager, on)
+
+
+def test_a_failed_capture_ends_the_window_and_leaves_the_step_usable() -> None:
+    wait = [False]
+
+    def waits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if wait[0]:
+            loss.item()
+        return loss
+
+    step = trained(True, loss=waits, accumulate=2)
+    run(step, 2 * WARM_UPS + 1)
+    before = copy.deepcopy(step.model.state_dict())
+    wait[0] = True
+    with pytest.raises(StepError, match="cannot be captured"):
+        step(*batch(7))
+    wait[0] = False
+    expected = {k: v for k, v in before.items() if "running" not in k and "tracked" not in k}
+    assert all(torch.equal(step.model.state_dict()[k], v) for k, v in expected.items())
+    assert [step(*batch(i)).host().updated for i in (10, 11)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ([1, 2, {3}], "the batch holds a set, which cannot be compared from call to call; pass tensors"),
+        (torch.ones(2, requires_grad=True) * 2, r"a tensor of the batch, shape \(2,\), was computed with gradients"),
+    ],
+)
+def test_a_batch_that_has_no_kind_is_refused(extra: Any, text: str) -> None:
+    step = trained(True, loss=lambda model, x, y, extra: loss_fn(model, x, y))
+    with pytest.raises(StepError, match=text):
+        step(*batch(0), extra)
+
+
+def refuse(text: str, model: nn.Module, optimizer: torch.optim.Optimizer, **named: Any) -> None:
+    kind = type(model)
+    with pytest.raises(StepError, match=text):
+        hs.TrainStep(model, optimizer, loss_fn, cuda_graph=True, **named)
+    assert type(model) is kind
+
+
+def test_what_no_graph_can_hold_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    adam = torch.optim.AdamW(model.parameters())
+    refuse("skips a bad step on the device, and RMSprop", model, torch.optim.RMSprop(model.parameters()))
+    refuse("and AdamW as it is here does not", model, torch.optim.AdamW(model.parameters(), foreach=True))
+    refuse("the model is in DataParallel", nn.DataParallel(model), adam)
+    refuse("makes CUDA graphs of its own", model, adam, compile={"mode": "reduce-overhead"})
+    sparse = nn.Embedding(4, 2, sparse=True)
+    refuse("has sparse gradients", sparse, torch.optim.SGD(sparse.parameters(), 0.1))
+    monkeypatch.delitem(recorder.RECORDERS, "cpu")
+    refuse(r"needs a model on one CUDA device and this one is on cpu; move it with model.to\('cuda'\)", model, adam)
+
+
+def test_a_capture_that_fails_raises_what_the_step_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own complaint at the end of a capture that was broken says nothing about the cause."""
+
+    class Graph:
+        def __init__(self, *args: Any, **named: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *args: Any) -> None:
+            raise RuntimeError("capture was invalidated")
+
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    made = recorder.CudaRecorder(torch.device("cuda", 0))
+
+    def fails() -> None:
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        made.capture(fails, ())
+    with pytest.raises(RuntimeError, match="capture was invalidated"):
+        made.capture(lambda: None, ())
+
+
+def test_a_place_is_the_users_innermost_line() -> None:
+    try:
+        torch.ones(2).reshape(3)
+    except RuntimeError as error:
+        assert "test_graphed.py" in capturable.place_of(error) and "reshape(3)" in capturable.place_of(error)
+    assert capturable.place_of(RuntimeError("none")) == ""
