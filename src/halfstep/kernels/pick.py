@@ -70,28 +70,28 @@ def can_update(
     if not weights:
         return "there are no parameters"
     device = weights[0].device
-    for names, tensors in (("weight", weights), ("second half", beside), ("step counter", steps)):
-        reason = _odd(names, tensors, device)
+    for name, tensors in (("a weight", weights), ("a second half", beside), ("a step counter", steps)):
+        reason = _odd(name, tensors, device)
         if reason:
             return reason
     if any(step.dtype is not torch.float32 or step.dim() for step in steps):
         return "a step counter is not a 0-dim fp32 tensor"
-    others = [t.dtype for t in beside] or [None] * len(weights)
+    others: Sequence[torch.dtype | None] = [t.dtype for t in beside] or [None] * len(weights)
     pairs = set(zip((w.dtype for w in weights), others, strict=False))
     for low, other in pairs - FORMATS[form]:
         return f"form {form!r} has no {low} weights with {'nothing' if other is None else other} beside them"
-    for names, formats, tensors in (
-        ("second half", {torch.bfloat16, torch.float16, torch.int16}, beside),
-        *(("optimizer state", STATES, state) for state in states),
-        ("gradient", FLOATS, gradients),
+    for name, formats, tensors in (
+        ("a second half", {torch.bfloat16, torch.float16, torch.int16}, beside),
+        *(("an optimizer state", STATES, state) for state in states),
+        ("a gradient", FLOATS, gradients),
     ):
-        reason = _odd(names, tensors, device)
+        reason = _odd(name, tensors, device)
         if reason:
             return reason
         if any(t.dtype not in formats for t in tensors):
-            return f"a {names} is {next(t.dtype for t in tensors if t.dtype not in formats)}"
+            return f"{name} is {next(t.dtype for t in tensors if t.dtype not in formats)}"
         if tensors and not lies_alike(tensors, weights):
-            return f"a {names} lies in memory in another order than its weight"
+            return f"{name} lies in memory in another order than its weight"
     return why_not(device)
 
 
@@ -103,15 +103,15 @@ def lies_alike(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     )
 
 
-def _odd(names: str, tensors: Sequence[Tensor], device: torch.device) -> str:
+def _odd(name: str, tensors: Sequence[Tensor], device: torch.device) -> str:
     """Return what keeps kernels from walking the memory of `tensors`; "" if nothing does."""
     for tensor in tensors:
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
-            return f"a {names} is a {type(tensor).__name__} of layout {tensor.layout}"
+            return f"{name} is a {type(tensor).__name__} of layout {tensor.layout}"
         if tensor.device != device:
-            return f"a {names} is on {tensor.device}, the first weight on {device}"
+            return f"{name} is on {tensor.device}, the first weight on {device}"
         if not _dense(tensor) or tensor.is_neg():
-            return f"a {names} of shape {tuple(tensor.shape)} has gaps or overlaps in memory"
+            return f"{name} of shape {tuple(tensor.shape)} has gaps or overlaps in memory"
     return ""
 
 
