@@ -270,6 +270,33 @@ def test_sizes_that_differ_are_an_error_and_nothing_is_written() -> None:
     assert same(model, kept)
 
 
+@compiled
+def test_rounding_by_chance_without_draws_is_an_error() -> None:
+    for model in (make("stochastic", BF16, None), make("plain", FP32, None, state=BF16)):
+        kept = model.copy()
+        given = (model.gradients, model.factor, model.bad, None, 0, model.form, None)
+        with pytest.raises(ValueError, match="which needs `draws`"):
+            ops.sgd_(model.weights, [], model.first, *given, 1e-2, *SGD.values())
+        assert same(model, kept)
+
+
+@compiled
+@pytest.mark.parametrize(("form", "low", "beside"), FORMS)
+def test_what_lies_around_a_tensor_is_left_alone(form: str, low: torch.dtype, beside: torch.dtype | None) -> None:
+    model = make(form, low, beside, BF16, BF16, sizes=(1, 37, 1025))
+    fenced, fences = model.copy(), []
+    for name in ("weights", "beside", "first", "second"):
+        for n, tensor in enumerate(getattr(model, name)):
+            memory = torch.full((tensor.numel() + 200,), 77, dtype=tensor.dtype)
+            memory[100:-100] = tensor
+            getattr(fenced, name)[n] = memory[100:-100]
+            fences.append(memory)
+    lists = (fenced.weights, fenced.beside, fenced.first, fenced.second, fenced.steps)
+    ops.adam_(*lists, *fenced.given(), 1e-2, *ADAM.values())
+    assert same(fenced, expected(model, "adam_", 1e-2, ADAM))
+    assert all(bool((fence[:100] == 77).all() and (fence[-100:] == 77).all()) for fence in fences)
+
+
 # ------------------------------------------------------------------ rounding, over all there is
 
 
@@ -308,12 +335,12 @@ def test_rounding_to_even_is_torchs_at_every_number_halfway_point_and_neighbour(
 
 
 def ulps(a: Tensor, b: Tensor) -> float:
-    """Largest distance, in units in the last place of the largest weight around 1."""
+    """Largest relative distance, in units of 2**-23."""
     return float(((a - b).abs() / (b.abs().clamp(min=2.0**-10) * 2.0**-23)).max())
 
 
 @compiled
-@pytest.mark.parametrize(("optimizer", "bound"), [("adam_", 64), ("sgd_", 16)])
+@pytest.mark.parametrize(("optimizer", "bound"), [("adam_", 8), ("sgd_", 8)])
 def test_a_hundred_steps_stay_near_torchs_fused_optimizer(optimizer: str, bound: int) -> None:
     model = make("plain", FP32, None, sizes=(1000, 33))
     model.weights = [torch.rand_like(w) + 0.5 for w in model.weights]
