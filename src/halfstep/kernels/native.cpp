@@ -375,10 +375,11 @@ void halfstep_adam(const Job *job, const int64_t *columns) {
     }
     float factor = signed_factor(*job), keep = job->decoupled ? float(1 - lr * job->weight_decay) : 1.0f;
     bool coupled = !job->decoupled && job->weight_decay != 0;
-    update(*job, parameters, [&](int64_t n, float *value, const float *slope, float *first, float *second, int64_t count) {
-        adam(value, slope, first, second, count, factor, keep, float(job->weight_decay), coupled, float(1 - beta1),
+    auto rule = [&](int64_t n, float *value, const float *gradient, float *first, float *second, int64_t count) {
+        adam(value, gradient, first, second, count, factor, keep, float(job->weight_decay), coupled, float(1 - beta1),
              float(beta2), float(1 - beta2), size[n], root[n], float(job->eps));
-    });
+    };
+    update(*job, parameters, rule);
 }
 
 void halfstep_sgd(const Job *job, const int64_t *columns) {

@@ -36,7 +36,7 @@ FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 SHARED = ("-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
 ALONE = {"update": 100_000, "norms": 400_000}
-"""Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
+"""Up to so many elements the calling thread works alone; with others awake they pay from a quarter of these on."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3}
 FORM_CODES = {form: code for code, form in enumerate(FORMS)}
@@ -165,7 +165,7 @@ def _threads() -> tuple[int, int, int]:
     """Return the addresses of what `native.cpp` needs to run on torch's threads, see Note [one runtime]; 0: one thread.
 
     Raises:
-        Unavailable: they were not found, and one thread would be slower than torch.
+        Unavailable: they were not found where they are to be expected.
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     suffix = "dylib" if sys.platform == "darwin" else "so"
@@ -178,8 +178,8 @@ def _threads() -> tuple[int, int, int]:
             continue
         return entries[0], entries[1], entries[2]
     if sys.platform == "darwin":
-        return 0, 0, 0  # its compilers' runtimes have no such entry, and one thread comes near the memory's speed
-    raise Unavailable("torch's OpenMP runtime was not found, and on one thread the kernels would be slower than torch")
+        return 0, 0, 0  # LLVM's runtime need not have this entry there
+    raise Unavailable("torch's OpenMP runtime was not found, so the kernels could not use torch's threads")
 
 
 # ------------------------------------------------------------------ calling
@@ -244,7 +244,7 @@ class _Kernels:
     ) -> None:
         columns, team = self._table(weights, beside, first, second, steps, gradients)
         flags = (decoupled, maximize, False)
-        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate)
+        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (first, second))
         self._adam(given + pack("5d", lr, beta1, beta2, eps, weight_decay), columns)
 
     def sgd_(
@@ -267,7 +267,7 @@ class _Kernels:
     ) -> None:
         columns, team = self._table(weights, beside, momenta, (), (), gradients)
         flags = (False, maximize, nesterov)
-        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate)
+        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (momenta,))
         self._sgd(given + pack("5d", lr, momentum, 0.0, 0.0, weight_decay), columns)
 
     def lion_(
@@ -290,7 +290,7 @@ class _Kernels:
     ) -> None:
         columns, team = self._table(weights, beside, momenta, (), (), gradients)
         flags = (True, maximize, False)
-        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate)
+        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (momenta,))
         self._lion(given + pack("5d", lr, beta1, beta2, 0.0, weight_decay), columns)
 
     def _table(
@@ -329,8 +329,11 @@ def _job(
     bad: Tensor,
     draws: Tensor | None,
     rate: Tensor | None,
+    states: Sequence[Sequence[Tensor]],
 ) -> bytes:
     """Return the head of `native.cpp`'s `Job`."""
+    if draws is None and (form == "stochastic" or any(s and s[0].dtype is torch.bfloat16 for s in states)):
+        raise ValueError("bf16 is rounded stochastically here, which needs `draws`: (seed, count), int64")
     wide = rate is not None and rate.dtype is torch.float64
     addresses = (factor.data_ptr(), bad.data_ptr(), *(0 if t is None else t.data_ptr() for t in (draws, rate)))
     return pack("15q", count, *team, FORM_CODES[form], start, wide, *flags, *addresses)

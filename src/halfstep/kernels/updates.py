@@ -128,7 +128,7 @@ def _store(state: Tensor, value: Tensor, bits: Tensor | None) -> None:
 
 
 def _root(square: Tensor) -> Tensor:
-    """Return the square root rounded once: torch's own on CPU (2.13, MKL) is one ulp off for a fifth of all numbers."""
+    """Return the square root rounded once: torch's own on CPU (2.13) misses the last bit for one number in five."""
     return square.double().sqrt().float()
 
 
