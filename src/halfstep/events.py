@@ -52,7 +52,7 @@ class StepResult:
         scale: 0-dim fp32 tensor, the loss scale of this backward pass.
         grad_norm: 0-dim fp32 tensor, unscaled, before clipping; nan while accumulating.
         skipped: 0-dim bool tensor: an update was due and was not applied.
-        updated: 0-dim bool tensor: the optimizer changed the parameters.
+        due: whether an update was due, which is after the last micro-batch of a window.
     """
 
     step: int
@@ -61,8 +61,13 @@ class StepResult:
     scale: torch.Tensor
     grad_norm: torch.Tensor
     skipped: torch.Tensor
-    updated: torch.Tensor
+    due: bool
     find_culprits: Callable[[], tuple[str, ...]] = tuple
+
+    @property
+    def updated(self) -> torch.Tensor:
+        """Whether the optimizer changed the parameters, 0-dim bool tensor."""
+        return ~self.skipped if self.due else self.skipped
 
     @property
     def culprits(self) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ from halfstep.kernels import updates
 from halfstep.kernels.triton import norms as norm_launchers
 from halfstep.kernels.triton import tables, words
 from halfstep.kernels.triton import updates as launchers
+from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
+from halfstep.scale.rule import advance, initial_state, state_to_host
 from tests.kernels.triton_cases import (
     BF16,
     COMBINATIONS,
@@ -244,6 +246,20 @@ def test_the_verdict_is_the_reference_s_to_an_ulp_of_its_norm(
 def test_a_verdict_on_what_is_not_finite_is_bad(value: float) -> None:
     norm, bad, _ = norm_launchers.judge(torch.tensor([1.0, value]), torch.tensor(2.0), 1.0)
     assert bad and not norm.isfinite()
+
+
+@pytest.mark.parametrize("found", [torch.tensor(True), torch.tensor(False), torch.tensor(1.0), torch.tensor(0.0)])
+@pytest.mark.parametrize("scale", [2.0**-14, 3.0, 2.0**24, 3e38])
+@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.001, 1 / 1.001)])
+def test_the_scale_moves_as_the_pure_rule_moves_it(found: Tensor, scale: float, growth: float, backoff: float) -> None:
+    rule = ScaleRule(init=scale, growth=growth, backoff=backoff, interval=2, floor=2.0**-14, ceiling=FP32_MAX)
+    state = initial_state(rule, "cpu")
+    for _ in range(3):
+        want = advance(rule, state, found)
+        norm_launchers.advance_(
+            state.scale, state.good, state.bad, state.alarm, found, growth, backoff, 2, rule.floor, rule.ceiling
+        )
+        assert state_to_host(state) == state_to_host(want)
 
 
 # ------------------------------------------------------------------ noise

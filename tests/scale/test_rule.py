@@ -161,10 +161,18 @@ def test_halfstep_stays_between_floor_and_ceiling_and_says_so() -> None:
     assert state.scale.item() == 2.0**24
 
 
+@pytest.mark.parametrize("own", [True, False])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(rule=rules(), steps=sequences)
-def test_in_place_is_bit_equal(rule: ScaleRule, steps: list[bool]) -> None:
-    """`advance_` (torch's kernel and a clamp where they fit) against `advance`, for any rule."""
+def test_in_place_is_bit_equal(own: bool, rule: ScaleRule, steps: list[bool]) -> None:
+    """`advance_` (one operator, or torch's kernel and a clamp, where they fit) against `advance`, for any rule."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not own:
+            patch.setenv("HALFSTEP_NATIVE", "0")
+        check_in_place(rule, steps)
+
+
+def check_in_place(rule: ScaleRule, steps: list[bool]) -> None:
     # Values as scalers produce them: a sum over devices may be 2, and a poisoned flag is still a flag.
     rule = dataclasses.replace(rule, interval=min(rule.interval, 4))
     pure, changed = initial_state(rule, "cpu"), initial_state(rule, "cpu")

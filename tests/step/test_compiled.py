@@ -62,8 +62,8 @@ def trained(policy: str = "mixed", loss: Any = loss_fn, dtype: str = "bf16", **n
 
 
 def breaks(step: hs.TrainStep) -> tuple[str, ...]:
-    assert isinstance(step._run, CompiledLoss)
-    return step._run.breaks
+    assert isinstance(step._compiled, CompiledLoss)
+    return step._compiled.breaks
 
 
 def equal(a: hs.TrainStep, b: hs.TrainStep) -> bool:

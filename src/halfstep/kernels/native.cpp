@@ -447,4 +447,19 @@ void halfstep_judge(const float *norms, int64_t count, const float *divisor, con
     *factor = 1.0f / whole;
 }
 
+void halfstep_advance(float *scale, int32_t *good, int32_t *total, bool *alarm, bool found, double growth,
+                      double backoff, int64_t interval, float floor, float ceiling) {
+    *alarm = found && *scale <= floor;
+    *total += found;
+    *good = found ? 0 : *good + 1;
+    if (found) {
+        *scale = float(*scale * backoff);
+    } else if (*good >= interval) {
+        float raised = float(*scale * growth);
+        if (std::isfinite(raised)) *scale = raised;
+        *good = 0;
+    }
+    *scale = std::min(std::max(*scale, floor), ceiling);
+}
+
 }  // extern "C"

@@ -27,6 +27,7 @@ from struct import pack
 import torch
 from torch import Tensor
 
+from halfstep.kernels.host import peek
 from halfstep.kernels.ops import FORMS, LIBRARY
 
 __all__ = ["why_not"]
@@ -71,7 +72,7 @@ def _registered() -> str:
         return str(reason)
     except OSError as error:  # a full disk, a file taken away
         return f"the kernels could not be compiled: {error}"
-    for name in ("norms", "judge", "adam_", "sgd_", "lion_"):
+    for name in ("norms", "judge", "advance_", "adam_", "sgd_", "lion_"):
         LIBRARY.impl(name, getattr(kernels, name), "CPU")
     return ""
 
@@ -191,13 +192,19 @@ class _Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         text, number, address = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
         self._runtime = _threads()
-        self._norms, self._judge = library.halfstep_norms, library.halfstep_judge
+        self._norms, self._judge, self._advance = (
+            library.halfstep_norms,
+            library.halfstep_judge,
+            library.halfstep_advance,
+        )
         self._adam, self._sgd, self._lion = library.halfstep_adam, library.halfstep_sgd, library.halfstep_lion
         self._norms.argtypes = (address, text, number, text)
         self._judge.argtypes = (address, number, address, text, address, address, address)
         for update in (self._adam, self._sgd, self._lion):
             update.argtypes = (text, text)
-        for function in (self._norms, self._judge, self._adam, self._sgd, self._lion):
+        double, single = ctypes.c_double, ctypes.c_float
+        self._advance.argtypes = (*[address] * 4, ctypes.c_bool, double, double, number, single, single)
+        for function in (self._norms, self._judge, self._advance, self._adam, self._sgd, self._lion):
             function.restype = None
 
     def _team(self, work: str, sizes: Sequence[int]) -> tuple[int, int, int, int]:
@@ -219,6 +226,22 @@ class _Kernels:
         at = None if divisor is None else divisor.data_ptr()
         self._judge(norms.data_ptr(), norms.numel(), at, clip, norm.data_ptr(), bad.data_ptr(), factor.data_ptr())
         return norm, bad, factor
+
+    def advance_(
+        self,
+        scale: Tensor,
+        good: Tensor,
+        total: Tensor,
+        alarm: Tensor,
+        found: Tensor,
+        growth: float,
+        backoff: float,
+        interval: int,
+        floor: float,
+        ceiling: float,
+    ) -> None:
+        state = (scale.data_ptr(), good.data_ptr(), total.data_ptr(), alarm.data_ptr())
+        self._advance(*state, peek(found), growth, backoff, interval, floor, ceiling)
 
     def adam_(
         self,

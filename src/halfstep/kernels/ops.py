@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FORMS", "adam_", "judge", "lion_", "norms", "sgd_"]
+__all__ = ["FORMS", "adam_", "advance_", "judge", "lion_", "norms", "sgd_"]
 
 FORMS = ("plain", "copy", "split", "kahan", "stochastic")
 
@@ -41,6 +41,10 @@ _GIVEN = "Tensor[] gradients, Tensor factor, Tensor bad, Tensor? draws, int star
 
 LIBRARY.define("norms(Tensor[] gradients) -> Tensor")
 LIBRARY.define("judge(Tensor norms, Tensor? divisor, float? clip_norm) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    "advance_(Tensor(a!) scale, Tensor(b!) good, Tensor(c!) total, Tensor(d!) alarm, Tensor found, "
+    "float growth, float backoff, int interval, float floor, float ceiling) -> ()"
+)
 LIBRARY.define(
     f"adam_({_WEIGHTS}, Tensor(c!)[] first, Tensor(d!)[] second, Tensor(e!)[] steps, {_GIVEN}, "
     "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize) -> ()"
@@ -56,6 +60,7 @@ LIBRARY.define(
 
 norms = torch.ops.halfstep.norms.default
 judge = torch.ops.halfstep.judge.default
+advance_ = torch.ops.halfstep.advance_.default
 adam_ = torch.ops.halfstep.adam_.default
 sgd_ = torch.ops.halfstep.sgd_.default
 lion_ = torch.ops.halfstep.lion_.default
@@ -79,6 +84,7 @@ def _nothing(*args: object) -> None:
 _FAKES: dict[str, Callable[..., Any]] = {
     "norms": _norms,
     "judge": _judge,
+    "advance_": _nothing,
     "adam_": _nothing,
     "sgd_": _nothing,
     "lion_": _nothing,

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ScaleError
+from halfstep.kernels import ops
+from halfstep.kernels.pick import why_not
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 
 __all__ = [
@@ -176,13 +178,18 @@ def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
     Args:
         rule: the numbers.
         state: changed in place, so that addresses stay the same for CUDA graphs.
-        found_inf: one fp32 element on the state's device.
+        found_inf: 0-dim, fp32 or bool, on the state's device.
     """
     if not _is_plain(rule):
         for old, new in zip(state, advance(rule, state, found_inf), strict=True):
             if new is not old:
                 old.copy_(new)
         return
+    if not why_not(state.scale):
+        bounds = (rule.growth, rule.backoff, rule.interval, rule.floor, rule.ceiling)
+        ops.advance_(state.scale, state.good, state.bad, state.alarm, found_inf, *bounds)
+        return
+    found_inf = found_inf.to(torch.float32)
     torch.logical_and(found_inf, state.scale <= rule.floor, out=state.alarm)
     state.bad.add_(found_inf != 0)
     torch._amp_update_scale_(state.scale, state.good, found_inf, rule.growth, rule.backoff, rule.interval)

@@ -264,7 +264,8 @@ class GradScaler(HeldScale):
         """Count a step made outside this scaler; the next `update` answers it together with the scaler's own steps.
 
         Args:
-            found_inf: one element, bool or number, not zero if a gradient was not finite; copied, never read.
+            found_inf: one element, bool or number, not zero if a gradient was not finite; never read. A 0-dim bool is
+                kept as it is: do not write into it before `update`.
             optimizer: where to look for names if the scale turns out to be at its floor.
 
         Raises:
@@ -276,7 +277,11 @@ class GradScaler(HeldScale):
         if not self._enabled:
             return
         home = self._state_on(found_inf.device).scale.device
-        flag = (found_inf.detach().reshape(()) != 0).to(device=home, dtype=torch.float32, non_blocking=True)
+        flag = found_inf.detach()
+        if flag.dtype is not torch.bool or flag.dim():
+            flag = flag.reshape(()) != 0
+        if flag.device != home:
+            flag = flag.to(device=home, non_blocking=True)
         self._turns.record(flag)
         if optimizer is not None:
             self._turns.of(optimizer, "record").stage = Stage.STEPPED

@@ -91,7 +91,7 @@ class Turns:
         return turn
 
     def record(self, found: Tensor) -> None:
-        """Add a verdict that belongs to no optimizer: 0-dim fp32 on the scale's device."""
+        """Add a verdict that belongs to no optimizer: 0-dim, fp32 or bool, on the scale's device."""
         self._recorded = found if self._recorded is None else torch.maximum(self._recorded, found)
 
     @property
@@ -100,7 +100,7 @@ class Turns:
         return [turn.optimizer for turn in self._turns.values()]
 
     def verdict(self) -> Tensor | None:
-        """Return the worst of all verdicts, 0-dim fp32, without reading it; None if nobody had gradients."""
+        """Return the worst of all verdicts, 0-dim, fp32 or bool, without reading it; None if nobody had gradients."""
         found = self._recorded
         for turn in self._turns.values():
             if turn.found is not None:

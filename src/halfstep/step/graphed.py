@@ -59,7 +59,7 @@ class _Graph:
         inputs: static tensors of the batch.
         outputs: what the step returned while it was captured, in static tensors.
         numbers: scale, gradient norm, all gradients' norms, and the loss if it is fp32, in one fp32 tensor.
-        flags: (skipped, updated).
+        skipped: 0-dim bool.
         gradients: what the parameters hold afterwards.
         kept: the statistics that wait for the verdict afterwards.
     """
@@ -69,7 +69,7 @@ class _Graph:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: StepResult | None = None
     numbers: Tensor | None = None
-    flags: Tensor | None = None
+    skipped: Tensor | None = None
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     kept: Any = None
 
@@ -215,7 +215,7 @@ class Graphs:
         self._clear_casts()
         try:
             with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
-                graph.replay, (outputs, numbers, flags) = self._recorder.capture(
+                graph.replay, (outputs, numbers, skipped) = self._recorder.capture(
                     lambda: _packed(self._pinned_step(batch, named), updates=updates), generators
                 )
         except BaseException as error:
@@ -233,7 +233,7 @@ class Graphs:
             ) from error
         finally:
             self._clear_casts()  # those made in a capture hold nothing yet
-        graph.outputs, graph.numbers, graph.flags = outputs, numbers, flags
+        graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         graph.kept = step._statistics.kept
         step._step, step._window = before[:2]  # `_done` counts
@@ -256,7 +256,7 @@ class Graphs:
     def _done(self, graph: _Graph, *, updates: bool) -> StepResult:
         """Do on the host what a replay does not, and return copies of its results."""
         step, static = self._step, graph.outputs
-        assert static is not None and graph.numbers is not None and graph.flags is not None
+        assert static is not None and graph.numbers is not None and graph.skipped is not None
         step._step += 1
         step._window = 0 if updates else step._window + 1
         step._statistics.kept = graph.kept
@@ -266,7 +266,7 @@ class Graphs:
             parameter.grad = gradient
         if not updates and self._scale is not None:
             step._scale = self._scale
-        numbers, flags = graph.numbers.clone(), graph.flags.clone()
+        numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
         result = StepResult(
@@ -275,8 +275,8 @@ class Graphs:
             aux=map_tensors(static.aux, lambda tensor: tensor.detach().clone()),
             scale=numbers[0],
             grad_norm=numbers[1],
-            skipped=flags[0],
-            updated=flags[1],
+            skipped=skipped,
+            due=updates,
         )
         if updates:
             if isinstance(static.find_culprits, Culprits):
@@ -330,7 +330,7 @@ def _packed(result: StepResult, *, updates: bool) -> tuple[StepResult, Tensor, T
     if isinstance(result.find_culprits, Culprits):
         parts.append(result.find_culprits.norms)
     numbers = torch.cat([part.reshape(-1).to(torch.float32) for part in (*parts, result.loss)])
-    return result, numbers, torch.stack([result.skipped, result.updated])
+    return result, numbers, result.skipped
 
 
 def _shape(tensor: Tensor) -> str:

@@ -127,9 +127,7 @@ class TrainStep:
         self.generic = ""
         self.compile, self.cuda_graph = compile, cuda_graph
         self._binding = binding
-        self._run: LossFn = loss_fn
-        if options is not None:
-            self._run = CompiledLoss(loss_fn, options)
+        self._compiled = None if options is None else CompiledLoss(loss_fn, options)
         self._store = store_of(model)
         if self._store is not None:
             self.policy = self.policy.replace(master=self._store.name)
@@ -185,10 +183,10 @@ class TrainStep:
         self._window += 1
         if last:
             norm, bad, culprits = self._update(self.accumulate)
-            return StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
+            return StepResult(self._step, loss.detach(), aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
-        return StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, nothing)
+        return StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, False)
 
     def metrics(self, *, every: int = 50) -> Metrics:
         """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
@@ -206,7 +204,7 @@ class TrainStep:
         with opened(recipe, depth=2):
             STATE.bound, STATE.visit = recipe, self._visit
             try:
-                returned = self._run(self.model, *batch, **named)
+                returned = (self._compiled or self.loss_fn)(self.model, *batch, **named)
             except RuntimeError as error:
                 if (better := explained(error, (batch, named))) is None:
                     raise
@@ -264,7 +262,7 @@ class TrainStep:
         self._reduce_gradients()
         norm, bad, culprits = self._update(self._window)
         loss = torch.full((), float("nan"), device=norm.device)
-        return StepResult(self._step, loss, None, self._scale, norm, bad, ~bad, culprits)
+        return StepResult(self._step, loss, None, self._scale, norm, bad, True, culprits)
 
     def _reduce_gradients(self) -> None:
         """Average gradients over the ranks of DistributedDataParallel, whose own reduction waits for a last batch."""

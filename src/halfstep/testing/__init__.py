@@ -3,6 +3,7 @@
 from halfstep.testing.counter import Counter, CountError, count_step
 from halfstep.testing.counts import Counts, Row, Sync
 from halfstep.testing.fake_cuda import FakeCudaError, fake_cuda, run_python
+from halfstep.testing.own import declare
 from halfstep.testing.traffic import DeclarationError, declare_traffic
 
 __all__ = [
@@ -18,3 +19,5 @@ __all__ = [
     "fake_cuda",
     "run_python",
 ]
+
+declare()

@@ -1,8 +1,8 @@
-"""`ops.norms` and `ops.judge` in Triton: three launches for any number of gradients.
+"""`ops.norms`, `ops.judge` and `ops.advance_` in Triton: four launches for any number of gradients.
 
 The first reads every gradient once and leaves a sum of squares for each chunk, the second adds these up for each
-tensor, the third judges. No atomics: sums have one order, so the same gradients give the same bits. Squares are summed
-in fp32 within a chunk, as torch does, and in fp64 beyond.
+tensor, the third judges, the fourth moves the loss scale. No atomics: sums have one order, so the same gradients give
+the same bits. Squares are summed in fp32 within a chunk, as torch does, and in fp64 beyond.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from halfstep.kernels.triton.tables import plan
 from halfstep.kernels.triton.words import load, wide
 from halfstep.kernels.updates import CLIP_EPS
 
-__all__ = ["judge", "norms"]
+__all__ = ["advance_", "judge", "norms"]
 
 BLOCK = 2048
 """Numbers a program works on at a time: eight for each thread, 16 bytes of bf16."""
@@ -105,6 +105,35 @@ def judge_kernel(
     tl.store(factor_out, tl.div_rn(1.0, whole))
 
 
+@triton.jit(do_not_specialize=["interval"])
+def advance_kernel(
+    scale,
+    good,
+    total,
+    alarm,
+    found,
+    interval,
+    GROWTH: tl.constexpr,  # as arguments they would be fp32
+    BACKOFF: tl.constexpr,
+    FLOOR: tl.constexpr,
+    CEILING: tl.constexpr,
+):
+    """Answer a step with the scale: `ops.advance_`."""
+    bad = tl.load(found) != 0
+    now = tl.load(scale)
+    counted = tl.load(good) + 1
+    tl.store(alarm, bad & (now <= FLOOR))
+    tl.store(total, tl.load(total) + bad.to(tl.int32))
+    grows = (counted >= interval) & (bad == 0)
+    raised = (now.to(tl.float64) * GROWTH).to(tl.float32)
+    raised = tl.where(raised - raised == 0, raised, now)
+    lowered = (now.to(tl.float64) * BACKOFF).to(tl.float32)
+    moved = tl.where(bad, lowered, tl.where(grows, raised, now))
+    tl.store(good, tl.where(bad | grows, 0, counted))
+    moved = tl.where(moved < FLOOR, FLOOR, moved)
+    tl.store(scale, tl.where(moved > CEILING, CEILING, moved).to(tl.float32))
+
+
 def norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor: `reference.norms` for dense tensors of fp32, bf16 or fp16 on one device.
 
@@ -153,3 +182,32 @@ def judge(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tup
             **FAITHFUL,
         )
     return norm, bad, factor
+
+
+def advance_(
+    scale: Tensor,
+    good: Tensor,
+    total: Tensor,
+    alarm: Tensor,
+    found: Tensor,
+    growth: float,
+    backoff: float,
+    interval: int,
+    floor: float,
+    ceiling: float,
+) -> None:
+    """Do what the plain rule of `scale.rule.advance_` does, by one launch."""
+    with on(scale.device):
+        advance_kernel[(1,)](
+            scale,
+            good,
+            total,
+            alarm,
+            found,
+            interval,
+            GROWTH=growth,
+            BACKOFF=backoff,
+            FLOOR=floor,
+            CEILING=ceiling,
+            **FAITHFUL,
+        )
