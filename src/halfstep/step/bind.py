@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from halfstep.cast.layers import layer_forward
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
@@ -232,6 +233,8 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
+    layer = layer_forward(original)
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
         if binding is None or STATE.bound is binding.passes:  # None: made by the class itself, as a Sequential's slice
@@ -239,6 +242,14 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
         if torch.compiler.is_compiling():
             return _enter_compiled(binding, original.forward, self, args, kwargs)
         return _enter(binding, original.forward, self, args, kwargs)
+
+    def forward_of_layer(self: nn.Module, input: Any) -> Any:
+        binding = self.__dict__.get(KEY)
+        if binding is None or torch.compiler.is_compiling():
+            return forward(self, input)
+        if STATE.bound is binding.passes:
+            return layer(self, input)
+        return _enter(binding, layer, self, (input,), {})
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         original._save_to_state_dict(self, destination, prefix, keep_vars)
@@ -296,8 +307,9 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
         "__doc__": original.__doc__,
     }
     if original.forward is not nn.Module.forward:
-        forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
-        body["forward"] = forward
+        for made in (forward, forward_of_layer):
+            made.__code__ = made.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
+        body["forward"] = forward if layer is None else forward_of_layer
     return type(original.__name__, (original,), body)
 
 

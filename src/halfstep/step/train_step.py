@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from halfstep.cast.copies import Copies
 from halfstep.cast.recipe import opened
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
@@ -47,6 +48,9 @@ class TrainStep:
     ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is
     not prepared, uses torch's fused form of the same optimizer where only speed changes, and never waits for the device
     unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
+
+    Attributes:
+        copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
@@ -101,6 +105,7 @@ class TrainStep:
         self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
+        self.copies = Copies(self._stepped_parameters(), binding.recipe)
         if self._store is not None and self.policy.grads == "fp32":
             for parameter in self._store.parameters():
                 parameter.grad_dtype = torch.float32
@@ -122,7 +127,9 @@ class TrainStep:
         if self._window == 0:
             self._drop_gradients()
             self._statistics.keep()
+            self.copies.begin()
         last = self._window + 1 == self.accumulate
+        copies, STATE.copies = STATE.copies, self.copies  # in the backward pass too, which may compute forward again
         try:
             with self._gradient_sync(last):
                 loss, aux = self._forward(batch, named)
@@ -131,6 +138,8 @@ class TrainStep:
             self._window = 0  # its gradients are partial, and dropped by the next call
             self._statistics.restore()
             raise
+        finally:
+            STATE.copies = copies
         self._step += 1
         self._window += 1
         if last:

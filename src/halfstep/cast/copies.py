@@ -1,0 +1,182 @@
+"""Low copies of fp32 parameters that live from step to step: one buffer a parameter, filled again in place.
+
+torch.amp casts every weight into fresh memory in every forward pass, and on a CPU the page faults of that memory cost
+more than the optimizer. A training step keeps its copies and fills them again, in one call, when a window of
+micro-batches begins, whatever happened to the parameters since: no write between two updates is missed. Within the
+window a copy serves as long as version and address of its parameter stay.
+
+Note [edges]: a copy is what ``parameter.to(dtype)`` returned once, with its autograd edge to the parameter. Filling it
+under no_grad keeps that edge, and counts its version up, so a graph of before the update raises torch's usual error.
+Within a window a changed parameter gets a new copy instead: the graphs of what was computed before stay right.
+
+Note [data]: a write through ``.data`` leaves no trace. The mode of a region sees who asks for it (`touched`). Where the
+policy needs no mode, each copy is filled at its first use in the window instead of at its beginning, so that a write in
+forward, before the weight is used, is seen too. What nobody sees is a write between two micro-batches of one window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+
+if TYPE_CHECKING:
+    from halfstep.cast.recipe import Recipe
+
+__all__ = ["Copies"]
+
+
+class _Copy:
+    """One parameter's copy.
+
+    Attributes:
+        low: the copy, with its edge to the parameter.
+        version: the parameter's version when it was filled.
+        address: where the parameter's values were then.
+        used: whether anybody asked for it in this window.
+        current: whether it was written in the tail of the last step, together with the parameter.
+    """
+
+    __slots__ = ("address", "current", "low", "parameter", "used", "version")
+
+    def __init__(self, parameter: nn.Parameter, low: Tensor) -> None:
+        self.parameter, self.low = parameter, low
+        self.used, self.current = True, False
+        self.note()
+
+    def note(self) -> None:
+        """Remember that the copy holds what the parameter holds now."""
+        self.version, self.address = self.parameter._version, _address(self.parameter)
+
+    def fits(self) -> bool:
+        """Return whether the buffer can take the parameter's values, and gradients find their way."""
+        parameter, low = self.parameter, self.low
+        return (
+            parameter.requires_grad
+            and parameter.dtype is torch.float32
+            and parameter.shape == low.shape
+            and parameter.device == low.device
+            and parameter.stride() == low.stride()
+        )
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) is nn.Parameter else 0
+
+
+class Copies:
+    """The low copies that one training step keeps: 2 bytes for each element of the weights its layers use.
+
+    That is what torch.amp holds from forward to backward; here it stays while the optimizer steps and between steps,
+    on accelerators too, where addresses that stay are what a captured graph needs. `free` gives it back.
+
+    Args:
+        parameters: what may have copies: parameters of the model that the step's optimizer changes.
+        recipe: the region they serve in. Its first device is the one whose parameters get copies.
+
+    Attributes:
+        device: the device type of the parameters that get copies.
+        dtype: the low format.
+        at_once: whether all copies are filled when a window begins, or each when it is asked for; note [data].
+    """
+
+    __slots__ = ("_copies", "_members", "at_once", "device", "dtype", "recipe")
+
+    def __init__(self, parameters: Iterable[nn.Parameter], recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.at_once = recipe.mode is not None
+        device, dtype, _ = recipe.devices[0]
+        self.device, self.dtype = device, dtype
+        self._members = {id(p): p for p in parameters if type(p) is nn.Parameter and p.device.type == device}
+        self._copies: dict[int, _Copy] = {}
+
+    @property
+    def bytes(self) -> int:
+        """How much memory the copies take now."""
+        return sum(copy.low.numel() * copy.low.element_size() for copy in self._copies.values())
+
+    def free(self) -> None:
+        """Give the memory back; the next step makes copies anew."""
+        self._copies.clear()
+
+    # ------------------------------------------------------------------ in a region
+
+    def of(self, weight: Tensor) -> Tensor | None:
+        """Return the low copy of `weight`, or None if it is none of the step's parameters or is frozen."""
+        copy = self._copies.get(id(weight))
+        if copy is None:
+            return self._made(weight)
+        if copy.version != weight._version or copy.address != weight.data_ptr() or not weight.requires_grad:
+            return self._again(copy)
+        copy.used = True
+        return copy.low
+
+    def _made(self, weight: Tensor) -> Tensor | None:
+        parameter = self._members.get(id(weight))
+        if parameter is None or not parameter.requires_grad or parameter.dtype is not torch.float32:
+            return None
+        if peek_interpreter_stack():  # what is made inside a torch.func transform must not be found outside it
+            return None
+        with torch.inference_mode(False), torch.enable_grad():
+            copy = self._copies[id(parameter)] = _Copy(parameter, parameter.to(self.dtype))
+        return copy.low
+
+    def _again(self, copy: _Copy) -> Tensor | None:
+        """Bring a copy up to date: in its buffer if this window has not used it, else in another one."""
+        parameter = copy.parameter
+        if copy.used or not copy.fits():
+            self._copies.pop(id(parameter), None)
+            return self._made(parameter)
+        with torch.no_grad():
+            copy.low.copy_(parameter)
+        copy.note()
+        copy.used = True
+        return copy.low
+
+    def touched(self, tensor: Tensor) -> None:
+        """Take note that somebody has asked for `tensor`'s ``.data`` and may write through it."""
+        copy = self._copies.get(id(tensor))
+        if copy is not None:
+            copy.version = -1
+
+    # ------------------------------------------------------------------ between steps
+
+    def begin(self) -> None:
+        """Begin a window: every copy used in the last one takes its parameter's values; the others are dropped."""
+        stale: list[_Copy] = []
+        for key, copy in list(self._copies.items()):
+            if not copy.used:
+                del self._copies[key]
+                continue
+            copy.used = False
+            if copy.current and copy.version == copy.parameter._version:
+                copy.current = False
+            elif not self.at_once:
+                copy.version = -1
+            elif copy.fits():
+                stale.append(copy)
+            else:
+                del self._copies[key]
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_([copy.low for copy in stale], [copy.parameter for copy in stale])
+            for copy in stale:
+                copy.note()
+
+    def buffer(self, parameter: Tensor) -> Tensor | None:
+        """Return the buffer a kernel may write `parameter`'s new low values into, if the next step will read it."""
+        copy = self._copies.get(id(parameter))
+        return copy.low.detach() if copy is not None and copy.used and copy.fits() else None
+
+    def written(self, parameters: Sequence[Tensor]) -> None:
+        """Take note that the buffers of `parameters` hold what these hold now, until their version changes.
+
+        The next window then does not fill them again, and sees no write through ``.data`` from here to there.
+        """
+        for parameter in parameters:
+            copy = self._copies[id(parameter)]
+            copy.note()
+            copy.current = True
