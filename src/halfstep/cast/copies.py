@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["Copies"]
 
 
+SMALL, SMALL_IN_WINDOWS = 1 << 18, 1 << 13
+"""Elements below which a CPU casts a weight anew, into memory that is still mapped, as fast as a copy is kept: filled
+once for each use, and filled once for several micro-batches."""
+
+
 class _Copy:
     """One parameter's copy.
 
@@ -74,24 +79,33 @@ class Copies:
     on accelerators too, where addresses that stay are what a captured graph needs. `free` gives it back.
 
     Args:
-        parameters: what may have copies: parameters of the model that the step's optimizer changes.
+        model: whose parameters get copies.
+        parameters: which of them may: those that the step's optimizer changes.
         recipe: the region they serve in. Its first device is the one whose parameters get copies.
+        least: elements of the smallest parameter that gets a copy; default: what pays.
 
     Attributes:
+        recipe: as above.
         device: the device type of the parameters that get copies.
         dtype: the low format.
         at_once: whether all copies are filled when a window begins, or each when it is asked for; note [data].
+        layers: ids of the modules that own such a parameter named weight.
     """
 
-    __slots__ = ("_copies", "_members", "at_once", "device", "dtype", "recipe")
+    __slots__ = ("_copies", "_members", "at_once", "device", "dtype", "layers", "recipe")
 
-    def __init__(self, parameters: Iterable[nn.Parameter], recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.at_once = recipe.mode is not None
-        device, dtype, _ = recipe.devices[0]
-        self.device, self.dtype = device, dtype
-        self._members = {id(p): p for p in parameters if type(p) is nn.Parameter and p.device.type == device}
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[nn.Parameter], recipe: Recipe, *, least: int | None = None
+    ) -> None:
+        device, dtype, on = recipe.devices[0]
+        least = (SMALL if least is None else least) if device == "cpu" else 1  # a launch costs more than a small cast
+        self.recipe, self.device, self.dtype, self.at_once = recipe, device, dtype, recipe.mode is not None
+        self._members: dict[int, nn.Parameter] = {}
+        for parameter in parameters if on and dtype is not torch.float32 else ():
+            if type(parameter) is nn.Parameter and parameter.device.type == device and parameter.numel() >= least:
+                self._members[id(parameter)] = parameter
         self._copies: dict[int, _Copy] = {}
+        self.layers = {id(m) for m in model.modules() if id(m._parameters.get("weight")) in self._members}
 
     @property
     def bytes(self) -> int:

@@ -36,12 +36,11 @@ from halfstep.errors import RegionError
 from halfstep.formats import Format, format_of
 from halfstep.policy.custom import overrides
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import operator_rules, require_engine, resolve_dtype
+from halfstep.policy.resolve import require_engine, resolve_dtype
 from halfstep.policy.units import units
 
-__all__ = ["DTYPES", "LAYERS", "Recipe", "call_traced", "close_recipe", "open_recipe", "opened", "recipe_for", "run_eagerly"]
+__all__ = ["DTYPES", "Recipe", "call_traced", "close_recipe", "open_recipe", "opened", "recipe_for", "run_eagerly"]
 
-LAYERS = ("linear", "conv1d", "conv2d", "conv3d")  # what the layers of torch.nn call that take low weights as they are
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -54,14 +53,12 @@ class Recipe:
         devices: (device type, low dtype, autocast enabled) for each device entered.
         mode: the operator rules on top of torch.autocast, or None where torch's own lists are the policy.
         cache: whether weight casts may be cached, by torch.autocast and here; None: as it is outside.
-        layers: which of the operators of `LAYERS` are low on every device entered, in a format that a dtype stores.
     """
 
     policy: Policy
     devices: tuple[tuple[str, torch.dtype, bool], ...]
     mode: RuleMode | None
     cache: bool | None = None
-    layers: frozenset[str] = frozenset()
 
 
 @functools.lru_cache(maxsize=256)  # somebody who tries policies may try thousands
@@ -104,15 +101,7 @@ def recipe_for(
     rules = compile_rules(policy, tuple(lowered), how) if lowered else {}
     custom = overrides(policy.ops) if lowered else ()
     mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
-    layers = frozenset[str]()
-    if len(lowered) == len(devices) and simulated is None:
-        layers = frozenset(n for n in LAYERS if all(_is_low(n, policy, device) for device in lowered))
-    return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache, layers=layers)
-
-
-def _is_low(name: str, policy: Policy, device: str) -> bool:
-    decision = operator_rules(policy, device).get(name)
-    return decision is not None and decision.rule == "low"
+    return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache)
 
 
 def _lacks_units(policy: Policy, device: str, name: str) -> bool:

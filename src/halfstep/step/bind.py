@@ -20,9 +20,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
-from halfstep.cast.layers import layer_forward
+from halfstep.cast.layers import kept_weights, unruled
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
@@ -51,6 +52,7 @@ class Binding:
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
+        unruled: whether no rule of the region concerns what its forward calls; None: not yet known.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Binding:
         self.store = store
         self.recipe = module_recipe(policy, device_types, rule)
         self.passes = NOWHERE if root or entrance else self.recipe
+        self.unruled: bool | None = None
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -233,23 +236,37 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
-    layer = layer_forward(original)
+    with_copies = kept_weights(original)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
-        if binding is None or STATE.bound is binding.passes:  # None: made by the class itself, as a Sequential's slice
+        if binding is None:  # made by the class itself, as a Sequential's slice
             return original.forward(self, *args, **kwargs)
+        state = STATE
         if torch.compiler.is_compiling():
+            if state.bound is binding.passes:
+                return original.forward(self, *args, **kwargs)
             return _enter_compiled(binding, original.forward, self, args, kwargs)
-        return _enter(binding, original.forward, self, args, kwargs)
-
-    def forward_of_layer(self: nn.Module, input: Any) -> Any:
-        binding = self.__dict__.get(KEY)
-        if binding is None or torch.compiler.is_compiling():
-            return forward(self, input)
-        if STATE.bound is binding.passes:
-            return layer(self, input)
-        return _enter(binding, layer, self, (input,), {})
+        if state.bound is not binding.passes:
+            return _enter(binding, original.forward, self, args, kwargs)
+        mode = binding.recipe.mode
+        if state.mode is not mode:  # in a region that somebody opened inside
+            return original.forward(self, *args, **kwargs)
+        if mode is not None:
+            if binding.unruled is None:
+                binding.unruled = unruled(self, original, mode.handlers)
+            if not binding.unruled or _len_torch_function_stack() != 1:  # other modes want to see everything
+                return original.forward(self, *args, **kwargs)
+            _pop_torch_function_stack()
+        try:
+            if with_copies is not None and len(args) == 1 and not kwargs:
+                copies = state.copies
+                if copies is not None and id(self) in copies.layers:
+                    return with_copies(copies, self, args[0])
+            return original.forward(self, *args, **kwargs)
+        finally:
+            if mode is not None:
+                _push_on_torch_function_stack(mode)
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         original._save_to_state_dict(self, destination, prefix, keep_vars)
@@ -307,9 +324,8 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
         "__doc__": original.__doc__,
     }
     if original.forward is not nn.Module.forward:
-        for made in (forward, forward_of_layer):
-            made.__code__ = made.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
-        body["forward"] = forward if layer is None else forward_of_layer
+        forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
+        body["forward"] = forward
     return type(original.__name__, (original,), body)
 
 

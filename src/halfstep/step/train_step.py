@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.cast.copies import Copies
+from halfstep.cast.copies import SMALL_IN_WINDOWS, Copies
 from halfstep.cast.recipe import opened
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
@@ -105,7 +105,8 @@ class TrainStep:
         self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
-        self.copies = Copies(self._stepped_parameters(), binding.recipe)
+        least = SMALL_IN_WINDOWS if accumulate > 1 else None
+        self.copies = Copies(unwrap(model), self._stepped_parameters(), binding.recipe, least=least)
         if self._store is not None and self.policy.grads == "fp32":
             for parameter in self._store.parameters():
                 parameter.grad_dtype = torch.float32
