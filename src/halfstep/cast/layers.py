@@ -9,6 +9,9 @@ ends with the region and is keyed by the tensor alone. A bound layer whose forwa
 that its training step keeps (`Copies`); the operator is the same, and so are its bits. Anything unusual goes torch's
 way: a weight that is frozen, parametrised, swapped by functional_call or a tensor subclass, a nested region. Where a rule
 concerns the operator its handler finds the copies.
+
+Note [shared activations]: torch.autocast casts an fp32 activation once for each layer that reads it, and each keeps its
+own low copy for the backward pass. A large one is cast once for layers that read it one after the other, and kept once.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from halfstep.cast.copies import Copies
+from halfstep.cast.dispatch import LOWS
 from halfstep.cast.state import STATE
 
-__all__ = ["kept_weights", "unruled"]
+__all__ = ["low_forward", "unruled"]
 
 MANY = 1 << 16  # elements of an activation from which one cast for several layers pays for the edges made in Python
 LAYERS = frozenset(
@@ -41,7 +45,9 @@ LAYERS = frozenset(
 
 SPACES = (F, torch, Tensor, torch._C._nn)
 
-LowForward = Callable[[Copies, nn.Module, Any], Any]
+MISSING = object()
+
+Forward = Callable[..., Any]
 
 
 # ------------------------------------------------------------------ note [unruled layers]
@@ -81,11 +87,11 @@ def _called(function: types.FunctionType, kind: type[nn.Module]) -> Iterator[Any
         yield cell.cell_contents
 
 
-# ------------------------------------------------------------------ note [kept weights]
+# ------------------------------------------------------------------ notes [kept weights], [shared activations]
 
 
-def kept_weights(original: type[nn.Module]) -> LowForward | None:
-    """Return the forward of a linear layer or a convolution with the step's copies; None for every other class."""
+def low_forward(original: type[nn.Module]) -> Forward | None:
+    """Return the forward of a linear layer or a convolution that casts as little as it can; None for other classes."""
     if original.forward is nn.Linear.forward:
         return _low_forward(original.forward, _linear)
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -98,24 +104,28 @@ def _linear(module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | Non
     return F.linear(input, weight, bias)
 
 
-def _low_forward(plain: Callable[..., Any], run: Callable[..., Any]) -> LowForward:
-    def forward(copies: Copies, module: nn.Module, input: Any) -> Any:
-        device = copies.device
-        if (
-            not is_autocast_enabled(device)
-            or get_autocast_dtype(device) is not copies.dtype
-            or not is_autocast_cache_enabled()
-        ):
+def _low_forward(plain: Forward, run: Forward) -> Forward:
+    def forward(module: nn.Module, input: Any) -> Any:
+        copies = STATE.copies
+        if copies is not None and id(module) not in copies.layers:
+            copies = None
+        shared = type(input) is Tensor and input.dtype is torch.float32 and input.numel() >= MANY
+        if copies is None and not shared:
+            return plain(module, input)
+        device = input.device.type if copies is None else copies.device
+        if not (is_autocast_enabled(device) and is_autocast_cache_enabled()):
+            return plain(module, input)
+        dtype = get_autocast_dtype(device)
+        if shared and dtype in LOWS and not peek_interpreter_stack():
+            input = STATE.casts.cast_latest(input, dtype)
+        if copies is None or copies.dtype is not dtype:
             return plain(module, input)
         parameters = module._parameters
-        weight = parameters.get("weight")
-        if weight is None or "bias" not in parameters or (low := copies.of(weight)) is None:
+        weight, bias = parameters.get("weight"), parameters.get("bias", MISSING)
+        if weight is None or bias is MISSING or (low := copies.of(weight)) is None:
             return plain(module, input)
-        bias = parameters["bias"]
         if bias is not None and (low_bias := copies.of(bias)) is not None:
             bias = low_bias
-        if isinstance(input, Tensor) and input.dtype is torch.float32 and input.numel() >= MANY:
-            input = STATE.casts.cast_latest(input, copies.dtype)
         return run(module, input, low, bias)
 
     return forward

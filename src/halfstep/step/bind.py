@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
-from halfstep.cast.layers import kept_weights, unruled
+from halfstep.cast.layers import low_forward, unruled
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
@@ -236,7 +236,7 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
-    with_copies = kept_weights(original)
+    layer = low_forward(original)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
@@ -259,10 +259,8 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
                 return original.forward(self, *args, **kwargs)
             _pop_torch_function_stack()
         try:
-            if with_copies is not None and len(args) == 1 and not kwargs:
-                copies = state.copies
-                if copies is not None and id(self) in copies.layers:
-                    return with_copies(copies, self, args[0])
+            if layer is not None and len(args) == 1 and not kwargs:
+                return layer(self, args[0])
             return original.forward(self, *args, **kwargs)
         finally:
             if mode is not None:
