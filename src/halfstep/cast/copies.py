@@ -12,16 +12,23 @@ Within a window a changed parameter gets a new copy instead: the graphs of what 
 Note [data]: a write through ``.data`` leaves no trace. The mode of a region sees who asks for it (`touched`). Where the
 policy needs no mode, each copy is filled at its first use in the window instead of at its beginning, so that a write in
 forward, before the weight is used, is seen too. What nobody sees is a write between two micro-batches of one window.
+
+Note [sums]: the gradient of a low copy is low, and torch casts it into new memory before it adds it to the parameter's.
+The edge of a large copy adds it itself, in one pass, if there is a gradient to add to, nobody's hook wants to see it,
+and it is the step's own backward pass: a nested one (torch.autograd.grad in somebody's Function) wants it handed over.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+
+from halfstep.kernels.accumulate import add_low_
 
 if TYPE_CHECKING:
     from halfstep.cast.recipe import Recipe
@@ -33,22 +40,25 @@ SMALL, SMALL_IN_WINDOWS = 1 << 18, 1 << 13
 """Elements below which a CPU casts a weight anew, into memory that is still mapped, as fast as a copy is kept: filled
 once for each use, and filled once for several micro-batches."""
 
+MANY = 1 << 16  # elements of a gradient from which an edge made in Python pays
+
 
 class _Copy:
     """One parameter's copy.
 
     Attributes:
         low: the copy, with its edge to the parameter.
+        memory: the same memory without an edge, to be written into.
         version: the parameter's version when it was filled.
         address: where the parameter's values were then.
         used: whether anybody asked for it in this window.
         current: whether it was written in the tail of the last step, together with the parameter.
     """
 
-    __slots__ = ("address", "current", "low", "parameter", "used", "version")
+    __slots__ = ("address", "current", "low", "memory", "parameter", "used", "version")
 
-    def __init__(self, parameter: nn.Parameter, low: Tensor) -> None:
-        self.parameter, self.low = parameter, low
+    def __init__(self, parameter: nn.Parameter, low: Tensor, memory: Tensor) -> None:
+        self.parameter, self.low, self.memory = parameter, low, memory
         self.used, self.current = True, False
         self.note()
 
@@ -82,7 +92,7 @@ class Copies:
         model: whose parameters get copies.
         parameters: which of them may: those that the step's optimizer changes.
         recipe: the region they serve in. Its first device is the one whose parameters get copies.
-        least: elements of the smallest parameter that gets a copy; default: what pays.
+        windows: whether a window has several micro-batches.
 
     Attributes:
         recipe: as above.
@@ -90,15 +100,22 @@ class Copies:
         dtype: the low format.
         at_once: whether all copies are filled when a window begins, or each when it is asked for; note [data].
         layers: ids of the modules that own such a parameter named weight.
+        sums: whether gradients are summed over micro-batches; note [sums].
+        task: the backward pass in which edges add them; -1: none.
     """
 
-    __slots__ = ("_copies", "_members", "at_once", "device", "dtype", "layers", "recipe")
+    __slots__ = (
+        "__weakref__", "_copies", "_members", "at_once", "device", "dtype", "layers", "recipe", "sums", "task"
+    )  # fmt: skip
 
     def __init__(
-        self, model: nn.Module, parameters: Iterable[nn.Parameter], recipe: Recipe, *, least: int | None = None
+        self, model: nn.Module, parameters: Iterable[nn.Parameter], recipe: Recipe, *, windows: bool = False
     ) -> None:
         device, dtype, on = recipe.devices[0]
-        least = (SMALL if least is None else least) if device == "cpu" else 1  # a launch costs more than a small cast
+        least = SMALL_IN_WINDOWS if windows else SMALL
+        if device != "cpu":
+            least = 1  # a launch costs more than a small cast
+        self.sums, self.task = windows, -1
         self.recipe, self.device, self.dtype, self.at_once = recipe, device, dtype, recipe.mode is not None
         self._members: dict[int, nn.Parameter] = {}
         for parameter in parameters if on and dtype is not torch.float32 else ():
@@ -135,8 +152,14 @@ class Copies:
         if peek_interpreter_stack():  # what is made inside a torch.func transform must not be found outside it
             return None
         with torch.inference_mode(False), torch.enable_grad():
-            copy = self._copies[id(parameter)] = _Copy(parameter, parameter.to(self.dtype))
-        return copy.low
+            if self.sums and parameter.numel() >= MANY:
+                memory = parameter.detach().to(self.dtype)
+                low = _Edge.apply(parameter, memory, weakref.ref(self))  # type: ignore[no-untyped-call]
+            else:
+                low = parameter.to(self.dtype)
+                memory = low.detach()
+        self._copies[id(parameter)] = _Copy(parameter, low, memory)
+        return low
 
     def _again(self, copy: _Copy) -> Tensor | None:
         """Bring a copy up to date: in its buffer if this window has not used it, else in another one."""
@@ -145,7 +168,7 @@ class Copies:
             self._copies.pop(id(parameter), None)
             return self._made(parameter)
         with torch.no_grad():
-            copy.low.copy_(parameter)
+            copy.memory.copy_(parameter)
         copy.note()
         copy.used = True
         return copy.low
@@ -155,6 +178,20 @@ class Copies:
         copy = self._copies.get(id(tensor))
         if copy is not None:
             copy.version = -1
+
+    # ------------------------------------------------------------------ in the backward pass
+
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        """Run the backward pass of `loss` from `seed`, in which large edges add gradients themselves; note [sums]."""
+        handle = loss.register_hook(self._begins)  # type: ignore[no-untyped-call]
+        try:
+            loss.backward(gradient=seed)
+        finally:
+            self.task = -1
+            handle.remove()
+
+    def _begins(self, gradient: Tensor) -> None:
+        self.task = torch._C._current_graph_task_id()
 
     # ------------------------------------------------------------------ between steps
 
@@ -176,14 +213,14 @@ class Copies:
                 del self._copies[key]
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_([copy.low for copy in stale], [copy.parameter for copy in stale])
+                torch._foreach_copy_([copy.memory for copy in stale], [copy.parameter for copy in stale])
             for copy in stale:
                 copy.note()
 
     def buffer(self, parameter: Tensor) -> Tensor | None:
         """Return the buffer a kernel may write `parameter`'s new low values into, if the next step will read it."""
         copy = self._copies.get(id(parameter))
-        return copy.low.detach() if copy is not None and copy.used and copy.fits() else None
+        return copy.memory if copy is not None and copy.used and copy.fits() else None
 
     def written(self, parameters: Sequence[Tensor]) -> None:
         """Take note that the buffers of `parameters` hold what these hold now, until their version changes.
@@ -194,3 +231,30 @@ class Copies:
             copy = self._copies[id(parameter)]
             copy.note()
             copy.current = True
+
+
+class _Edge(torch.autograd.Function):
+    """The way from a large copy to its parameter; note [sums]."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, memory: Tensor, copies: weakref.ref[Copies]) -> Tensor:
+        ctx.parameter, ctx.copies = parameter, copies  # weakly: they hold the copy, and so this
+        return memory.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        parameter, copies = ctx.parameter, ctx.copies()
+        total = parameter.grad
+        if (
+            copies is None
+            or total is None
+            or total.is_sparse
+            or total.dtype is not torch.float32
+            or copies.task != torch._C._current_graph_task_id()
+            or torch.is_grad_enabled()  # somebody wants to differentiate the gradient
+            or parameter._backward_hooks
+            or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        ):
+            return gradient.to(parameter.dtype), None, None
+        add_low_(total, gradient)
+        return None, None, None

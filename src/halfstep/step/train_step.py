@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.cast.copies import SMALL_IN_WINDOWS, Copies
+from halfstep.cast.copies import Copies
 from halfstep.cast.recipe import opened
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
@@ -105,8 +105,7 @@ class TrainStep:
         self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
-        least = SMALL_IN_WINDOWS if accumulate > 1 else None
-        self.copies = Copies(unwrap(model), self._stepped_parameters(), binding.recipe, least=least)
+        self.copies = Copies(unwrap(model), self._stepped_parameters(), binding.recipe, windows=accumulate > 1)
         if self._store is not None and self.policy.grads == "fp32":
             for parameter in self._store.parameters():
                 parameter.grad_dtype = torch.float32
@@ -199,7 +198,10 @@ class TrainStep:
         seed = self._scale if self.accumulate == 1 else self._scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
-        loss.backward(gradient=seed)
+        if self._window and self._no_sync is None:  # DistributedDataParallel's hooks want to see what arrives
+            self.copies.backward(loss, seed)
+        else:
+            loss.backward(gradient=seed)
         return self._scale
 
     def _drop_gradients(self) -> None:
