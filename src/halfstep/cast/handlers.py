@@ -17,7 +17,16 @@ from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.formats import Format
 
-__all__ = ["INPUT", "IN_PLACE", "data_asked", "into_destination", "of_composite", "of_rule", "of_statistics", "target_of"]
+__all__ = [
+    "INPUT",
+    "IN_PLACE",
+    "data_asked",
+    "into_destination",
+    "of_composite",
+    "of_rule",
+    "of_statistics",
+    "target_of",
+]
 
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
 MANY_LOGITS = 1 << 20  # where a Function of our own begins to be faster on a CPU; below it some MiB are at stake

@@ -34,6 +34,7 @@ from halfstep.step.checkpoint import load_step, refuse_window, save_step
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
+from halfstep.step.sums import Sums
 
 __all__ = ["TrainStep"]
 
@@ -106,9 +107,9 @@ class TrainStep:
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
         self.copies = Copies(unwrap(model), self._stepped_parameters(), binding.recipe, windows=accumulate > 1)
-        if self._store is not None and self.policy.grads == "fp32":
-            for parameter in self._store.parameters():
-                parameter.grad_dtype = torch.float32
+        wide = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
+        hooked = self._no_sync is None  # DistributedDataParallel's hooks want to find each gradient in its place
+        self._sums = Sums(wide, hooked=hooked, windows=accumulate > 1)
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
             tail.prefer_fused(optimizer, self._stepped_parameters())
@@ -128,6 +129,7 @@ class TrainStep:
             self._drop_gradients()
             self._statistics.keep()
             self.copies.begin()
+            self._sums.begin()
         last = self._window + 1 == self.accumulate
         copies, STATE.copies = STATE.copies, self.copies  # in the backward pass too, which may compute forward again
         try:
@@ -198,10 +200,12 @@ class TrainStep:
         seed = self._scale if self.accumulate == 1 else self._scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
-        if self._window and self._no_sync is None:  # DistributedDataParallel's hooks want to see what arrives
+        if (
+            self._window and self._store is None and self._no_sync is None
+        ):  # DistributedDataParallel's hooks want to see what arrives
             self.copies.backward(loss, seed)
         else:
-            loss.backward(gradient=seed)
+            self._sums.backward(loss, seed)
         return self._scale
 
     def _drop_gradients(self) -> None:
@@ -243,6 +247,7 @@ class TrainStep:
                 parameter.grad.div_(torch.distributed.get_world_size(group))
 
     def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+        self._sums.finish()
         parameters, gradients = self._gradients()
         self._window = 0
         scaling = self.scaler.is_enabled()
@@ -269,6 +274,7 @@ class TrainStep:
         self._statistics.put_back(verdict.bad)
         for parameter in parameters:
             parameter.grad = None
+        self._sums.free()
         self._pending = verdict.bad
         norms, names = verdict.norms, self._names
 
