@@ -76,7 +76,10 @@ class WeightCasts:
         known, recording = self._latest, torch.is_grad_enabled()
         if known is not None and known[0]() is activation and known[3].dtype is dtype and known[2] is recording:
             if known[1] == _witness(activation, known[3]):
-                return _Reader.apply(activation, known[3].detach()) if recording else known[3]  # type: ignore[no-any-return, no-untyped-call]
+                if not recording:
+                    return known[3]
+                again: Tensor = _Reader.apply(activation, known[3].detach())  # type: ignore[no-untyped-call]
+                return again
         low = activation.to(dtype)
         self._latest = (weakref.ref(activation, self._forget), _witness(activation, low), recording, low)
         return low
@@ -101,5 +104,5 @@ class _Reader(torch.autograd.Function):
         return low.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import is_fake
 
 from halfstep.kernels.accumulate import add_low_
 
@@ -78,8 +79,13 @@ class _Copy:
         )
 
 
+def _plain(parameter: nn.Parameter, device: str) -> bool:
+    """Return whether `parameter` is on `device` and no tensor subclass but torch's own fake ones."""
+    return (type(parameter) is nn.Parameter or is_fake(parameter)) and parameter.device.type == device
+
+
 def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) is nn.Parameter else 0
+    return 0 if is_fake(tensor) else tensor.data_ptr()
 
 
 class Copies:
@@ -105,8 +111,18 @@ class Copies:
     """
 
     __slots__ = (
-        "__weakref__", "_copies", "_members", "at_once", "device", "dtype", "layers", "recipe", "sums", "task"
-    )  # fmt: skip
+        "__weakref__",
+        "_address",
+        "_copies",
+        "_members",
+        "at_once",
+        "device",
+        "dtype",
+        "layers",
+        "recipe",
+        "sums",
+        "task",
+    )
 
     def __init__(
         self, model: nn.Module, parameters: Iterable[nn.Parameter], recipe: Recipe, *, windows: bool = False
@@ -118,9 +134,9 @@ class Copies:
         self.sums, self.task = windows, -1
         self.recipe, self.device, self.dtype, self.at_once = recipe, device, dtype, recipe.mode is not None
         self._members: dict[int, nn.Parameter] = {}
-        for parameter in parameters if on and dtype is not torch.float32 else ():
-            if type(parameter) is nn.Parameter and parameter.device.type == device and parameter.numel() >= least:
-                self._members[id(parameter)] = parameter
+        if on and dtype is not torch.float32:
+            self._members = {id(p): p for p in parameters if _plain(p, device) and p.numel() >= least}
+        self._address = _address if any(map(is_fake, self._members.values())) else Tensor.data_ptr
         self._copies: dict[int, _Copy] = {}
         self.layers = {id(m) for m in model.modules() if id(m._parameters.get("weight")) in self._members}
 
@@ -140,7 +156,7 @@ class Copies:
         copy = self._copies.get(id(weight))
         if copy is None:
             return self._made(weight)
-        if copy.version != weight._version or copy.address != weight.data_ptr() or not weight.requires_grad:
+        if copy.version != weight._version or copy.address != self._address(weight) or not weight.requires_grad:
             return self._again(copy)
         copy.used = True
         return copy.low
@@ -154,7 +170,7 @@ class Copies:
         with torch.inference_mode(False), torch.enable_grad():
             if self.sums and parameter.numel() >= MANY:
                 memory = parameter.detach().to(self.dtype)
-                low = _Edge.apply(parameter, memory, weakref.ref(self))  # type: ignore[no-untyped-call]
+                low: Tensor = _Edge.apply(parameter, memory, weakref.ref(self))  # type: ignore[no-untyped-call]
             else:
                 low = parameter.to(self.dtype)
                 memory = low.detach()
@@ -183,7 +199,7 @@ class Copies:
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         """Run the backward pass of `loss` from `seed`, in which large edges add gradients themselves; note [sums]."""
-        handle = loss.register_hook(self._begins)  # type: ignore[no-untyped-call]
+        handle = loss.register_hook(self._begins)
         try:
             loss.backward(gradient=seed)
         finally:
@@ -242,7 +258,7 @@ class _Edge(torch.autograd.Function):
         return memory.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         parameter, copies = ctx.parameter, ctx.copies()
         total = parameter.grad
         if (

@@ -7,8 +7,8 @@ with the mode off. What it calls is read from its code and from that of the func
 Note [kept weights]: torch.autocast casts the weights of linear layers and convolutions below Python, from a cache that
 ends with the region and is keyed by the tensor alone. A bound layer whose forward is torch's own hands over the copies
 that its training step keeps (`Copies`); the operator is the same, and so are its bits. Anything unusual goes torch's
-way: a weight that is frozen, parametrised, swapped by functional_call or a tensor subclass, a nested region. Where a rule
-concerns the operator its handler finds the copies.
+way: a weight that is frozen, parametrised, swapped by functional_call or a tensor subclass, a nested region. Where a
+rule concerns the operator its handler finds the copies.
 
 Note [shared activations]: torch.autocast casts an fp32 activation once for each layer that reads it, and each keeps its
 own low copy for the backward pass. A large one is cast once for layers that read it one after the other, and kept once.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
@@ -32,6 +33,7 @@ from halfstep.cast.state import STATE
 
 __all__ = ["low_forward", "unruled"]
 
+ACTIVATIONS = frozenset({Tensor, FakeTensor})  # no subclass with a life of its own
 MANY = 1 << 16  # elements of an activation from which one cast for several layers pays for the edges made in Python
 LAYERS = frozenset(
     getattr(nn, name)
@@ -41,11 +43,9 @@ LAYERS = frozenset(
     Hardsigmoid Hardswish Hardtanh Identity LayerNorm LeakyReLU Linear LogSigmoid LogSoftmax MaxPool1d MaxPool2d
     MaxPool3d Mish PReLU RMSNorm ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh Unflatten""".split()
 )
-"""Classes whose forward, and what it calls, does arithmetic on tensors by name only: no ``+`` or ``/`` hides in them."""
+"""Classes whose forward, and what it calls, does arithmetic on tensors by name only: no ``+`` hides in them."""
 
 SPACES = (F, torch, Tensor, torch._C._nn)
-
-MISSING = object()
 
 Forward = Callable[..., Any]
 
@@ -57,7 +57,7 @@ def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Call
     """Return whether the forward of `module`, a layer of torch.nn of class `original`, calls nothing in `handlers`."""
     if original not in LAYERS or module._modules:  # children, parametrizations too, have rules of their own
         return False
-    names = _names(original)
+    names = _names(original)  # type: ignore[arg-type]  # classes hash
     if isinstance(module, _ConvNd) and module.padding_mode == "zeros":
         names -= {"pad"}  # what the other modes call
     return not any(getattr(space, name) in handlers for name in names for space in SPACES if hasattr(space, name))
@@ -109,7 +109,7 @@ def _low_forward(plain: Forward, run: Forward) -> Forward:
         copies = STATE.copies
         if copies is not None and id(module) not in copies.layers:
             copies = None
-        shared = type(input) is Tensor and input.dtype is torch.float32 and input.numel() >= MANY
+        shared = type(input) in ACTIVATIONS and input.dtype is torch.float32 and input.numel() >= MANY
         if copies is None and not shared:
             return plain(module, input)
         device = input.device.type if copies is None else copies.device
@@ -121,9 +121,10 @@ def _low_forward(plain: Forward, run: Forward) -> Forward:
         if copies is None or copies.dtype is not dtype:
             return plain(module, input)
         parameters = module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias", MISSING)
-        if weight is None or bias is MISSING or (low := copies.of(weight)) is None:
+        weight = parameters.get("weight")
+        if weight is None or "bias" not in parameters or (low := copies.of(weight)) is None:
             return plain(module, input)
+        bias: Tensor | None = parameters["bias"]
         if bias is not None and (low_bias := copies.of(bias)) is not None:
             bias = low_bias
         return run(module, input, low, bias)

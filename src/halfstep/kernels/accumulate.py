@@ -20,7 +20,8 @@ def add_low_(total: Tensor, low: Tensor) -> None:
     if total.device.type != "cpu" or total.numel() <= PIECE or total.stride() != low.stride():
         total.add_(low)
         return
-    order = sorted(range(total.dim()), key=lambda d: (-total.stride(d), -total.size(d)))
+    strides, sizes = total.stride(), total.shape
+    order = sorted(range(total.dim()), key=lambda d: (-strides[d], -sizes[d]))
     total, low = total.permute(order), low.permute(order)
     if not total.is_contiguous():
         total.add_(low)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
+from halfstep.cast.dispatch import RuleMode
 from halfstep.cast.layers import low_forward, unruled
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
@@ -80,6 +81,11 @@ class Binding:
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
         self.root, self.passes = True, NOWHERE
+
+    def learn(self, module: nn.Module, original: type[nn.Module], mode: RuleMode) -> bool:
+        """Find out, once, whether `mode` has no rule for what the forward of `module` calls."""
+        self.unruled = unruled(module, original, mode.handlers)
+        return self.unruled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_binding, (
@@ -247,24 +253,21 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
             if state.bound is binding.passes:
                 return original.forward(self, *args, **kwargs)
             return _enter_compiled(binding, original.forward, self, args, kwargs)
+        mode, run = binding.recipe.mode, original.forward
+        free = mode is None or (binding.learn(self, original, mode) if binding.unruled is None else binding.unruled)
+        if state.bound is binding.recipe and state.mode is not mode:  # in a region that somebody opened inside
+            free = False
+        if free and layer is not None and len(args) == 1 and not kwargs:
+            run = layer
         if state.bound is not binding.passes:
-            return _enter(binding, original.forward, self, args, kwargs)
-        mode = binding.recipe.mode
-        if state.mode is not mode:  # in a region that somebody opened inside
-            return original.forward(self, *args, **kwargs)
-        if mode is not None:
-            if binding.unruled is None:
-                binding.unruled = unruled(self, original, mode.handlers)
-            if not binding.unruled or _len_torch_function_stack() != 1:  # other modes want to see everything
-                return original.forward(self, *args, **kwargs)
-            _pop_torch_function_stack()
+            return _enter(binding, run, self, args, kwargs)
+        if not free or mode is None or _len_torch_function_stack() != 1:  # other modes want to see everything
+            return run(self, *args, **kwargs)
+        _pop_torch_function_stack()
         try:
-            if layer is not None and len(args) == 1 and not kwargs:
-                return layer(self, args[0])
-            return original.forward(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
         finally:
-            if mode is not None:
-                _push_on_torch_function_stack(mode)
+            _push_on_torch_function_stack(mode)
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         original._save_to_state_dict(self, destination, prefix, keep_vars)

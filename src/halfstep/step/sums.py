@@ -1,7 +1,7 @@
-"""Sums: fp32 gradients of low parameters over the micro-batches of a window, without casting one into memory first.
+"""Sums: fp32 gradients of low parameters over the micro-batches of a window, none cast into memory first.
 
-Note [sums]: with ``grad_dtype = torch.float32`` autograd casts every gradient into new memory and adds that, 18 bytes an
-element each micro-batch. Here autograd hands over the low gradient and a hook adds it into memory that stays, in one
+Note [sums]: with ``grad_dtype = torch.float32`` autograd casts every gradient into new memory and adds that, 18 bytes
+an element each micro-batch. Here autograd hands over the low gradient and a hook adds it into memory that stays, in one
 pass of 10 bytes. What autograd adds up before a gradient reaches its parameter would then be added in the low format,
 so a parameter that the graph of this loss reaches by several ways, and a small one, goes the way of ``grad_dtype``.
 """
@@ -95,7 +95,7 @@ class Sums:
         self._totals.clear()
 
     def free(self) -> None:
-        """Let go of memory that a caching allocator hands out again at once; on a CPU its pages would be mapped anew."""
+        """Let go of memory, unless it is a CPU's: a caching allocator hands it out again at once."""
         for key in [k for k, memory in self._memory.items() if memory.device.type != "cpu"]:
             del self._memory[key]
 

@@ -106,10 +106,11 @@ class TrainStep:
         self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
-        self.copies = Copies(unwrap(model), self._stepped_parameters(), binding.recipe, windows=accumulate > 1)
-        wide = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
+        wide = self._stepped_parameters() if self._store is None else ()
+        self.copies = Copies(unwrap(model), wide, binding.recipe, windows=accumulate > 1)
+        low = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
         hooked = self._no_sync is None  # DistributedDataParallel's hooks want to find each gradient in its place
-        self._sums = Sums(wide, hooked=hooked, windows=accumulate > 1)
+        self._sums = Sums(low, hooked=hooked, windows=accumulate > 1)
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
             tail.prefer_fused(optimizer, self._stepped_parameters())
@@ -200,9 +201,7 @@ class TrainStep:
         seed = self._scale if self.accumulate == 1 else self._scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
-        if (
-            self._window and self._store is None and self._no_sync is None
-        ):  # DistributedDataParallel's hooks want to see what arrives
+        if self._window and self.copies.layers and self._no_sync is None:  # DDP's hooks want to see what arrives
             self.copies.backward(loss, seed)
         else:
             self._sums.backward(loss, seed)
