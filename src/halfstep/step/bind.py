@@ -54,6 +54,7 @@ class Binding:
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
         unruled: whether no rule of the region concerns what its forward calls; None: not yet known.
+        idle: whether there is nothing to do inside the region: no mode to take off, no weight to hand over.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Binding:
         self.recipe = module_recipe(policy, device_types, rule)
         self.passes = NOWHERE if root or entrance else self.recipe
         self.unruled: bool | None = None
+        self.idle = False
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -140,6 +142,9 @@ def bind_class(module: nn.Module, *, on: bool) -> None:
     below = own.__bases__[0] if is_parametrized(module) else own
     kind = getattr(below, "_halfstep_original", below)
     if on:
+        binding = binding_of(module)
+        if binding is not None:
+            binding.idle = binding.recipe.mode is None and low_forward(kind) is None
         kind = bound_class(kind)
     if is_parametrized(module):
         body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
@@ -249,6 +254,8 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
         if binding is None:  # made by the class itself, as a Sequential's slice
             return original.forward(self, *args, **kwargs)
         state = STATE
+        if binding.idle and state.bound is binding.passes:
+            return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             if state.bound is binding.passes:
                 return original.forward(self, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -22,7 +23,10 @@ class _Kind:
         self.kept = _parted(self.memory, buffers)
 
     def keep(self) -> None:
-        torch._foreach_copy_(self.kept, self.buffers)
+        if self.kept[0].dim():
+            torch.cat(self.buffers, out=self.memory)
+        else:
+            torch._foreach_copy_(self.kept, self.buffers)
 
     def put_back(self, bad: Tensor) -> None:
         values = torch.where(bad.to(self.memory.device), self.memory, _joined(self.buffers))
@@ -60,6 +64,8 @@ class Statistics:
 
     def keep(self) -> None:
         """Remember the statistics of the norms that are in training mode."""
+        if not self._norms:
+            return
         found = _buffers(self._norms)
         if len(found) != len(self._found) or any(new is not old for new, old in zip(found, self._found, strict=True)):
             self._kinds, self._found = [*map(_Kind, _by_kind(found))], found
@@ -85,7 +91,7 @@ def _good_on_cpu(bad: Tensor) -> bool:
     """Return whether `bad` is false and in the host's memory, where looking at it is no operator and no wait."""
     if type(bad) is not Tensor or bad.device.type != "cpu":
         return False
-    return not bad.untyped_storage()[bad.storage_offset()]
+    return not ctypes.c_bool.from_address(bad.data_ptr()).value
 
 
 def _buffers(norms: Iterable[_NormBase]) -> list[Tensor]:
