@@ -101,7 +101,10 @@ def test_images_and_their_memory_format_give_the_bits_of_torch_amp() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3))
-        return layers.to(memory_format=torch.channels_last)
+        for p in layers.parameters():
+            if p.dim() == 4:
+                p.data = p.data.contiguous(memory_format=torch.channels_last)
+        return layers
 
     net, twin = build(), build()
     step = stepper(net)
@@ -143,15 +146,15 @@ def test_the_bytes_are_told_and_given_back() -> None:
     assert step.copies.bytes == 2 * 2 * WIDTH * WIDTH
 
 
-def writes() -> dict[str, Callable[[nn.Parameter], Any]]:
-    def in_place(p: nn.Parameter) -> None:
+def writes() -> dict[str, Callable[[Tensor], Any]]:
+    def in_place(p: Tensor) -> None:
         with torch.no_grad():
             p.mul_(0.5)
 
-    def assigned(p: nn.Parameter) -> None:
+    def assigned(p: Tensor) -> None:
         p.data = p.data * 0.5
 
-    def through_data(p: nn.Parameter) -> None:
+    def through_data(p: Tensor) -> None:
         p.data.mul_(0.5)
 
     return {"in place": in_place, "assigned": assigned, "through data": through_data}
@@ -159,7 +162,7 @@ def writes() -> dict[str, Callable[[nn.Parameter], Any]]:
 
 @pytest.mark.parametrize("write", writes().values(), ids=writes())
 @pytest.mark.parametrize("policy", ["torch", "mixed"])
-def test_a_write_between_two_windows_is_seen(write: Callable[[nn.Parameter], Any], policy: str) -> None:
+def test_a_write_between_two_windows_is_seen(write: Callable[[Tensor], Any], policy: str) -> None:
     net, twin = Twice(), Twice()
     twin.load_state_dict(net.state_dict())
     step = stepper(net, policy=policy)

@@ -69,7 +69,7 @@ def handlers(policy: str, **fields: Any) -> Any:
     return mode.handlers
 
 
-@pytest.mark.parametrize("kind", sorted(LAYERS, key=lambda k: k.__name__), ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", sorted(LAYERS, key=str), ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_runs_without_the_mode_calls_nothing_that_has_a_rule(kind: type[nn.Module], policy: str) -> None:
     rules = handlers(policy)
@@ -203,7 +203,8 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.into(x).float().sin()
         a, b, c = (head(hidden) for head in self.heads)
-        return (a * b + c).float().square().mean()
+        out: Tensor = a * b + c
+        return out.float().square().mean()
 
 
 class ActivationCasts(TorchDispatchMode):

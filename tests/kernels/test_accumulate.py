@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from halfstep.kernels.accumulate import PIECE, add_low_
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
     "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
     "transposed": lambda t: t.transpose(0, 1),
