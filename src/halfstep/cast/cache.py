@@ -8,7 +8,9 @@ of a write through ``.data``, which is how momentum encoders are updated, so no 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +27,16 @@ class WeightCasts:
     """The casts of one thread: (weight or view of one, version, format) -> low tensor with its autograd edge.
 
     Beside them it holds the one activation cast last, for what three layers read one after the other: query, key and
-    value, or the two halves of a gated unit. Their gradients then meet in the low format. Only what autograd computed
-    is held: nobody else writes into its memory. A low copy that somebody wrote into is not handed out again.
+    value, or the two halves of a gated unit. Each reader gets an edge of its own, so that their gradients are summed in
+    fp32, as after a cast for each. The activation itself is held weakly, and only what autograd computed is held at
+    all: nobody else writes into its memory. A low copy that somebody wrote into is not handed out again.
     """
 
     __slots__ = ("_casts", "_latest")
 
     def __init__(self) -> None:
         self._casts: dict[Hashable, tuple[Tensor, Hashable, Tensor]] = {}
-        self._latest: tuple[Tensor, Hashable, bool, Tensor] | None = None
+        self._latest: tuple[weakref.ref[Tensor], Hashable, bool, Tensor] | None = None
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `weight` in `dtype`, from the cache if this very value was cast before.
@@ -71,14 +74,35 @@ class WeightCasts:
         if activation.grad_fn is None:
             return activation.to(dtype)
         known, recording = self._latest, torch.is_grad_enabled()
-        if known is not None and known[0] is activation and known[3].dtype is dtype:
-            if known[1] == _witness(activation, known[3]) and known[2] is recording:
-                return known[3]
+        if known is not None and known[0]() is activation and known[3].dtype is dtype and known[2] is recording:
+            if known[1] == _witness(activation, known[3]):
+                if not recording:
+                    return known[3]
+                again: Tensor = _Reader.apply(activation, known[3].detach())  # type: ignore[no-untyped-call]
+                return again
         low = activation.to(dtype)
-        self._latest = (activation, _witness(activation, low), recording, low)
+        self._latest = (weakref.ref(activation, self._forget), _witness(activation, low), recording, low)
         return low
+
+    def _forget(self, activation: weakref.ref[Tensor]) -> None:
+        """Let go of the low copy of an activation that is gone."""
+        if self._latest is not None and self._latest[0] is activation:
+            self._latest = None
 
     def clear(self) -> None:
         """Forget every cast."""
         self._casts.clear()
         self._latest = None
+
+
+class _Reader(torch.autograd.Function):
+    """One more edge from a low copy to the activation it was cast from."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, low: Tensor) -> Tensor:
+        ctx.dtype = activation.dtype
+        return low.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None

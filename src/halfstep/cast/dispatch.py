@@ -82,6 +82,9 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
         return tensor.to(dtype)
     if tensor.is_leaf:
         if tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            copies = STATE.copies
+            if copies is not None and copies.dtype is dtype and (low := copies.of(tensor)) is not None:
+                return low
             return STATE.casts.cast(tensor, dtype)
     elif isinstance(tensor._base, nn.Parameter):
         return STATE.casts.cast_view(tensor, tensor._base, dtype)

@@ -13,12 +13,14 @@ from halfstep.cast.dispatch import LOWS, Handler, Lowering, RuleMode, Target, ca
 from halfstep.cast.emulate import EMULATED, emulation_of
 from halfstep.cast.losses import cross_entropy
 from halfstep.cast.simulate import simulated
+from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.formats import Format
 
 __all__ = [
     "INPUT",
     "IN_PLACE",
+    "data_asked",
     "into_destination",
     "of_composite",
     "of_rule",
@@ -250,6 +252,13 @@ def into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, 
     dtype = destination.dtype
     args = (destination, *(cast(a, dtype, mode) for a in args[1:]))
     return run(device, func, args, {k: cast(v, dtype, mode) for k, v in kwargs.items()})
+
+
+def data_asked(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return ``tensor.data`` and tell the step's low copies, since a write through it leaves no trace."""
+    if STATE.copies is not None:
+        STATE.copies.touched(args[0])
+    return func(*args, **kwargs)
 
 
 IN_PLACE = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_scatter_",

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from halfstep.cast.composites import composites, cross_entropy_in_parts, unreported
 from halfstep.cast.dispatch import NATIVELY, Handler, Lowering
 from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED
-from halfstep.cast.handlers import IN_PLACE, INPUT, into_destination, of_composite, of_rule, of_statistics
+from halfstep.cast.handlers import IN_PLACE, INPUT, data_asked, into_destination, of_composite, of_rule, of_statistics
 from halfstep.cast.linear_loss import linear_cross_entropy
 from halfstep.cast.linear_rule import of_linear_loss
 from halfstep.policy.operators import LINEAR_LOSS, callables, name_of
@@ -83,6 +83,8 @@ def compile_rules(
     for composite in composites(frozenset(rules)):
         if composite not in compiled and name_of(composite) not in decisions:
             compiled[composite] = of_composite(unreported(composite))
+    if compiled:
+        compiled[Tensor.data.__get__] = data_asked  # type: ignore[attr-defined]  # a descriptor of C
     if "cross_entropy" not in decisions and rules.keys() & {"log_softmax", "nll_loss"}:
         compiled[F.cross_entropy] = of_composite(cross_entropy_in_parts)
     return compiled

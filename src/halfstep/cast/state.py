@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.cast.cache import WeightCasts
 
 if TYPE_CHECKING:
+    from halfstep.cast.copies import Copies
     from halfstep.cast.dispatch import RuleMode
 
 __all__ = ["STATE"]
@@ -23,6 +24,7 @@ class _State(threading.local):
         visit: called with every prepared model before it runs in this thread, or None.
         frames: the open regions, innermost last.
         casts: the weight casts of the open regions.
+        copies: the low weights of the training step that runs in this thread, or None.
     """
 
     def __init__(self) -> None:
@@ -31,6 +33,7 @@ class _State(threading.local):
         self.visit: Callable[[Any], None] | None = None
         self.frames: list[Any] = []
         self.casts = WeightCasts()
+        self.copies: Copies | None = None
 
 
 STATE = _State()

@@ -21,8 +21,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
+from halfstep.cast.dispatch import RuleMode
+from halfstep.cast.layers import low_forward, unruled
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
@@ -51,6 +54,8 @@ class Binding:
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
+        unruled: whether no rule of the region concerns what its forward calls; None: not yet known.
+        idle: whether there is nothing to do inside the region: no mode to take off, no weight to hand over.
     """
 
     def __init__(
@@ -73,10 +78,17 @@ class Binding:
         self.store = store
         self.recipe = module_recipe(policy, device_types, rule)
         self.passes = NOWHERE if root or entrance else self.recipe
+        self.unruled: bool | None = None
+        self.idle = False
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
         self.root, self.passes = True, NOWHERE
+
+    def learn(self, module: nn.Module, original: type[nn.Module], mode: RuleMode) -> bool:
+        """Find out, once, whether `mode` has no rule for what the forward of `module` calls."""
+        self.unruled = unruled(module, original, mode.handlers)
+        return self.unruled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_binding, (
@@ -131,6 +143,9 @@ def bind_class(module: nn.Module, *, on: bool) -> None:
     below = own.__bases__[0] if is_parametrized(module) else own
     kind = getattr(below, "_halfstep_original", below)
     if on:
+        binding = binding_of(module)
+        if binding is not None:
+            binding.idle = binding.recipe.mode is None and low_forward(kind) is None
         kind = bound_class(kind)
     if is_parametrized(module):
         body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
@@ -247,13 +262,34 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
+    layer = low_forward(original)
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
-        if binding is None or STATE.bound is binding.passes:  # None: made by the class itself, as a Sequential's slice
+        if binding is None:  # made by the class itself, as a Sequential's slice
+            return original.forward(self, *args, **kwargs)
+        state = STATE
+        if binding.idle and state.bound is binding.passes:
             return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
+            if state.bound is binding.passes:
+                return original.forward(self, *args, **kwargs)
             return _enter_compiled(binding, original.forward, self, args, kwargs)
-        return _enter(binding, original.forward, self, args, kwargs)
+        mode, run = binding.recipe.mode, original.forward
+        free = mode is None or (binding.learn(self, original, mode) if binding.unruled is None else binding.unruled)
+        if state.bound is binding.recipe and state.mode is not mode:  # in a region that somebody opened inside
+            free = False
+        if free and layer is not None and len(args) == 1 and not kwargs:
+            run = layer
+        if state.bound is not binding.passes:
+            return _enter(binding, run, self, args, kwargs)
+        if not free or mode is None or _len_torch_function_stack() != 1:  # other modes want to see everything
+            return run(self, *args, **kwargs)
+        _pop_torch_function_stack()
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            _push_on_torch_function_stack(mode)
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         original._save_to_state_dict(self, destination, prefix, keep_vars)

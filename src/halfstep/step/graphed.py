@@ -12,8 +12,8 @@ graphs rest on (other hyperparameters, where parameters, buffers and the optimiz
 graphs are dropped and made again.
 
 Note [windows]: with `accumulate` above 1 there is a graph for the first micro-batch, one for those between and one for
-the last with its update. What one leaves for the next (gradients, the scale of the window, kept BatchNorm statistics)
-is then pinned: copied into tensors that stay, so that any first graph can go before any last one.
+the last with its update. What one leaves for the next (gradients, the scale of the window) is then pinned: copied into
+tensors that stay, so that any first graph can go before any last one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Graph:
         numbers: scale, gradient norm, all gradients' norms, and the loss if it is fp32, in one fp32 tensor.
         skipped: 0-dim bool.
         gradients: what the parameters hold afterwards.
-        kept: the statistics that wait for the verdict afterwards.
+        open: the statistics that wait for the verdict afterwards.
     """
 
     calls: int = 0
@@ -71,7 +71,7 @@ class _Graph:
     numbers: Tensor | None = None
     skipped: Tensor | None = None
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    kept: Any = None
+    open: Any = None
 
 
 class Graphs:
@@ -88,6 +88,7 @@ class Graphs:
         self._step, self._device = step, device
         self._recorder: Recorder = recorder
         self._model = unwrap(step.model)
+        step._statistics.blind = True
         self.captures = self.replays = self._resets = 0
         self._facts: Any = None
         self.reset()
@@ -98,7 +99,6 @@ class Graphs:
         self._kinds: set[Hashable] = set()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._scale: Tensor | None = None
-        self._kept: dict[Hashable, Tensor] = {}
         self._rates = Rates(self._device)
         self._full = False
 
@@ -168,7 +168,6 @@ class Graphs:
             else:
                 self._scale.copy_(step._scale)
             step._scale = self._scale
-            step._statistics.kept = [(buffers, self._pin_kept(buffers, v)) for buffers, v in step._statistics.kept]
         pinned, made = [], []
         for parameter in self._model.parameters():
             gradient = parameter.grad
@@ -182,10 +181,6 @@ class Graphs:
         if pinned:
             torch._foreach_copy_(pinned, made)
         return result
-
-    def _pin_kept(self, buffers: list[Tensor], values: Tensor) -> Tensor:
-        known = self._kept.setdefault(tuple(map(id, buffers)), values)
-        return known if known is values else known.copy_(values)
 
     # ------------------------------------------------------------------ capture and replay
 
@@ -210,7 +205,7 @@ class Graphs:
         ]
         following = iter(graph.inputs)
         batch, named = map_tensors((batch, named), lambda tensor: next(following))
-        before = (step._step, step._window, step._scale, step._pending, step._statistics.kept, step.host_reads)
+        before = (step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads)
         held = [(p, p.grad) for p in self._model.parameters()]
         self._clear_casts()
         try:
@@ -219,7 +214,7 @@ class Graphs:
                     lambda: _packed(self._pinned_step(batch, named), updates=updates), generators
                 )
         except BaseException as error:
-            step._step, step._window, step._scale, step._pending, step._statistics.kept, step.host_reads = before
+            step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads = before
             for parameter, gradient in held:
                 parameter.grad = gradient
             step._abandon_update()
@@ -235,7 +230,7 @@ class Graphs:
             self._clear_casts()  # those made in a capture hold nothing yet
         graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
-        graph.kept = step._statistics.kept
+        graph.open = step._statistics.open
         step._step, step._window = before[:2]  # `_done` counts
         self.captures += 1
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, [*map(_shape, found)])
@@ -259,7 +254,7 @@ class Graphs:
         assert static is not None and graph.numbers is not None and graph.skipped is not None
         step._step += 1
         step._window = 0 if updates else step._window + 1
-        step._statistics.kept = graph.kept
+        step._statistics.open = graph.open
         for parameter in self._model.parameters() if updates else ():
             parameter.grad = None
         for parameter, gradient in graph.gradients:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from halfstep.cast.copies import Copies
 from halfstep.cast.recipe import opened, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
@@ -38,6 +39,7 @@ from halfstep.step.graphed import Graphs
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
+from halfstep.step.sums import Sums
 from halfstep.weights.states import LowStates
 
 __all__ = ["TrainStep"]
@@ -57,6 +59,7 @@ class TrainStep:
     unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
 
     Attributes:
+        copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
         generic: why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it.
         host_reads: how often an update had to wait for the device.
 
@@ -140,9 +143,14 @@ class TrainStep:
         self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
-        if self._store is not None and self.policy.grads == "fp32":
-            for parameter in self._store.parameters():
-                parameter.grad_dtype = torch.float32
+        wide = self._stepped_parameters() if self._store is None else ()
+        windows = accumulate > 1 and not cuda_graph  # what is added by Python is not repeated by a graph
+        self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
+        low = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
+        hooked = (
+            self._no_sync is None and not cuda_graph
+        )  # DistributedDataParallel's hooks want to find each gradient in its place
+        self._sums = Sums(low, hooked=hooked, windows=windows)
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
             tail.prefer_fused(optimizer, self._stepped_parameters())
@@ -160,12 +168,15 @@ class TrainStep:
         """
         self._settle()
         last = self._window + 1 == self.accumulate
+        copies, STATE.copies = STATE.copies, self.copies  # in the backward pass too, which may compute forward again
         try:
             result = self._micro(batch, named) if self._graphs is None else self._graphs(batch, named)
         except BaseException:
             self._window = 0  # its gradients are partial, and dropped by the next call
             self._statistics.restore()
             raise
+        finally:
+            STATE.copies = copies
         if self._metrics is not None:
             self._metrics.see(result, (batch, named), updated=last)
         return result
@@ -175,6 +186,8 @@ class TrainStep:
         if self._window == 0:
             self._drop_gradients()
             self._statistics.keep()
+            self.copies.begin()
+            self._sums.begin()
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
             loss, aux = self._forward(batch, named)
@@ -233,7 +246,10 @@ class TrainStep:
         seed = self._scale if self.accumulate == 1 else self._scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
-        loss.backward(gradient=seed)
+        if self._window and self.copies.layers and self._no_sync is None:  # DDP's hooks want to see what arrives
+            self.copies.backward(loss, seed)
+        else:
+            self._sums.backward(loss, seed)
         return self._scale
 
     def _drop_gradients(self) -> None:
@@ -275,6 +291,7 @@ class TrainStep:
                 parameter.grad.div_(torch.distributed.get_world_size(group))
 
     def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+        self._sums.finish()
         parameters = self._with_gradients()
         self._window = 0
         device = parameters[0].device
@@ -300,6 +317,7 @@ class TrainStep:
         torch.clear_autocast_cache()  # its low copies of weights, where a region is open around the step, are stale now
         for parameter in parameters:
             parameter.grad = None
+        self._sums.free()
         self._pending = verdict.bad
         culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
         return verdict.norm, verdict.bad, culprits

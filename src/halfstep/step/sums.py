@@ -1,0 +1,132 @@
+"""Sums: fp32 gradients of low parameters over the micro-batches of a window, none cast into memory first.
+
+Note [sums]: with ``grad_dtype = torch.float32`` autograd casts every gradient into new memory and adds that, 18 bytes
+an element each micro-batch. Here autograd hands over the low gradient and a hook adds it into memory that stays, in one
+pass of 10 bytes. What autograd adds up before a gradient reaches its parameter would then be added in the low format,
+so a parameter that the graph of this loss reaches by several ways, and a small one, goes the way of ``grad_dtype``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.kernels.accumulate import add_low_
+
+__all__ = ["Sums"]
+
+MANY = 1 << 16  # elements of a gradient from which a hook and a look at the graph pay
+RECOMPUTES = "CheckpointFunctionBackward"  # runs a graph of its own, which nobody sees before
+
+
+class Sums:
+    """The fp32 gradients of one training step's low parameters.
+
+    Args:
+        parameters: low parameters whose gradients are to be summed in fp32.
+        hooked: whether to take large gradients as they come; else autograd casts and adds.
+        windows: whether a window has several micro-batches; a single one leaves its gradients low, to be cast when they
+            are read.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, hooked: bool, windows: bool) -> None:
+        self._large: dict[int, nn.Parameter] = {}
+        self._wide: dict[int, bool] = {}  # whether autograd casts the gradients of a large parameter
+        self._memory: dict[int, Tensor] = {}
+        self._totals: dict[int, Tensor] = {}  # of this window
+        self._on = False
+        for parameter in parameters:
+            parameter.grad_dtype = torch.float32
+            if hooked and parameter.numel() >= MANY:
+                self._large[id(parameter)] = parameter
+                self._wide[id(parameter)] = True
+                if windows:
+                    parameter.register_post_accumulate_grad_hook(_adder(weakref.ref(self)))
+
+    def begin(self) -> None:
+        """Begin a window."""
+        self._totals.clear()
+
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        """Run the backward pass of `loss` from `seed`."""
+        if not self._large:
+            loss.backward(gradient=seed)
+            return
+        several = _reached_by_several_ways(loss)
+        for key, parameter in self._large.items():
+            wide = several is None or key in several
+            if wide is not self._wide[key]:
+                parameter.grad_dtype = torch.float32 if wide else None
+                self._wide[key] = wide
+        self._on = True
+        try:
+            loss.backward(gradient=seed)
+        finally:
+            self._on = False
+
+    def add(self, parameter: Tensor) -> None:
+        """Take the low gradient that `parameter` has just got."""
+        gradient = parameter.grad
+        if not self._on or gradient is None or gradient.dtype is torch.float32 or gradient.layout is not torch.strided:
+            return
+        if len(getattr(parameter, "_post_accumulate_grad_hooks", ())) > 1:  # somebody else wants to see it
+            parameter.grad = gradient.float()
+            return
+        key = id(parameter)
+        with torch.no_grad():
+            if key in self._totals:
+                add_low_(self._totals[key], gradient)
+            else:
+                total = self._memory.get(key)
+                if total is None or total.stride() != gradient.stride():
+                    total = self._memory[key] = torch.empty_like(gradient, dtype=torch.float32)
+                self._totals[key] = total.copy_(gradient)
+        parameter.grad = None
+
+    def finish(self) -> None:
+        """Put the sums of the window where the optimizer looks for them."""
+        for key, total in self._totals.items():
+            parameter = self._large[key]
+            parameter.grad = total if parameter.grad is None else total.add_(parameter.grad)
+        self._totals.clear()
+
+    def free(self) -> None:
+        """Let go of memory, unless it is a CPU's: a caching allocator hands it out again at once."""
+        for key in [k for k, memory in self._memory.items() if memory.device.type != "cpu"]:
+            del self._memory[key]
+
+
+def _adder(sums: weakref.ref[Sums]) -> Callable[[Tensor], None]:
+    """Return the hook, which parameters keep: weakly, so that step and model go with the last reference to them."""
+
+    def add(parameter: Tensor) -> None:
+        owner = sums()
+        if owner is not None:
+            owner.add(parameter)
+
+    return add
+
+
+def _reached_by_several_ways(loss: Tensor) -> set[int] | None:
+    """Return ids of the parameters to which the graph of `loss` has several edges; None: not all of it can be seen."""
+    root = loss.grad_fn
+    seen, todo = {root}, [root]
+    once, several = set[int](), set[int]()
+    while todo:
+        node: Any = todo.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            if following is None:
+                continue
+            if type(following).__name__ == "AccumulateGrad":
+                key = id(following.variable)
+                (several if key in once else once).add(key)
+            elif following not in seen:
+                if following.name() == RECOMPUTES:
+                    return None
+                seen.add(following)
+                todo.append(following)
+    return several

@@ -1,0 +1,452 @@
+"""Low copies of fp32 weights that live from step to step: made once, never stale, gradients as torch.amp's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep.step import fused
+
+WIDTH = 128
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are compared bit for bit with a loop of torch's, so both are stepped by torch's optimizer."""
+    monkeypatch.setattr(fused, "refusal", lambda *args: "to compare")
+
+
+class WeightCasts(TorchDispatchMode):
+    """Counts tensors made low in new memory, and buffers filled, that have the size of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made = self.filled = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name == "aten::_to_copy" and out.dtype is BF16 and args[0].shape == (WIDTH, WIDTH):
+            self.made += 1
+        elif name == "aten::_foreach_copy_":
+            self.filled += sum(t.dtype is BF16 for t in args[0])
+        elif name == "aten::copy_" and args[0].dtype is BF16:
+            self.filled += 1
+        return out
+
+
+class Twice(nn.Module):
+    """One layer used twice, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.first(x).relu()).relu())  # type: ignore[no-any-return]
+
+
+def square(net: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = net(x)
+    return out.float().square().mean()
+
+
+def stepper(net: nn.Module, *, policy: str = "mixed", accumulate: int = 2, loss_fn: Any = square) -> hs.TrainStep:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return hs.TrainStep(net, optimizer, loss_fn, policy=hs.Policy.of(policy, dtype="bf16"), accumulate=accumulate)
+
+
+def batches(count: int) -> list[Tensor]:
+    return list(torch.randn(count, 8, WIDTH, generator=torch.Generator().manual_seed(1)).unbind())
+
+
+def by_hand(net: nn.Module, inputs: list[Tensor], accumulate: int, loss_fn: Any = square) -> None:
+    """torch.amp: what the numbers have to be."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    for i, x in enumerate(inputs):
+        with torch.autocast("cpu", dtype=BF16):
+            loss = loss_fn(net, x)
+        loss.backward(gradient=torch.tensor(1.0 / accumulate))
+        if (i + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])
+@pytest.mark.parametrize("width", [WIDTH, 264])  # of the second, gradients are large enough to be added by the edge
+def test_parameters_are_bit_for_bit_those_of_torch_amp(policy: str, width: int) -> None:
+    net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=False))
+    twin = copy.deepcopy(net)
+    step = stepper(net, policy=policy)
+    inputs = list(torch.randn(6, 8, width).unbind())
+    for x in inputs:
+        step(x)
+    assert step.copies.bytes >= 2 * 2 * width * width
+    by_hand(twin, inputs, 2)
+    assert equal(net, twin)
+
+
+def test_images_and_their_memory_format_give_the_bits_of_torch_amp() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3))
+        for p in layers.parameters():
+            if p.dim() == 4:
+                p.data = p.data.contiguous(memory_format=torch.channels_last)
+        return layers
+
+    net, twin = build(), build()
+    step = stepper(net)
+    inputs = [torch.randn(2, 32, 8, 8).to(memory_format=torch.channels_last) for _ in range(4)]
+    for x in inputs:
+        step(x)
+    assert step.copies.bytes > 2 * 64 * 128 * 9
+    by_hand(twin, inputs, 2)
+    assert equal(net, twin)
+
+
+@pytest.mark.parametrize(("policy", "filled"), [("mixed", 2), ("torch", 2)])
+def test_weights_are_cast_once_a_window_into_memory_that_stays(policy: str, filled: int) -> None:
+    net = Twice()
+    step = stepper(net, policy=policy)
+    for x in batches(2):
+        step(x)
+    with WeightCasts() as seen:
+        for x in batches(4):
+            step(x)
+    assert (seen.made, seen.filled) == (0, 2 * filled)  # two windows
+
+
+def test_small_steps_leave_small_weights_to_torch() -> None:
+    net = Twice()
+    step = stepper(net, accumulate=1)
+    step(batches(1)[0])
+    assert step.copies.bytes == 0
+
+
+def test_the_bytes_are_told_and_given_back() -> None:
+    net = Twice()
+    step = stepper(net)
+    step(batches(1)[0])
+    assert step.copies.bytes == 2 * 2 * WIDTH * WIDTH
+    step.copies.free()
+    assert step.copies.bytes == 0
+    step(batches(1)[0])
+    assert step.copies.bytes == 2 * 2 * WIDTH * WIDTH
+
+
+def writes() -> dict[str, Callable[[Tensor], Any]]:
+    def in_place(p: Tensor) -> None:
+        with torch.no_grad():
+            p.mul_(0.5)
+
+    def assigned(p: Tensor) -> None:
+        p.data = p.data * 0.5
+
+    def through_data(p: Tensor) -> None:
+        p.data.mul_(0.5)
+
+    return {"in place": in_place, "assigned": assigned, "through data": through_data}
+
+
+@pytest.mark.parametrize("write", writes().values(), ids=writes())
+@pytest.mark.parametrize("policy", ["torch", "mixed"])
+def test_a_write_between_two_windows_is_seen(write: Callable[[Tensor], Any], policy: str) -> None:
+    net, twin = Twice(), Twice()
+    twin.load_state_dict(net.state_dict())
+    step = stepper(net, policy=policy)
+    inputs = batches(4)
+    for x in inputs[:2]:
+        step(x)
+    write(net.second.weight)
+    for x in inputs[2:]:
+        step(x)
+    by_hand(twin, inputs[:2], 2)
+    write(twin.second.weight)
+    by_hand(twin, inputs[2:], 2)
+    assert equal(net, twin)
+
+
+@pytest.mark.parametrize("name", ["in place", "assigned"])
+@pytest.mark.parametrize("policy", ["torch", "mixed"])
+def test_a_write_between_two_micro_batches_is_seen(name: str, policy: str) -> None:
+    net, twin = Twice(), Twice()
+    twin.load_state_dict(net.state_dict())
+    step, inputs = stepper(net, policy=policy), batches(2)
+    step(inputs[0])
+    writes()[name](net.second.weight)
+    step(inputs[1])
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, fused=True)
+    for i, x in enumerate(inputs):
+        if i:
+            writes()[name](twin.second.weight)
+        with torch.autocast("cpu", dtype=BF16):
+            loss = square(twin, x)
+        loss.backward(gradient=torch.tensor(0.5))
+    optimizer.step()
+    assert equal(net, twin)
+
+
+@pytest.mark.parametrize("write", writes().values(), ids=writes())
+@pytest.mark.parametrize("policy", ["torch", "mixed"])
+def test_a_write_in_forward_before_the_weight_is_used_is_seen(write: Any, policy: str) -> None:
+    class Shrinking(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            write(self.second.weight)
+            return super().forward(x)
+
+    net, twin = Shrinking(), Shrinking()
+    twin.load_state_dict(net.state_dict())
+    step, inputs = stepper(net, policy=policy, accumulate=1), batches(3)
+    step.copies = type(step.copies)(net, net.parameters(), step.copies.recipe, windows=True)  # of small weights too
+    for x in inputs:
+        step(x)
+    assert step.copies.bytes
+    by_hand(twin, inputs, 1)
+    assert equal(net, twin)
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed"])
+def test_a_write_between_two_uses_in_one_forward_reaches_the_second_and_spares_the_first(policy: str) -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            with torch.no_grad():
+                self.layer.weight.mul_(2)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    net = Between()
+    before = net.layer.weight.detach().clone()
+    step = stepper(net, policy=policy, loss_fn=lambda net, x: (net(x).float().sum(), net(x).detach()))
+    (x,) = batches(1)
+    step(x)
+    out = net.layer.weight.detach()
+    assert torch.equal(out, before * 4)
+    gradient = net.layer.weight.grad
+    first, second = before.to(BF16).requires_grad_(), (before * 2).to(BF16).requires_grad_()
+    with torch.autocast("cpu", dtype=BF16):
+        F.linear(F.linear(x, first), second).float().sum().backward(gradient=torch.tensor(0.5))
+    assert first.grad is not None and second.grad is not None
+    assert torch.equal(gradient, second.grad.float() + first.grad.float())  # type: ignore[arg-type]
+
+
+def test_a_graph_of_before_the_update_raises_torchs_error() -> None:
+    net = Twice()
+    step = stepper(net, loss_fn=lambda net, x: (square(net, x), net(x)), accumulate=2)
+    inputs = batches(3)
+    old = step(inputs[0]).aux
+    step(inputs[1])
+    step(inputs[2])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("policy", ["torch", "mixed"])
+def test_recomputation_sees_the_same_copies(policy: str, reentrant: bool) -> None:
+    class Checkpointed(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return checkpoint(self.second, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    net, twin = Checkpointed(), Checkpointed()
+    twin.load_state_dict(net.state_dict())
+    step, inputs = stepper(net, policy=policy), batches(4)
+    for x in inputs[:2]:
+        step(x)
+    with WeightCasts() as seen:
+        for x in inputs[2:]:
+            step(x)
+    assert seen.made == 0
+    by_hand(twin, inputs, 2)
+    assert equal(net, twin)
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_a_first_use_without_gradients_serves_a_later_one_with_them(grad: Any) -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        with grad():
+            net(x)
+        return square(net, x)
+
+    net, twin = Twice(), Twice()
+    twin.load_state_dict(net.state_dict())
+    step, inputs = stepper(net, loss_fn=loss), batches(4)
+    for x in inputs:
+        step(x)
+    by_hand(twin, inputs, 2)
+    assert equal(net, twin)
+
+
+def test_weights_given_to_functional_call_are_used() -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        scaled = {name: p * 2 for name, p in net.named_parameters()}
+        out: Tensor = torch.func.functional_call(net, scaled, (x,))
+        return out.float().square().mean()
+
+    net, twin = Twice(), Twice()
+    twin.load_state_dict(net.state_dict())
+    step, inputs = stepper(net, loss_fn=loss), batches(4)
+    for x in inputs:
+        step(x)
+    by_hand(twin, inputs, 2, loss)
+    assert equal(net, twin)
+
+
+def test_a_parametrised_weight_is_computed_in_every_forward() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+
+    net, twin = build(), build()
+    step, inputs = stepper(net), batches(4)
+    for x in inputs:
+        step(x)
+    by_hand(twin, inputs, 2)
+    assert equal(net, twin)
+
+
+def test_a_weight_frozen_between_steps_keeps_its_value_and_lets_gradients_through() -> None:
+    net, twin = Twice(), Twice()
+    twin.load_state_dict(net.state_dict())
+    step, inputs = stepper(net), batches(4)
+    for model, run in ((net, lambda xs: [step(x) for x in xs]), (twin, lambda xs: by_hand(twin, xs, 2))):
+        run(inputs[:2])
+        model.second.weight.requires_grad = False
+        for p in model.parameters():
+            p.grad = None
+        run(inputs[2:])
+    assert equal(net, twin)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_parameter_see_every_gradient(hook: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(264, 264))
+    seen: list[torch.dtype] = []
+    weight: Any = net[0].weight
+    getattr(weight, hook)(lambda found: seen.append(found.dtype))
+    step = stepper(net, accumulate=3)
+    for x in torch.randn(3, 8, 264):
+        step(x)
+    assert seen == [torch.float32] * 3
+
+
+def test_a_gradient_asked_for_inside_the_backward_pass_is_handed_over() -> None:
+    class Adjoint(torch.autograd.Function):
+        """Computes its parameter's gradient with a graph of its own, as adjoint methods do."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Any) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.layer = layer
+            return layer(x).float()  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad(), torch.autocast("cpu", dtype=BF16):
+                x = x.detach().requires_grad_()
+                out = ctx.layer(x).float()
+            return (*torch.autograd.grad(out, (x, ctx.layer.weight), gradient), None)
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        out: Tensor = Adjoint.apply(x, net[0].weight, net[0])  # type: ignore[no-untyped-call]
+        return out.square().mean()
+
+    net = nn.Sequential(nn.Linear(264, 264, bias=False))
+    twin = copy.deepcopy(net)
+    step, inputs = stepper(net, loss_fn=loss), list(torch.randn(4, 8, 264).unbind())
+    for x in inputs:
+        step(x)
+    by_hand(twin, inputs, 2, loss)
+    assert equal(net, twin)
+
+
+def test_a_penalty_on_the_gradient_is_differentiated_through_the_copy() -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        value = square(net, x)
+        (gradient,) = torch.autograd.grad(value, next(net.parameters()), create_graph=True)
+        return value + gradient.square().sum()
+
+    net = nn.Sequential(nn.Linear(264, 264), nn.ReLU(), nn.Linear(264, 264))
+    twin = copy.deepcopy(net)
+    step, inputs = stepper(net, loss_fn=loss), list(torch.randn(4, 8, 264).unbind())
+    for x in inputs:
+        step(x)
+    by_hand(twin, inputs, 2, loss)
+    assert equal(net, twin)
+
+
+def test_the_first_gradient_of_a_window_is_not_added_to_the_last_windows() -> None:
+    net = nn.Sequential(nn.Linear(264, 264))
+    step = stepper(net, accumulate=2)
+    for x in torch.randn(3, 8, 264):
+        step(x)
+    found = net[0].weight.grad
+    twin = copy.deepcopy(net)
+    twin.zero_grad()
+    with torch.autocast("cpu", dtype=BF16):
+        value = square(twin, x)
+    value.backward(gradient=torch.tensor(0.5))
+    assert torch.equal(found, twin[0].weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_copied_step_has_copies_of_its_own() -> None:
+    net = Twice()
+    step, inputs = stepper(net), batches(4)
+    for x in inputs[:2]:
+        step(x)
+    other = copy.deepcopy(step)
+    for x in inputs[2:]:
+        step(x)
+        other(x)
+    assert equal(step.model, other.model)
+    assert other.copies is not step.copies
+
+
+def test_a_step_and_its_copies_go_with_the_last_reference() -> None:
+    net = nn.Sequential(nn.Linear(264, 264))
+    step = stepper(net)
+    for x in torch.randn(2, 8, 264):
+        step(x)
+    gone = weakref.ref(step.copies)
+    gc.collect()
+    gc.disable()
+    try:
+        del step
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_fake_parameters_have_copies_too() -> None:
+    with FakeTensorMode():
+        net = Twice()
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        step = hs.TrainStep(net, optimizer, square, policy=hs.Policy.of("mixed", dtype="bf16"), accumulate=2)
+        for _ in range(3):
+            step(torch.randn(8, WIDTH))
+        assert step.copies.bytes == 2 * 2 * WIDTH * WIDTH
