@@ -14,28 +14,6 @@ __all__ = ["Statistics"]
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class _Kind:
-    """Buffers of one device, format and number of dimensions, and the memory their values are kept in."""
-
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self.buffers = buffers
-        self.memory = _joined(buffers)
-        self.kept = _parted(self.memory, buffers)
-
-    def keep(self) -> None:
-        if self.kept[0].dim():
-            torch.cat(self.buffers, out=self.memory)
-        else:
-            torch._foreach_copy_(self.kept, self.buffers)
-
-    def put_back(self, bad: Tensor) -> None:
-        values = torch.where(bad.to(self.memory.device), self.memory, _joined(self.buffers))
-        torch._foreach_copy_(self.buffers, _parted(values, self.buffers))
-
-    def restore(self) -> None:
-        torch._foreach_copy_(self.buffers, self.kept)
-
-
 class Statistics:
     """Keeps the running statistics of a model's norms and puts them back if a verdict on the device says so.
 
@@ -47,10 +25,15 @@ class Statistics:
     def __init__(self, model: nn.Module) -> None:
         self._models: dict[int, nn.Module] = {}  # held, so that no address comes twice
         self._norms: dict[_NormBase, None] = {}
-        self._kinds: list[_Kind] = []  # of the norms that were in training mode in the last window
-        self._found: list[Tensor] = []  # their buffers
-        self._open: list[_Kind] = []  # what a verdict may put back
+        self._found: list[Tensor] = []  # buffers of the norms that were in training mode in the last window
+        self._memory: list[tuple[list[Tensor], Tensor]] = []  # these by kind, and the memory each kind is kept in
+        self.kept: list[tuple[list[Tensor], Tensor]] = []  # what a verdict may put back
         self.visit(model)
+
+    @property
+    def models(self) -> Iterable[nn.Module]:
+        """The models it looks after."""
+        return self._models.values()
 
     def visit(self, model: nn.Module) -> None:
         """Look after the statistics of `model` from now on: the step's own, or another one that its loss calls."""
@@ -60,31 +43,30 @@ class Statistics:
         found = {m: None for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None}
         new = [norm for norm in found if norm not in self._norms]
         self._norms.update(found)
-        self._open = [*self._open, *map(_Kind, _by_kind(_buffers(new)))]
+        self.kept = [*self.kept, *_values(_buffers(new))]
 
     def keep(self) -> None:
         """Remember the statistics of the norms that are in training mode."""
-        if not self._norms:
-            return
         found = _buffers(self._norms)
         if len(found) != len(self._found) or any(new is not old for new, old in zip(found, self._found, strict=True)):
-            self._kinds, self._found = [*map(_Kind, _by_kind(found))], found
-        self._open = self._kinds
-        with torch.no_grad():
-            for kind in self._kinds:
-                kind.keep()
+            self._memory, self._found = _values(found), found
+        else:
+            for buffers, memory in self._memory:
+                _joined(buffers, out=memory)
+        self.kept = self._memory
 
     def put_back(self, bad: Tensor) -> None:
         """Restore what `keep` saw where `bad`, a 0-dim bool, is true; waits for nothing."""
-        kinds, self._open = self._open, []
-        if kinds and not _good_on_cpu(bad):
-            for kind in kinds:
-                kind.put_back(bad)
+        kept, self.kept = self.kept, []
+        if kept and not _good_on_cpu(bad):
+            for buffers, memory in kept:
+                values = torch.where(bad.to(memory.device), memory, _joined(buffers))
+                torch._foreach_copy_(buffers, _parted(values, buffers))
 
     def restore(self) -> None:
         """Restore what `keep` saw."""
-        for kind in self._open:
-            kind.restore()
+        for buffers, memory in self.kept:
+            torch._foreach_copy_(buffers, _parted(memory, buffers))
 
 
 def _good_on_cpu(bad: Tensor) -> bool:
@@ -100,15 +82,16 @@ def _buffers(norms: Iterable[_NormBase]) -> list[Tensor]:
     return [buffer for buffer in found if buffer is not None]
 
 
-def _by_kind(buffers: list[Tensor]) -> list[list[Tensor]]:
+def _values(buffers: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
+    """Return buffers by kind, and the values of each kind as one tensor."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
     for buffer in buffers:
         kinds.setdefault((buffer.dtype, buffer.device, bool(buffer.dim())), []).append(buffer)
-    return list(kinds.values())
+    return [(alike, _joined(alike)) for alike in kinds.values()]
 
 
-def _joined(buffers: list[Tensor]) -> Tensor:
-    return torch.cat(buffers) if buffers[0].dim() else torch.stack(buffers)
+def _joined(buffers: list[Tensor], out: Tensor | None = None) -> Tensor:
+    return torch.cat(buffers, out=out) if buffers[0].dim() else torch.stack(buffers, out=out)
 
 
 def _parted(values: Tensor, buffers: list[Tensor]) -> tuple[Tensor, ...]:
