@@ -1,12 +1,13 @@
 """The result behind a speed: does a candidate's loss stay as near to fp32's as torch.amp's does?
 
 Every candidate starts from the same weights and sees the same batches in the same order, so each step's loss has a
-partner in fp32. A candidate's *deviation* is the root mean square, over the first 50 steps, of its loss minus fp32's.
-torch.amp's deviation in the same rounds is the spread that low formats bring. A candidate is *within the spread* if its
-deviation is at most `FACTOR` times torch.amp's, and every loss is finite.
+partner in fp32. A candidate's *deviation* is the root mean square, over the first 50 steps, of its loss minus fp32's;
+torch.amp's deviation from the same start is the spread that low formats bring. A candidate is *within the spread* if
+its deviation is at most `FACTOR` times that, and every loss is finite.
 
-Deviations of one method differ from start to start, because rounding errors grow along a trajectory. `FACTOR` is how
-much they do: see `calibrate`, whose result stands in docs/performance.md.
+Rounding errors grow along a trajectory, so torch.amp's own deviation differs from start to start. `spread_of` measures
+by how much; `FACTOR` is the largest ratio between two of its starts that was seen (LeNet-5). It is far from idle: a
+learning rate that is wrong by a hundredth exceeds it (tests/benchmarks/test_curves.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEPS = 50
-FACTOR = 2.0
+FACTOR = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

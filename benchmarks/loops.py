@@ -1,7 +1,7 @@
 """Training loops of torch alone and of halfstep, each as its documentation recommends and at its fastest.
 
-A loop is a function (case, model) -> `Run`. Every one clips gradients at norm 1 and steps torch's fused AdamW; gradients
-are set to None. A GradScaler is there only where fp16 needs it.
+A loop is a function (case, model) -> `Run`. Every one clips gradients at norm 1, steps torch's fused AdamW and sets
+gradients to None. A GradScaler is there only where fp16 needs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two things too small to be a case: entering a region, and three ways to a low layer_norm."""
+"""What is too small to be a case: entering a region, three ways to a low layer_norm, torch.amp from many starts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
+from benchmarks.cases import LENET, SMALL_RESNET, Case, gpt_case
+from benchmarks.curves import STEPS, deviation
+from benchmarks.loops import Run, amp, fp32
 from benchmarks.turns import Step, Track, in_turns, ratio
 
 BF16 = torch.bfloat16
@@ -81,3 +84,20 @@ def norms(rounds: int) -> dict[str, Any]:
         "low input, fp32 weights": lambda: backward(F.layer_norm(x.to(BF16), (256,), w, b)),
     }
     return paired(calls, "fp32 norm, cast after it", rounds)
+
+
+SPREAD_CASES = (LENET, SMALL_RESNET, gpt_case("gpt_small", "GPT, d = 128", 128, 4, 64))
+
+
+def spread(starts: int, steps: int = STEPS) -> dict[str, Any]:
+    """Return torch.amp's deviation from fp32 from several starts, by case: what `curves.FACTOR` comes from."""
+
+    def losses(case: Case, make: Callable[[Case, torch.nn.Module], Run], seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        run = make(case, case.model())
+        return [float(run.step(case.batch(number))) for number in range(steps)]
+
+    return {
+        case.title: [deviation(losses(case, amp, seed), losses(case, fp32, seed)) for seed in range(starts)]
+        for case in SPREAD_CASES
+    }

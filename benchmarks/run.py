@@ -3,9 +3,10 @@
     python -m benchmarks.run --device cpu --json benchmarks/results/cpu.json
     python -m benchmarks.run --only gpt256 --only mlp21m --quick
 
-Candidates run in turns in one process, in an order shuffled each round; a figure is the median of ratios within rounds,
-with its 90 % interval. The baseline runs twice, and what the two differ by cannot be resolved (A/A). ``--only`` measures
-some cases; with ``--json`` of a file that is there, its other cases stay. ``--quick`` sees that everything runs.
+Candidates run in turns in one process, in an order shuffled each round; a figure is the median of ratios within
+rounds, with its 90 % interval. The baseline runs twice, and what the two differ by cannot be resolved (A/A). ``--only``
+measures some cases; with ``--json`` of a file that is there, its other cases stay. ``--quick`` sees that everything
+runs.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def main() -> int:
                 report[MICRO] = {
                     "region_entry": micro.region_entry(6 if few else 120),
                     "norms": micro.norms(8 if few else 160),
+                    "spread": micro.spread(2 if few else 8),
                 }
             continue
         if CASES[name].candidates(device):

@@ -66,7 +66,7 @@ class Stages:
         Raises:
             RuntimeError: the step did not come by the loss function, or by a backward pass from it.
         """
-        self.on, self.marks = True, ()
+        self._reset()
         try:
             self._begin("forward")
             step()
@@ -74,9 +74,14 @@ class Stages:
         finally:
             self.on = False
         if len(self.marks) != 4:
-            raise RuntimeError(f"a step has a forward and a backward pass, and this one had {len(self.marks) - 2}")
+            raise RuntimeError(
+                f"a step has one forward and one backward pass; this one left {len(self.marks)} marks, not 4"
+            )
         start, forward, backward, end = self.marks
         return forward - start, backward - forward, end - backward
+
+    def _reset(self) -> None:
+        self.on, self.marks = True, ()
 
 
 def recast(casts: list[tuple[Tensor, Tensor | None, torch.dtype]], device: str) -> float:
