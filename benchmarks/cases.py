@@ -165,6 +165,7 @@ LENET = Case(
     model=LeNet5,
     batch=images(64, 1, 32),
     loss_fn=cross_entropy,
+    rate=1e-4,
     cpu=(*PLAIN, EMPTY_MODE, *WRAPPERS, *OURS, *COMPILED),
     seconds=25.0,
 )
@@ -175,15 +176,17 @@ SMALL_RESNET = Case(
     model=ResNet,
     batch=images(64, 1, 8),
     loss_fn=cross_entropy,
+    rate=3e-4,
     cpu=(*PLAIN, EMPTY_MODE, *WRAPPERS, *OURS),
 )
 RESNET18 = Case(
     name="resnet18",
     title="ResNet-18",
-    about="11.2M parameters, 16 images of 32 x 32: bound by convolutions",
+    about="11.2M parameters, 8 images of 32 x 32: bound by convolutions",
     model=models.ResNet18,
-    batch=images(16, 3, 32),
+    batch=images(8, 3, 32),
     loss_fn=cross_entropy,
+    rate=1e-4,
     seconds=60.0,
 )
 CONVNEXT = Case(
@@ -201,7 +204,7 @@ GPT256 = gpt_case(
     256,
     8,
     256,
-    cpu=(*PLAIN, *WRAPPERS, *OURS, *COMPILED, *LINEAR_LOSS),
+    cpu=(*PLAIN, *WRAPPERS, "mixed", "O2", "pure", *COMPILED, *LINEAR_LOSS),
     cuda=(*PLAIN, *WRAPPERS, *TORCHAO, *OURS, *COMPILED, *LINEAR_LOSS, *ON_CUDA),
     seconds=60.0,
 )
@@ -233,12 +236,21 @@ RESNET_FP16 = Case(
     model=lambda: models.ResNet18(16),
     batch=images(64, 3, 32),
     loss_fn=cross_entropy,
+    rate=1e-4,
     cpu=HALF,
     cuda=(),
     seconds=30.0,
     rare=((AMP, 4),),
 )
-GPT_FP16 = replace(GPT256, name="gpt256_fp16", dtype="fp16", cpu=HALF, cuda=(), seconds=40.0, rare=((AMP, 2),))
+GPT_FP16 = replace(
+    GPT256,
+    name="gpt256_fp16",
+    dtype="fp16",
+    cpu=("fp32", "fp32 again", "torch.amp bf16", AMP, "mixed", "pure"),
+    cuda=(),
+    seconds=40.0,
+    rare=((AMP, 2),),
+)
 
 CASES = {
     case.name: case

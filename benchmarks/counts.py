@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,8 +112,13 @@ class Watch(TorchDispatchMode):
 def watch(run: Run, batch: Batch) -> tuple[Seen, int]:
     """Train one step of an eager run under watch; return what was seen and the bytes saved for backward."""
     assert run.stages is not None
-    with SavedForBackward(run.model) as kept, Watch(run) as mode:
-        run.stages.run(lambda: run.step(batch))
+    kept = SavedForBackward(run.model)
+    run.stages.around = kept  # emulated fp16 operators compute their backward pass by functions that take no such hooks
+    try:
+        with Watch(run) as mode:
+            run.stages.run(lambda: run.step(batch))
+    finally:
+        run.stages.around = nullcontext()
     return mode.seen, kept.bytes
 
 

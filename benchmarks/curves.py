@@ -7,7 +7,7 @@ its deviation is at most `FACTOR` times that, and every loss is finite.
 
 Rounding errors grow along a trajectory, so torch.amp's own deviation differs from start to start. `spread_of` measures
 by how much; `FACTOR` is the largest ratio between two of its starts that was seen (LeNet-5). It is far from idle: a
-learning rate that is wrong by a hundredth exceeds it (tests/benchmarks/test_curves.py).
+learning rate that is wrong by a twentieth exceeds it (tests/benchmarks/test_curves.py).
 """
 
 from __future__ import annotations

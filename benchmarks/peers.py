@@ -74,8 +74,8 @@ def accelerate(case: Case, model: nn.Module) -> Run:
 
 def fabric(case: Case, model: nn.Module) -> Run:
     """Lightning Fabric: setup, its autocast, its backward and its clipping."""
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     library = imported("lightning_fabric")
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it announces its precision
     device = device_of(model)
     precision = {"bf16": "bf16-mixed", "fp16": "16-mixed"}[case.dtype]
     made = library.Fabric(accelerator=device, devices=1, precision=precision)

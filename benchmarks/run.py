@@ -95,7 +95,7 @@ def main() -> int:
                 report[MICRO] = {
                     "region_entry": micro.region_entry(6 if few else 120),
                     "norms": micro.norms(8 if few else 160),
-                    "spread": micro.spread(2 if few else 8),
+                    "spread": micro.spread(2 if few else 6),
                 }
             continue
         if CASES[name].candidates(device):

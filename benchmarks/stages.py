@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,21 +34,25 @@ class Stages:
         on: whether to take times.
         stage: where the step is: "forward", "backward" or "tail".
         marks: seconds at which stages began; the first is that of the step.
+        around: what is open during the forward pass of a watched step.
     """
 
     device: str
     on: bool = False
     stage: str = "forward"
     marks: tuple[float, ...] = ()
+    around: AbstractContextManager[Any] = nullcontext()
 
     def watched(self, loss_fn: LossFn) -> LossFn:
         """Return `loss_fn` with the stages of the steps that it is called in."""
 
         def loss(model: Any, *batch: Any) -> Tensor:
-            made = loss_fn(model, *batch)
-            if self.on:
-                self._begin("backward")
-                made.register_hook(self._in_backward)
+            if not self.on:
+                return loss_fn(model, *batch)
+            with self.around:
+                made = loss_fn(model, *batch)
+            self._begin("backward")
+            made.register_hook(self._in_backward)
             return made
 
         return loss
