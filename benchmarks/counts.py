@@ -59,8 +59,8 @@ class Seen:
         host_reads: values read by the host.
         casts: casts that wrote a tensor.
         cast_bytes: read and written by them.
-        weights: casts of weights in the forward pass: the weight, what its copy was written into (None: a new tensor),
-            and the copy's format.
+        weights: casts of weights to fewer bits in the forward pass: the weight, what its copy was written into (None: a
+            new tensor), and the copy's format.
     """
 
     operators: int = 0
@@ -105,7 +105,8 @@ class Watch(TorchDispatchMode):
         self.seen.casts += 1
         self.seen.cast_bytes += source.numel() * (source.element_size() + target.element_size())
         stages = self.run.stages
-        if stages is not None and stages.stage == "forward" and isinstance(source, nn.Parameter):
+        lowered = target.element_size() < source.element_size()
+        if lowered and stages is not None and stages.stage == "forward" and isinstance(source, nn.Parameter):
             self.seen.weights.append((source, None if made else target, target.dtype))
 
 

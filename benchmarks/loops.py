@@ -135,15 +135,17 @@ def amp_in_empty_mode(case: Case, model: nn.Module) -> Run:
 def low(case: Case, model: nn.Module) -> Run:
     """Forward and backward with everything low and no casts: what a step cannot be faster than, but for its tail."""
     model.to(case.low)
+    stages = Stages(device_of(model))
+    loss_fn = stages.watched(case.loss_fn)
 
     def step(batch: Batch) -> Tensor:
-        loss = case.loss_fn(model, *(t.to(case.low) if t.is_floating_point() else t for t in batch))
+        loss = loss_fn(model, *(t.to(case.low) if t.is_floating_point() else t for t in batch))
         loss.backward()
         for parameter in model.parameters():
             parameter.grad = None
         return loss.detach()
 
-    return Run(step=step, model=model, holds=(model,), stages=None)
+    return Run(step=step, model=model, holds=(model,), stages=stages)
 
 
 # ------------------------------------------------------------------ halfstep

@@ -24,7 +24,7 @@ from benchmarks.turns import Track, in_turns, ratio
 from halfstep.tasks.measure import paired_ratio
 
 WARM_UP = 3  # steps of each candidate before rounds: allocations, caches, compilation, kernels chosen on first use
-STAGED = (AMP, "mixed", "O2", "pure")  # whose stages are timed
+STAGED = (AMP, "mixed", "O2", "pure", LIMIT)  # whose stages are timed
 PROFILED = (AMP, "mixed", "pure")
 SHOWN = 8  # operators of a profile
 
@@ -96,7 +96,8 @@ def measure(case: Case, device: str, effort: Effort, bandwidth: float) -> dict[s
         for label in here.tracks
         if label != LIMIT
     }
-    limit = here.tracks.get(LIMIT)
+    staged = {} if half else stages_of(here.runs, seen, batch, device, effort.stages)
+    limit = staged.pop(LIMIT, None)
     result = {
         "title": case.title,
         "about": case.about,
@@ -109,8 +110,8 @@ def measure(case: Case, device: str, effort: Effort, bandwidth: float) -> dict[s
         "absent": here.absent,
         "first_step_seconds": here.first,
         "losses": {label: losses_of(track) for label, track in here.tracks.items() if label != LIMIT},
-        "limit": None if limit is None else {"low_ms": milliseconds(limit), "tail_ms": 1e3 * tail},
-        "stages": {} if half else stages_of(here.runs, seen, batch, device, effort.stages),
+        "limit": limit and {"low_ms": limit["forward_ms"] + limit["backward_ms"], "tail_ms": 1e3 * tail},
+        "stages": staged,
         "profile": {k: profile_of(here.runs[k], batch, device) for k in PROFILED if not half and k in here.runs},
     }
     del here
@@ -214,13 +215,14 @@ def stages_of(
         By label the median milliseconds of each stage, and the paired ratio of tail and casts to torch.amp's.
     """
     chosen = [label for label in STAGED if label in runs]
+    casts_of = {label: seen[label].weights if label in seen else [] for label in chosen}
     times: dict[str, list[tuple[float, float, float, float]]] = {label: [] for label in chosen}
     for number in range(rounds):
         for label in chosen if number % 2 else reversed(chosen):
             run = runs[label]
             assert run.stages is not None
             parts = run.stages.run(lambda run=run: run.step(batch))  # type: ignore[misc]  # bound now
-            times[label].append((*parts, recast(seen[label].weights, device)))
+            times[label].append((*parts, recast(casts_of[label], device)))
     tails = {label: [tail + casts for _, _, tail, casts in taken] for label, taken in times.items()}
     result: dict[str, Any] = {}
     for label, taken in times.items():
@@ -230,7 +232,7 @@ def stages_of(
             "backward_ms": backward,
             "tail_ms": tail,
             "weight_casts_ms": casts,
-            "weight_casts": len(seen[label].weights),
+            "weight_casts": len(casts_of[label]),
             "tail_to_amp": asdict(paired_ratio(tails[label], tails[AMP])),
         }
     return result

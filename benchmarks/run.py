@@ -101,9 +101,9 @@ def main() -> int:
         if CASES[name].candidates(device):
             found = measure(CASES[name], device, effort, bandwidth)
             report["cases"][name] = {**found, "commit": fresh["commit"], "quick": options.quick}
+            report["seconds"] = round(sum(case["seconds"] for case in report["cases"].values()), 1)
             if options.json is not None:
                 write(options.json, report)  # what was measured stays if something later fails
-    report["seconds"] = round(sum(case["seconds"] for case in report["cases"].values()), 1)
     say(f"all: {time.perf_counter() - begun:.0f} s")
     write(options.json, report)
     return 0
