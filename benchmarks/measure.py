@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.candidates import FOREIGN, LIMIT, start
 from benchmarks.cases import AGAIN, AMP, Batch, Case
-from benchmarks.counts import Seen, count
+from benchmarks.counts import Counts, Seen, count
 from benchmarks.curves import STEPS, judge
 from benchmarks.limits import ideal_tail
 from benchmarks.loops import Absent, Run
@@ -82,8 +82,7 @@ def measure(case: Case, device: str, effort: Effort, bandwidth: float) -> dict[s
         rare=rare,
     )
     batch = tuple(t.to(device) for t in case.batch(0))
-    uncounted = {*rare, LIMIT, twin}
-    counted = {label: count(run, batch) for label, run in here.runs.items() if label not in uncounted}
+    counted = counts_of({k: run for k, run in here.runs.items() if k not in {*rare, LIMIT, twin}}, batch, here.absent)
     seen = {label: what for label, (_, what) in counted.items()}
     tail = ideal_tail(sum(p.numel() for p in case.model().parameters()), bandwidth)
     judged = curves(here.tracks, "torch.amp bf16" if half else AMP, skip={*rare, LIMIT})
@@ -180,10 +179,23 @@ def started(case: Case, labels: Sequence[str], device: str) -> Started:
         except Exception as error:
             if label not in FOREIGN:
                 raise
-            made.absent[label] = f"{type(error).__name__}: {error}"
+            made.absent[label] = f"{type(error).__name__}: {error}".partition("\n")[0]
             continue
         made.runs[label], made.tracks[label] = run, track
     return made
+
+
+def counts_of(runs: Mapping[str, Run], batch: Batch, absent: dict[str, str]) -> dict[str, tuple[Counts, Seen]]:
+    """Count a step of every run; a peer that cannot be counted is noted in `absent`."""
+    found = {}
+    for label, run in runs.items():
+        try:
+            found[label] = count(run, batch)
+        except Exception as error:
+            if label not in FOREIGN:
+                raise
+            absent[f"{label} (counts)"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return found
 
 
 def rounds_for(case: Case, steady: Mapping[str, float], effort: Effort) -> int:
