@@ -131,7 +131,7 @@ def allocated(call: Callable[[], Any], device: str) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         call()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
@@ -143,7 +143,7 @@ def allocated(call: Callable[[], Any], device: str) -> int:
 
 def launches(call: Callable[[], Any]) -> int:
     """Return the kernels that `call` launches on the GPU; a captured graph is one launch."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as record:
         call()
         torch.cuda.synchronize()
     names = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")

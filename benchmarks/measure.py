@@ -254,7 +254,7 @@ def profile_of(run: Run, batch: Batch, device: str) -> list[dict[str, Any]]:
     """Return the operators that take most of a step: name, calls, milliseconds of their own."""
     cuda = device != "cpu"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as record:
+    with profile(activities=activities, acc_events=True) as record:
         run.step(batch)
     own = [(e.self_device_time_total if cuda else e.self_cpu_time_total, e) for e in record.key_averages()]
     own.sort(key=lambda pair: -pair[0])

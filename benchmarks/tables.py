@@ -10,38 +10,18 @@ another matplotlib draws other lines.
 from __future__ import annotations
 
 import html
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import AMP
 from benchmarks.goals import Goal, goals
+from benchmarks.markdown import fill, megabytes, ratio, table, whole
 from benchmarks.pictures import pictures
 from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-# ------------------------------------------------------------------ Markdown
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def ratio(data: dict[str, Any] | None) -> str:
-    return "-" if data is None else f"{data['median']:.3f} [{data['low']:.3f}, {data['high']:.3f}]"
-
-
-def megabytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 1e6:.1f}"
-
-
-def whole(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 # ------------------------------------------------------------------ speed
@@ -311,14 +291,6 @@ def blocks(reports: Reports) -> dict[str, str]:
         "gpu": gpu(reports.gpu),
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
-
-
-def fill(text: str, made: dict[str, str]) -> str:
-    def put(match: re.Match[str]) -> str:
-        name = match.group(1)
-        return f"<!-- {name} -->\n{made[name]}\n<!-- end -->"
-
-    return re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end -->", put, text, flags=re.DOTALL)
 
 
 def main() -> int:
