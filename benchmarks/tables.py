@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import AMP
-from benchmarks.goals import Goal, goals
+from benchmarks.goals import MIB, Goal, goals
 from benchmarks.markdown import fill, megabytes, ratio, table, whole
 from benchmarks.pictures import pictures
 from benchmarks.reports import Reports, bf16_cases, committed, load, row
@@ -180,6 +180,22 @@ def profiles(bench: dict[str, Any]) -> str:
     return table(["model", "candidate", "operators by their own time, ms (calls)"], rows)
 
 
+def counted(counts: dict[str, Any]) -> str:
+    """Return what steps do on fake CUDA tensors: every program of every model."""
+    if not counts:
+        return "Not counted here."
+    rows = []
+    for model, programs in counts["models"].items():
+        for program, data in programs.items():
+            s = data["summary"]
+            around = s["tail_bytes_per_parameter"] + s["weight_bytes_per_parameter"]
+            numbers = [f"{s['cast_bytes'] / MIB:.1f}", f"{s['bytes'] / MIB:.0f}", f"{around:.1f}"]
+            rows.append([model, f"`{program}`", str(s["casts"]), *numbers, str(s["launches_tail"]), str(s["syncs"])])
+    head = ["model", "program", "casts", "MiB of casts", "MiB in all", "bytes a parameter around the optimizer"]
+    text = f"`{counts['command']}`, torch {counts['torch']}: {counts['device']}."
+    return f"{text}\n\n{table([*head, 'launches of the tail', 'waits of the host'], rows)}"
+
+
 # ------------------------------------------------------------------ goals
 
 
@@ -288,6 +304,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "stages": stages(bench),
         "bounds": bounds(bench),
         "profiles": profiles(bench),
+        "counted": counted(reports.counts),
         "gpu": gpu(reports.gpu),
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
