@@ -6,10 +6,12 @@ PIP_FLAGS ?=
 VENV      := .venv
 BIN       := $(VENV)/bin
 READY     := $(VENV)/.ready
+PEERS     := $(VENV)/.ready-bench
+QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench count compare-full tables clean
+.PHONY: help setup demo test test-all lint format bench bench-gpu count compare-full tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -42,8 +44,16 @@ format: $(READY)  ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## time and bytes beside torch.amp -> benchmarks/results/cpu.json
-	$(BIN)/python benchmarks/run.py --json benchmarks/results/cpu.json
+$(PEERS): $(READY)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 12 minutes on 2 cores -> benchmarks/results/cpu.json
+	$(QUIET) $(BIN)/python -m benchmarks.run --device cpu --json benchmarks/results/cpu.json
+
+bench-gpu: $(PEERS)  ## the same on a CUDA device -> benchmarks/results/gpu.json
+	$(QUIET) $(BIN)/python -m benchmarks.run --device cuda --json benchmarks/results/gpu.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json
@@ -53,7 +63,7 @@ compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/
 	$(BIN)/halfstep compare --task resnet --policies $(FULL) --seeds 5 --json benchmarks/results/compare_resnet.json
 
 tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.concepts
 
 clean:  ## remove .venv and everything built

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from benchmarks.tables import fill, table
+from benchmarks.markdown import fill, table
 from halfstep.blocks import BLOCK_FORMATS
 from halfstep.events import StepResult
 from halfstep.formats import FORMATS

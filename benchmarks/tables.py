@@ -1,6 +1,6 @@
 """Write the tables and pictures of README and docs from the committed JSON files; `make tables`.
 
-    python benchmarks/tables.py [--check]
+    python -m benchmarks.tables [--check]
 
 Numbers in documents are never typed: this script puts them between the markers ``<!-- name -->`` and ``<!-- end -->``,
 and draws docs/pictures/. A test runs it with --check, which compares a picture by the data it states it was drawn from:
@@ -10,28 +10,21 @@ another matplotlib draws other lines.
 from __future__ import annotations
 
 import html
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from halfstep.report import Bar, BarChart, Key, picture_file
+from benchmarks.cases import AMP
+from benchmarks.goals import MIB, Goal, goals
+from benchmarks.markdown import fill, megabytes, ratio, table, whole
+from benchmarks.pictures import pictures
+from benchmarks.reports import Reports, bf16_cases, committed, load, row
+from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-LABELS = {"lenet5": "LeNet-5", "gpt": "GPT", "resnet": "ResNet", "mlp21m": "MLP, 21M parameters"}
-HUES = {"torch": 1, "O1": 2, "mixed": 3, "O2": 4, "pure": 5}  # a policy looks the same in every picture
 
 
-def load(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return data
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+# ------------------------------------------------------------------ speed
 
 
 def source(data: dict[str, Any]) -> str:
@@ -43,97 +36,237 @@ def source(data: dict[str, Any]) -> str:
     )
 
 
-def ratio(row: dict[str, Any]) -> str:
-    return f"{row['median']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+def bench_source(data: dict[str, Any]) -> str:
+    """Return the command, the machine, the versions of the peers, and what was not a measurement."""
+    machine = data["machine"]
+    peers = ", ".join(f"{name} {version}" for name, version in data["peers"].items())
+    commits = sorted({case["commit"] for case in data["cases"].values()})
+    text = (
+        f"{source(data)} {machine['torch_threads']} threads; a copy moves "
+        f"{machine['copy_bytes_per_second'] / 1e9:.1f} GB/s. Peers: {peers}. Commit {', '.join(commits)}; "
+        f"{data['seconds'] / 60:.1f} minutes in all."
+    )
+    quick = [case["title"] for case in data["cases"].values() if case["quick"]]
+    if quick:
+        text += f"\n\n**Few rounds (`--quick`), which show that a case runs and measure nothing: {', '.join(quick)}.**"
+    return text
 
 
-def timings(bench: dict[str, Any]) -> str:
+def case_table(case: dict[str, Any]) -> str:
+    """Return one case: its candidates below each other, the absent ones with the reason."""
+    half = case["dtype"] == "fp16"
     rows = []
-    for key, data in bench.items():
-        case = LABELS.get(key.rpartition("_")[0])
-        if case is None or "rows" not in data:
-            continue
-        for name, row in data["rows"].items():
-            if name != data["baseline"]:
-                what = "the baseline again (A/A)" if name == "A/A" else f"`{name}`"
-                rows.append([case, data["baseline"], what, f"{row['ms']:.2f}", ratio(row), str(row["rounds"])])
-    return table(["model", "baseline", "candidate", "ms a step", "time / baseline", "rounds"], rows)
+    for label, data in case["rows"].items():
+        counts, curve = data["counts"] or {}, data["curve"]
+        casts = counts.get("casts")
+        verdict = "-" if curve is None else f"{curve['of_spread']:.2f}" + ("" if curve["within"] else ", outside")
+        rows.append(
+            [
+                f"`{label}`",
+                f"{data['ms']:.2f}",
+                ratio(data.get("to_amp")),
+                ratio(data.get("to_fp32")),
+                *([] if half else [ratio(data.get("to_limit"))]),
+                megabytes(counts.get("saved_bytes")),
+                megabytes(counts.get("state_bytes")),
+                megabytes(counts.get("peak_bytes")),
+                "-" if casts is None else f"{casts} / {megabytes(counts['cast_bytes'])}",
+                whole(counts.get("launches") or counts.get("operators")),
+                whole(counts.get("host_reads")),
+                verdict,
+            ]
+        )
+    head = ["candidate", "ms a step", "/ torch.amp", "/ fp32", *([] if half else ["/ limit"]), "saved for backward, MB"]
+    head += ["state, MB", "peak, MB", "casts / MB", "operators", "host reads", "curve / spread"]
+    control = case["control"]
+    text = (
+        f"{case['about']}; {case['dtype']}. {case['rounds']} rounds; A/A ({case['baseline']}) {ratio(control)}."
+        f"\n\n{table(head, rows)}"
+    )
+    if case["absent"]:
+        reasons = "; ".join(f"`{label}`: {reason}" for label, reason in case["absent"].items())
+        text += f"\n\nAbsent: {reasons}."
+    return text
+
+
+def cases(bench: dict[str, Any]) -> str:
+    """Return every case under its heading."""
+    parts = []
+    for case in bench["cases"].values():
+        parts.append(f"### {case['title']}{', fp16' if case['dtype'] == 'fp16' else ''}\n{case_table(case)}")
+    return "\n\n".join(parts)
+
+
+def gpu(report: dict[str, Any]) -> str:
+    """Return what was measured on a GPU."""
+    if not report:
+        return "Nothing so far: no number on this page is from a GPU."
+    return f"{bench_source(report)}\n\n{cases(report)}"
 
 
 def entry(bench: dict[str, Any]) -> str:
-    rows = [[f"`{name}`", f"{row['ms']:.2f}", ratio(row)] for name, row in bench["region_entry"]["rows"].items()]
+    found = bench["micro"]["region_entry"]["rows"]
+    rows = [[f"`{name}`", f"{data['ms']:.2f}", ratio(data)] for name, data in found.items()]
     return table(["region", "us to make, enter and leave", "time / torch.autocast"], rows)
 
 
 def norms(bench: dict[str, Any]) -> str:
-    rows = [[name, f"{1e3 * row['ms']:.0f}", ratio(row)] for name, row in bench["norms"]["rows"].items()]
+    found = bench["micro"]["norms"]["rows"]
+    rows = [[name, f"{1e3 * data['ms']:.0f}", ratio(data)] for name, data in found.items()]
     return table(["layer_norm of 2048 x 256, forward and backward", "us", "ratio"], rows)
 
 
-def native(bench: dict[str, Any]) -> str:
-    data = bench["gpt_fp16_native"]
-    rows = [[f"`{name}`", f"{times:.1f}"] for name, times in data["times as long as"].items()]
-    head = f"torch.amp in fp16: {data['torch.amp fp16 ms']:.0f} ms a step; times as long as"
-    return table([head, "times"], rows)
+def spread(bench: dict[str, Any]) -> str:
+    """Return how much torch.amp's deviation from fp32 differs from start to start."""
+    rows = [
+        [title, str(len(found)), f"{min(found):.2g} to {max(found):.2g}", f"{max(found) / min(found):.1f}"]
+        for title, found in bench["micro"]["spread"].items()
+    ]
+    return table(["model", "starts", "torch.amp's deviation from fp32, nats", "largest / smallest"], rows)
+
+
+# ------------------------------------------------------------------ stages and bounds
+
+
+def stages(bench: dict[str, Any]) -> str:
+    rows = []
+    for case in bf16_cases(bench).values():
+        for label, data in case["stages"].items():
+            rows.append(
+                [
+                    case["title"],
+                    f"`{label}`",
+                    f"{data['forward_ms']:.2f}",
+                    f"{data['backward_ms']:.2f}",
+                    f"{data['tail_ms']:.2f}",
+                    f"{data['weight_casts_ms']:.2f} ({data['weight_casts']})",
+                    ratio(data["tail_to_amp"]),
+                ]
+            )
+    head = ["model", "candidate", "forward, ms", "backward, ms", "tail, ms", "weight casts, ms (how many)"]
+    return table([*head, "tail and weight casts / torch.amp's"], rows)
+
+
+def bounds(bench: dict[str, Any]) -> str:
+    """Return where the time of `pure` goes beyond the limit."""
+    rows = []
+    for name, case in bf16_cases(bench).items():
+        own, limit = row(bench, name, "pure"), case["limit"]
+        parts = case["stages"].get("pure")
+        if own is None or parts is None or limit is None:
+            continue
+        tail = parts["tail_ms"] + parts["weight_casts_ms"]
+        rest = parts["forward_ms"] + parts["backward_ms"] - limit["low_ms"]
+        rows.append(
+            [
+                case["title"],
+                f"{limit['low_ms']:.2f}",
+                f"{limit['tail_ms']:.2f}",
+                f"{tail - limit['tail_ms']:+.2f}",
+                f"{rest - parts['weight_casts_ms']:+.2f}",
+                ratio(own["to_limit"]),
+            ]
+        )
+    head = ["model", "limit: forward and backward, ms", "limit: tail, ms", "`pure`: tail above it, ms"]
+    return table([*head, "`pure`: forward and backward above it, ms", "step / limit"], rows)
+
+
+def profiles(bench: dict[str, Any]) -> str:
+    rows = []
+    for case in bf16_cases(bench).values():
+        for label, found in case["profile"].items():
+            told = ", ".join(f"`{p['operator'].removeprefix('aten::')}` {p['ms']:.2f} ({p['calls']})" for p in found)
+            rows.append([case["title"], f"`{label}`", told])
+    return table(["model", "candidate", "operators by their own time, ms (calls)"], rows)
+
+
+def counted(counts: dict[str, Any]) -> str:
+    """Return what steps do on fake CUDA tensors: every program of every model."""
+    if not counts:
+        return "Not counted here."
+    rows = []
+    for model, programs in counts["models"].items():
+        for program, data in programs.items():
+            s = data["summary"]
+            around = s["tail_bytes_per_parameter"] + s["weight_bytes_per_parameter"]
+            numbers = [f"{s['cast_bytes'] / MIB:.1f}", f"{s['bytes'] / MIB:.0f}", f"{around:.1f}"]
+            rows.append([model, f"`{program}`", str(s["casts"]), *numbers, str(s["launches_tail"]), str(s["syncs"])])
+    head = ["model", "program", "casts", "MiB of casts", "MiB in all", "bytes a parameter around the optimizer"]
+    text = f"`{counts['command']}`, torch {counts['torch']}: {counts['device']}."
+    return f"{text}\n\n{table([*head, 'launches of the tail', 'waits of the host'], rows)}"
+
+
+# ------------------------------------------------------------------ goals
+
+
+def goal_row(goal: Goal, reports: Reports) -> list[str]:
+    """Return a goal, its bound, what was reached and whether that is enough."""
+    found = goal.read(reports)
+    bound = f"{'at least' if goal.least else 'at most'} {goal.bound:g}"
+    if found is None:
+        return [goal.what, bound, "not measured", ""]
+    reached = f"{found.value:.3g}" if goal.least or found.value >= 10 else f"{found.value:.3f}"
+    if found.low is not None and found.high is not None:
+        form = "{:.3g}" if goal.least else "{:.3f}"
+        reached += f" [{form.format(found.low)}, {form.format(found.high)}]"
+    if found.where:
+        reached += f" ({found.where})"
+    return [goal.what, bound, reached, "yes" if goal.met(found) else "**no**"]
+
+
+def goal_table(reports: Reports) -> str:
+    return table(["number", "goal", "reached", ""], [goal_row(goal, reports) for goal in goals()])
 
 
 def summary(bench: dict[str, Any]) -> str:
-    def row(what: str, key: str, name: str) -> list[str]:
-        return [what, ratio(bench[key]["rows"][name])]
+    """Return the README's excerpt."""
 
-    native_times = bench["gpt_fp16_native"]["times as long as"]["mixed:fp16"]
+    def step(what: str, case: str, label: str, to: str = "to_amp") -> list[str]:
+        found = row(bench, case, label)
+        return [what, "-" if found is None else ratio(found.get(to))]
+
+    amp, mixed = row(bench, "gpt256", AMP), row(bench, "gpt256", "mixed")
+    assert amp is not None and mixed is not None
+    kept = mixed["counts"]["saved_bytes"] / amp["counts"]["saved_bytes"]
+    fp16 = row(bench, "gpt256_fp16", "mixed")
+    entered = bench["micro"]["region_entry"]["rows"]["hs.autocast"]
     rows = [
-        row("enter and leave a region: `hs.autocast` / `torch.autocast`", "region_entry", "hs.autocast"),
-        row("step of LeNet-5, `torch` / torch.amp bf16", "lenet5_bf16", "torch:bf16"),
-        row("step of LeNet-5, `mixed` / torch.amp bf16", "lenet5_bf16", "mixed:bf16"),
-        row("step of a GPT (5.3M), `mixed` / torch.amp bf16", "gpt_bf16", "mixed:bf16"),
-        row("step of an MLP (21M), `O2` / torch.amp bf16", "mlp21m_bf16", "O2:bf16"),
-        row("step of the GPT in emulated fp16, `mixed` / fp32", "gpt_fp16", "mixed:fp16"),
-        ["step of the GPT in fp16, torch.amp / `mixed` emulated", f"{native_times:.1f}"],
+        ["enter and leave a region: `hs.autocast` / `torch.autocast`", ratio(entered)],
+        step("step of LeNet-5, `mixed` / torch.amp bf16", "lenet5", "mixed"),
+        step("step of ResNet-18, `mixed` / torch.amp bf16", "resnet18", "mixed"),
+        step("step of a GPT (5.3M), `mixed` / torch.amp bf16", "gpt256", "mixed"),
+        step("step of a GPT (16.8M, one sequence), `pure` / torch.amp bf16", "gpt512", "pure"),
+        step("step of an MLP (21M), `pure` / torch.amp bf16", "mlp21m", "pure"),
+        step("step of the GPT in emulated fp16, `mixed` / fp32", "gpt256_fp16", "mixed", "to_fp32"),
         [
-            "bytes saved for backward, `mixed` / torch.amp bf16",
-            f"{bench['saved_for_backward']['mixed']['ratio']:.3f}",
+            "step of the GPT in fp16, torch.amp / `mixed` emulated",
+            "-" if fp16 is None else f"{1 / fp16['to_amp']['median']:.1f}",
         ],
+        ["bytes saved for backward of the GPT, `mixed` / torch.amp bf16", f"{kept:.3f}"],
     ]
     return table(["two CPU cores with bf16 units", "ratio (90 % interval)"], rows)
 
 
-def memory(bench: dict[str, Any]) -> str:
-    rows = [
-        [f"`{name}`", f"{row['bytes'] / 1e6:.1f}", f"{row['ratio']:.3f}"]
-        for name, row in bench["saved_for_backward"].items()
-    ]
-    return table(["GPT, 8 x 256 tokens", "saved for backward, MB", "of torch.amp bf16"], rows)
-
-
-def per_parameter(bench: dict[str, Any]) -> str:
-    data = bench["bytes_per_parameter"]["rows"]
-    rows = [[f"`{name}`", f"{row['between steps']:.1f}", f"{row['peak']:.1f}"] for name, row in data.items()]
-    return table(["MLP, AdamW", "bytes a parameter between steps", "peak in a step"], rows)
-
-
-def casts(bench: dict[str, Any]) -> str:
-    rows = [[f"`{n}`", str(row["casts"]), f"{row['MB']:.1f}"] for n, row in bench["casts_per_step"].items()]
-    return table(["GPT, 8 x 128 tokens", "casts a step", "MB read and written by them"], rows)
+# ------------------------------------------------------------------ accuracy
 
 
 def metrics(task: dict[str, Any]) -> str:
     rows = []
-    for row in task["rows"]:
-        values = row["metrics"]
-        difference = row["difference"]
-        own = row["label"] == "fp32"
+    for found in task["rows"]:
+        values = found["metrics"]
+        difference = found["difference"]
+        own = found["label"] == "fp32"
         interval = "" if own else f"{difference['mean']:+.4g} [{difference['low']:+.4g}, {difference['high']:+.4g}]"
         rows.append(
             [
-                row["label"],
+                found["label"],
                 f"{sum(values) / len(values):.4g}",
                 interval,
                 "" if own else difference["verdict"],
-                f"{row['state_bytes'] / 1e6:.2f}",
-                f"{row['saved_bytes'] / 1e6:.2f}",
-                f"{sum(row['skipped']) / len(values):.1f}",
-                f"{row['scale'][0]:g}",
+                f"{found['state_bytes'] / 1e6:.2f}",
+                f"{found['saved_bytes'] / 1e6:.2f}",
+                f"{sum(found['skipped']) / len(values):.1f}",
+                f"{found['scale'][0]:g}",
             ]
         )
     head = [
@@ -150,83 +283,36 @@ def metrics(task: dict[str, Any]) -> str:
     return about + "\n\n" + table(head, rows)
 
 
-def blocks() -> dict[str, str]:
-    bench, full, digits = load("cpu.json"), load("compare.json"), load("compare_resnet.json")
+# ------------------------------------------------------------------ files
+
+
+def blocks(reports: Reports) -> dict[str, str]:
+    """Return what stands between the markers, by their names."""
+    full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
+    bench = reports.cpu
     return {
-        "source bench": source(bench),
+        "source bench": bench_source(bench),
         "source compare": source(full),
         "source compare resnet": source(digits),
         "summary": summary(bench),
+        "goals": goal_table(reports),
         "entry": entry(bench),
-        "timings": timings(bench),
         "norms": norms(bench),
-        "native": native(bench),
-        "memory": memory(bench),
-        "per parameter": per_parameter(bench),
-        "casts": casts(bench),
+        "spread": spread(bench),
+        "cases": cases(bench),
+        "stages": stages(bench),
+        "bounds": bounds(bench),
+        "profiles": profiles(bench),
+        "counted": counted(reports.counts),
+        "gpu": gpu(reports.gpu),
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
 
 
-def speed_picture(bench: dict[str, Any]) -> BarChart:
-    """Steps in bf16 beside torch.amp."""
-    bars, bands = [], []
-    for key, model in LABELS.items():
-        rows = bench[f"{key}_bf16"]["rows"]
-        bands.append(rows["A/A"])
-        for label, row in rows.items():
-            policy = label.removesuffix(":bf16")
-            if policy in HUES:
-                bars.append(
-                    Bar(
-                        label=f"{model}, {policy}",
-                        text=f"{row['median']:.3f}",
-                        value=row["median"],
-                        low=row["low"],
-                        high=row["high"],
-                        key=Key(colour=HUES[policy]),
-                    )
-                )
-    band = (min(row["low"] for row in bands), max(row["high"] for row in bands))
-    return BarChart(x_label="time of a step / torch.amp bf16", bars=tuple(bars), line=1.0, band=band)
-
-
-def bytes_picture(bench: dict[str, Any]) -> BarChart:
-    """What is kept for backward beside torch.amp."""
-    bars = tuple(
-        Bar(
-            label=name,
-            text=f"{row['bytes'] / 1e6:.1f} MB, {row['ratio']:.3f}",
-            value=row["ratio"],
-            key=Key(colour=HUES.get(name, 0)),
-        )
-        for name, row in bench["saved_for_backward"].items()
-    )
-    return BarChart(x_label="bytes saved for backward / torch.amp bf16 (GPT)", bars=bars, line=1.0)
-
-
-def pictures() -> dict[str, tuple[BarChart, str]]:
-    """Return the pictures of docs/pictures/ by file name, with what they say in words."""
-    bench = load("cpu.json")
-
-    def words(chart: BarChart) -> str:
-        return f"{chart.x_label}: " + "; ".join(f"{bar.label} {bar.text}" for bar in chart.bars)
-
-    charts = {"speed.svg": speed_picture(bench), "saved.svg": bytes_picture(bench)}
-    return {name: (chart, words(chart)) for name, chart in charts.items()}
-
-
-def fill(text: str, made: dict[str, str]) -> str:
-    def put(match: re.Match[str]) -> str:
-        name = match.group(1)
-        return f"<!-- {name} -->\n{made[name]}\n<!-- end -->"
-
-    return re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end -->", put, text, flags=re.DOTALL)
-
-
 def main() -> int:
-    made, stale = blocks(), []
+    reports = committed()
+    made, stale = blocks(reports), []
     for path in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
         text = path.read_text(encoding="utf-8")
         new = fill(text, made)
@@ -234,7 +320,7 @@ def main() -> int:
             stale.append(path.name)
             if "--check" not in sys.argv:
                 path.write_text(new, encoding="utf-8")
-    for name, (chart, words) in pictures().items():
+    for name, (chart, words) in pictures(reports.cpu).items():
         path = ROOT / "docs" / "pictures" / name
         if not path.exists() or f"<title>{html.escape(words)}</title>" not in path.read_text(encoding="utf-8"):
             stale.append(path.name)

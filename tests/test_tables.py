@@ -11,6 +11,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_documents_say_what_was_measured() -> None:
     check = subprocess.run(
-        [sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.tables", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert check.returncode == 0, check.stderr

@@ -4,12 +4,14 @@ import copy
 import math
 import random
 import statistics
+import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import halfstep as hs
 from halfstep.tasks.measure import (
@@ -137,6 +139,33 @@ class Hidden:
 
 def test_nothing_hides_behind_an_attribute() -> None:
     assert state_bytes(Hidden()) == 28
+
+
+def test_what_is_only_known_weakly_is_somebody_elses() -> None:
+    other, own = nn.Linear(8, 8), nn.Linear(2, 2, bias=False)
+    known = weakref.WeakKeyDictionary({other: own})
+    found = weakref.WeakValueDictionary({"other": other})
+    assert state_bytes({"known": known, "found": found}) == 16  # the value under the weak key is kept
+
+
+def test_a_second_step_is_not_counted_with_the_first() -> None:
+    def prepared() -> hs.TrainStep:
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = hs.Policy.of("pure", dtype="bf16")
+        return hs.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), policy=policy)
+
+    first, alone = prepared(), prepared()
+    alone(torch.ones(2, 64))
+    counted = state_bytes(alone)
+    first(torch.ones(2, 64))
+    alone(torch.ones(2, 64))  # each hears of the other's optimizer
+    assert state_bytes(alone) == counted
+
+
+def test_a_tensor_made_of_others_has_their_bytes() -> None:
+    parts = TwoTensor(torch.zeros(4), torch.zeros(4))
+    assert state_bytes(parts) == state_bytes([parts, parts.a]) == 32
 
 
 def test_saved_for_backward_is_counted_to_the_byte_and_changes_nothing() -> None:

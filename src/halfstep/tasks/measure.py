@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -175,8 +176,16 @@ def _tensors(roots: Iterable[object]) -> list[Tensor]:
             continue
         seen[id(item)] = item
         if isinstance(item, Tensor):
-            found.append(item)
+            made_of = getattr(item, "__tensor_flatten__", None)
+            if made_of is None:
+                found.append(item)
+            else:  # a tensor out of others has no memory of its own
+                waiting += [getattr(item, name) for name in made_of()[0]]
             waiting.append(item.grad if item.is_leaf else None)
+        elif isinstance(item, WeakValueDictionary):
+            continue  # keeps nothing alive; that other optimizers and models are known here makes them nobody's memory
+        elif isinstance(item, WeakKeyDictionary):
+            waiting += item.values()
         elif isinstance(item, Mapping):
             waiting += [*item.keys(), *item.values()]
         elif isinstance(item, (list, tuple, set, frozenset)):

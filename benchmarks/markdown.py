@@ -1,0 +1,31 @@
+"""Tables in Markdown, and the places between two markers where they stand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def ratio(data: dict[str, Any] | None) -> str:
+    return "-" if data is None else f"{data['median']:.3f} [{data['low']:.3f}, {data['high']:.3f}]"
+
+
+def megabytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 1e6:.1f}"
+
+
+def whole(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def fill(text: str, made: dict[str, str]) -> str:
+    def put(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return f"<!-- {name} -->\n{made[name]}\n<!-- end -->"
+
+    return re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end -->", put, text, flags=re.DOTALL)

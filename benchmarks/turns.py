@@ -1,0 +1,91 @@
+"""Time in turns: all candidates step once a round, in an order shuffled each round, and only times of a round pair."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from benchmarks.cases import Batch
+from benchmarks.stages import wait
+from halfstep.tasks.measure import Ratio, paired_ratio
+
+Step = Callable[[Batch], Tensor]
+
+
+@dataclass(slots=True)
+class Track:
+    """What one candidate did, round by round.
+
+    Attributes:
+        seconds: of its step, by round; a rare candidate lacks most rounds.
+        losses: of every step from the first, warm-up included, on the device.
+    """
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def ratio(track: Track, baseline: Track, *, plus: float = 0.0) -> Ratio:
+    """Return the paired ratio of step times over the rounds that both took part in.
+
+    Args:
+        track: of the candidate.
+        baseline: of what it is compared with.
+        plus: seconds added to the baseline's time in every round.
+    """
+    common = sorted(track.seconds.keys() & baseline.seconds.keys())
+    return paired_ratio([track.seconds[i] for i in common], [baseline.seconds[i] + plus for i in common])
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Keep the garbage collector out of timed steps: it walks over every candidate's objects whoever called it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def in_turns(
+    steps: Mapping[str, Step],
+    batches: Callable[[int], Batch],
+    tracks: Mapping[str, Track],
+    device: str,
+    *,
+    rounds: Sequence[int],
+    rare: Mapping[str, int],
+) -> None:
+    """Let every candidate step once a round and add seconds and losses to its track.
+
+    Args:
+        steps: by label.
+        batches: batch of a round.
+        tracks: by label.
+        device: its type.
+        rounds: numbers of the rounds; they choose the batches.
+        rare: candidates that take part only so many times.
+    """
+    order, shuffle = list(steps), random.Random(rounds[0] if rounds else 0)
+    with quiet_collector():
+        for i, number in enumerate(rounds):
+            batch = tuple(t.to(device) for t in batches(number))
+            shuffle.shuffle(order)
+            for label in order:
+                if i >= rare.get(label, len(rounds)):
+                    continue
+                wait(device)
+                start = time.perf_counter()
+                loss = steps[label](batch)
+                wait(device)
+                tracks[label].seconds[number] = time.perf_counter() - start
+                tracks[label].losses.append(loss.clone())  # a captured step writes the next one in its place
