@@ -49,7 +49,7 @@ $(PEERS): $(READY)
 	  --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
-bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 12 minutes on 2 cores -> benchmarks/results/cpu.json
+bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 15 minutes on 2 cores -> benchmarks/results/cpu.json
 	$(QUIET) $(BIN)/python -m benchmarks.run --device cpu --json benchmarks/results/cpu.json
 
 bench-gpu: $(PEERS)  ## the same on a CUDA device -> benchmarks/results/gpu.json

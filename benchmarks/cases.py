@@ -204,7 +204,7 @@ GPT256 = gpt_case(
     256,
     8,
     256,
-    cpu=(*PLAIN, *WRAPPERS, "mixed", "O2", "pure", *COMPILED, *LINEAR_LOSS),
+    cpu=(*PLAIN, "mixed", "O2", "pure", *COMPILED, *LINEAR_LOSS),
     cuda=(*PLAIN, *WRAPPERS, *TORCHAO, *OURS, *COMPILED, *LINEAR_LOSS, *ON_CUDA),
     seconds=60.0,
 )

@@ -14,13 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-__all__ = ["WeightCasts"]
+__all__ = ["WeightCasts", "address"]
+
+
+def address(tensor: Tensor) -> int:
+    """Return where the values of `tensor` are; 0 for a fake one, which has none."""
+    return 0 if is_fake(tensor) else tensor.data_ptr()
 
 
 def _witness(source: Tensor, low: Tensor) -> Hashable:
     """Return what changes when `source` gets another value, or its copy is written into."""
-    return source._version, source.data_ptr(), -1 if low.is_inference() else low._version
+    return source._version, address(source), -1 if low.is_inference() else low._version
 
 
 class WeightCasts:

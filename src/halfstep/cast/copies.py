@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
 
+from halfstep.cast.cache import address
 from halfstep.kernels.accumulate import add_low_
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class _Copy:
 
     def note(self) -> None:
         """Remember that the copy holds what the parameter holds now."""
-        self.version, self.address = self.parameter._version, _address(self.parameter)
+        self.version, self.address = self.parameter._version, address(self.parameter)
 
     def fits(self) -> bool:
         """Return whether the buffer can take the parameter's values, and gradients find their way."""
@@ -81,10 +82,6 @@ class _Copy:
 def _plain(parameter: nn.Parameter, device: str) -> bool:
     """Return whether `parameter` is on `device` and no tensor subclass but torch's own fake ones."""
     return (type(parameter) is nn.Parameter or is_fake(parameter)) and parameter.device.type == device
-
-
-def _address(tensor: Tensor) -> int:
-    return 0 if is_fake(tensor) else tensor.data_ptr()
 
 
 class Copies:
@@ -135,7 +132,7 @@ class Copies:
         self._members: dict[int, nn.Parameter] = {}
         if on and dtype is not torch.float32:
             self._members = {id(p): p for p in parameters if _plain(p, device) and p.numel() >= least}
-        self._address = _address if any(map(is_fake, self._members.values())) else Tensor.data_ptr
+        self._address = address if any(map(is_fake, self._members.values())) else Tensor.data_ptr
         self._copies: dict[int, _Copy] = {}
         self.layers = {id(m) for m in model.modules() if id(m._parameters.get("weight")) in self._members}
 
