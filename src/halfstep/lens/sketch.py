@@ -6,9 +6,9 @@ sketches can be added: over steps, ranks and tensors.
 
 Note [bounds]: a scale moves numbers, a format rounds them to its nearest, ties to even, and then ``|x| <= t`` or
 ``|x| < t`` decides, for a threshold t. A sketch knows how many elements lie below the bin that t cuts, and how many
-below its end: these are the bounds. If t is a power of two it lies at the edge of a bin, and since powers of two are counted
-apart it is known also what lies exactly there: both bounds are the truth. So it is for rounding to zero at a scale that
-is a power of two, in every format, because all of them round half of their smallest number to zero, and all above it
+below its end: these are the bounds. If t is a power of two it lies at the edge of a bin, and since powers of two are
+counted apart it is known also what lies exactly there: both bounds are the truth. So it is for rounding to zero at a
+scale that is a power of two, in every format: half of the smallest number rounds to zero, and what is above it does
 not. Overflow and the upper end of subnormals lie inside a bin (65520 for fp16, between 2**15 and 2**16). The largest
 and the smallest magnitude, which are known exactly, make bounds tighter; at the ends of the data they are the truth.
 
