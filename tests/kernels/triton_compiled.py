@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from halfstep.kernels.exponents import ROW, TOP
 from halfstep.kernels.triton import exponents, norms, update_kernels, updates
 from halfstep.kernels.triton.launch import FAITHFUL
 
@@ -74,7 +75,7 @@ def main() -> None:
     found["norms"] = report(compiled(norms.norms_kernel, 90, 4, {"MANY": norms.MANY}), 0)
     found["judge"] = report(compiled(norms.judge_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
     for kind in ("fp32", "bf16", "fp64"):
-        sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": exponents.BLOCK, "ROW": exponents.ROW, "TOP": exponents.TOP}
+        sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": exponents.BLOCK, "ROW": ROW, "TOP": TOP}
         ptx = compiled(exponents.exponents_kernel, 90, 8, {"KIND": kind, "ALIGNED": True, **sizes})
         found[f"exponents {kind}"] = {**report(ptx, 0), "wide loads": 0}  # of masked blocks
     print(json.dumps(found))

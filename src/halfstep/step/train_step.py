@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from halfstep.cast.recipe import opened
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
-from halfstep.events import StepResult
+from halfstep.events import StepResult, StepWatcher
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
@@ -54,6 +54,7 @@ class TrainStep:
     Attributes:
         generic: why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it.
         host_reads: how often an update had to wait for the device.
+        watchers: who looks on at each update (`hs.Monitor` does).
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
@@ -101,6 +102,7 @@ class TrainStep:
         self.scheduler = scheduler
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.host_reads = 0
+        self.watchers: list[StepWatcher] = []
         self.generic = ""
         self._binding = binding
         self._store = store_of(model)
@@ -252,6 +254,8 @@ class TrainStep:
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
+        for watcher in self.watchers:
+            watcher.before_update(parameters)
         try:
             if self._refused(parameters):
                 verdict = self._update_generic(parameters, divisor)
@@ -266,6 +270,8 @@ class TrainStep:
             self.scaler.record(verdict.bad, optimizer=self.optimizer)
             self.scaler.update()
         self._statistics.put_back(verdict.bad)
+        for watcher in self.watchers:
+            watcher.after_update(verdict.bad)
         for parameter in parameters:
             parameter.grad = None
         self._pending = verdict.bad

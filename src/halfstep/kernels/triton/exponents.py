@@ -68,7 +68,6 @@ def exponents_kernel(
             bits = tl.cast(words, tl.int64, bitcast=True)
             below = bits < 0
             size = bits & 0x7FFFFFFFFFFFFFFF
-            pattern = size
             power = (size & 0xFFFFFFFFFFFFF) == 0
             exponent = (size >> 52).to(tl.int32) - 1023  # subnormals go to the first bin with it
         else:
