@@ -31,6 +31,10 @@ FROZEN = 0.5
 SLACK = 64
 """Averages over ranks and micro-batches divide numbers of a format by so much at most."""
 
+NOISE = 4
+"""Roundings, as a factor of eps: a gradient so much smaller than another one of its module is what rounding left of
+zero, such as that of a bias before BatchNorm."""
+
 NAMES = {
     "underflow": "gradients or activations become zero",
     "swallowed_update": "updates are too small to change weights",
@@ -64,8 +68,13 @@ class Symptom:
 def symptoms(record: MonitorRecord, format: Format) -> Iterator[Symptom]:
     """Iterate over what is wrong in `record`, a run whose low format is `format`."""
     near_zero = any(_subnormal(p.gradient, format) > 0 and _rounded(p.gradient, format) for p in record.parameters)
+    largest: dict[str, float] = {}
     for parameter in record.parameters:
-        yield from _of_gradient(parameter, format, near_zero)
+        module = parameter.name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), parameter.amax)
+    for parameter in record.parameters:
+        if parameter.amax >= NOISE * format.eps * largest[parameter.name.rpartition(".")[0]]:
+            yield from _of_gradient(parameter, format, near_zero)
         yield from _of_update(parameter)
         yield from _of_weight(parameter)
     for activation in record.activations:
@@ -110,7 +119,7 @@ def _of_update(parameter: ParameterRecord) -> Iterator[Symptom]:
             role="update",
             where=name,
             share=parameter.swallowed,
-            text=f"{parameter.swallowed:.0%} of its updates are smaller than half an ulp of its {parameter.precise} weight",
+            text=f"{parameter.swallowed:.0%} of its updates are below half an ulp of its {parameter.precise} weights",
             remedy=(
                 "keep precise weights: policy field master='auto' (or 'split', 'kahan', 'stochastic')"
                 if low
@@ -124,7 +133,7 @@ def _of_update(parameter: ParameterRecord) -> Iterator[Symptom]:
             role="update",
             where=name,
             share=1.0,
-            text=f"its weight decay takes {parameter.decay:.1g} of a weight, less than half an ulp of {parameter.precise}",
+            text=f"its weight decay takes {parameter.decay:.1g} of a weight, below half an ulp of {parameter.precise}",
             remedy="keep precise weights: policy field master='auto' (or 'split', 'kahan', 'stochastic')",
         )
     if parameter.frozen_state >= FROZEN:

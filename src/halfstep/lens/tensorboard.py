@@ -41,8 +41,8 @@ class EventWriter(Protocol):
 class SketchWriter:
     """Writes what a `Monitor` has seen to TensorBoard.
 
-    Tags: ``gradient/NAME``, ``weight/NAME`` and ``activation/MODULE`` are histograms; ``underflow/NAME``,
-    ``subnormal/NAME``, ``zeros/NAME``, ``headroom/NAME``, ``update_ratio/NAME``, ``swallowed/NAME`` and ``scale`` curves.
+    Tags: ``gradient/NAME``, ``weight/NAME`` and ``activation/MODULE`` are histograms; ``scale``, ``underflow/NAME``,
+    ``subnormal/NAME``, ``zeros/NAME``, ``headroom/NAME``, ``update_ratio/NAME`` and ``swallowed/NAME`` are curves.
 
     Args:
         target: a folder for event files, or a SummaryWriter (or anything with its `add_scalar` and
@@ -119,4 +119,4 @@ def _opened(folder: str | Path) -> Any:
             f"writing event files to {str(folder)!r} needs the package tensorboard ({error}); install it, or pass a "
             "writer of your own with add_scalar and add_histogram_raw"
         ) from error
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder))
