@@ -141,7 +141,9 @@ def test_what_the_optimizer_moves_is_compared_and_not_the_low_weight() -> None:
 def test_activations_of_leaf_modules_are_sketched_on_sampled_updates() -> None:
     step = trained(POLICIES["mixed fp16"], accumulate=2)
     outputs: list[Tensor] = []
-    step.model[0].register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))  # type: ignore[index]
+    step.model.get_submodule("0").register_forward_hook(
+        lambda module, args, output: outputs.append(output.detach().clone())
+    )
     monitor = hs.Monitor(step, every=3, activations=True)
     run(step, 10)
     (record,) = monitor.poll()
@@ -199,7 +201,7 @@ def test_what_gathers_between_two_polls_is_one_record() -> None:
     monitor.findings()  # leaves records to be polled
     (record,) = monitor.poll()
     assert (record.step, record.samples) == (5, 2)
-    assert record.parameters[0].gradient.count == 2 * step.model[0].weight.numel()
+    assert record.parameters[0].gradient.count == 2 * step.model.get_parameter("0.weight").numel()
     assert str(record).startswith("step 5: 2 samples, scale 1\n  ")
 
 
@@ -362,7 +364,7 @@ def test_weights_that_are_nan_are_found() -> None:
     step = trained(POLICIES["fp32"])
     monitor = hs.Monitor(step, every=1)
     with torch.no_grad():
-        step.model[3].bias[0] = math.nan
+        step.model.get_parameter("3.bias")[0] = math.nan
     run(step, 1)
     assert [(f.kind, f.where) for f in monitor.findings()] == [("bad_state", ("3.bias",))]
 
