@@ -34,6 +34,14 @@ def test_the_compiled_kernel_gives_the_rows_of_torch_s_operators(dtype: torch.dt
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_the_fast_way_on_a_cpu_gives_the_rows_of_float64_s(dtype: torch.dtype, size: int) -> None:
+    given = tensors(dtype, size)
+    wide = [x.to(torch.float64) for x in given]  # exact; they go the way of every other device
+    assert torch.equal(by_torch(given), by_torch(wide))
+
+
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:

@@ -87,7 +87,7 @@ class _Load:
     samples: int
     scale: Tensor | None
     parts: list[tuple[list[int], list[Tensor]]]
-    decays: dict[int, float]
+    paces: dict[int, tuple[float, float]]  # by parameter: weight decay, learning rate over the largest one
     events: list[Any] = field(default_factory=list)
 
 
@@ -159,7 +159,8 @@ class Monitor:
         self._updates = self._samples = 0
         self._hooks: list[RemovableHandle] = []
         self._before: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._decays: dict[int, float] = {}
+        self._paces: dict[int, tuple[float, float]] = {}
+        self._tops: dict[int, float] = {}
         self._sampled_scale: Tensor | None = None
         self._loads: list[_Load] = []
         self._records: list[MonitorRecord] = []
@@ -194,8 +195,8 @@ class Monitor:
             self.before_update([p for p in self._parameters if p.grad is not None])
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)
-        self.after_update(torch.zeros((), dtype=torch.bool) if found is None else found.reshape(()) != 0)
+        found = getattr(optimizer, "found_inf", None) if self._is_due() else None
+        self.after_update(None if found is None else found.reshape(()) != 0)
 
     def _is_due(self) -> bool:
         return (self._updates + 1) % self.every == 0
@@ -229,7 +230,7 @@ class Monitor:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""
         if not self._is_due():
             return
-        self._before, self._decays = {}, {}
+        self._before, self._paces = {}, {}
         gradients = {self._places[id(p)]: p.grad for p in parameters if id(p) in self._places and p.grad is not None}
         factor = self._factor()
         self._shelves_for(gradients)
@@ -243,8 +244,12 @@ class Monitor:
             self._copy(gradients)
 
     @torch.no_grad()
-    def after_update(self, bad: Tensor) -> None:
-        """Compare what the update has changed with the copies, if this update was one to sample."""
+    def after_update(self, bad: Tensor | None) -> None:
+        """Compare what the update has changed with the copies, if this update was one to sample.
+
+        Args:
+            bad: 0-dim bool: the update was not applied; None: it was.
+        """
         self._updates += 1
         if self._updates % self.every == 0:
             self._samples += 1
@@ -321,11 +326,12 @@ class Monitor:
                 found[number] = [_local(v) for v in low if v.shape == parameter.shape][:KEPT]
         return found
 
-    def _compare(self, bad: Tensor) -> None:
+    def _compare(self, bad: Tensor | None) -> None:
         states, rates = self._low_states(), self._rates()
         for device, shelf in self._shelves.items():
-            good, zero = ~bad.to(device, non_blocking=True), torch.zeros((), dtype=torch.float64, device=device)
+            zero = torch.zeros((), dtype=torch.float64, device=device)
             none = zero.expand(STATES + KEPT)
+            good = zero == 0 if bad is None else ~bad.to(device, non_blocking=True)
             rows = []
             for number in shelf.names:
                 before = self._before.get(number)
@@ -363,7 +369,8 @@ class Monitor:
                 if number is not None:
                     rates[number] = rate
                     if not isinstance(rate, Tensor) and not isinstance(decay, Tensor):
-                        self._decays[number] = float(rate * decay)
+                        top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
+                        self._paces[number] = float(rate * decay), rate / top if top else 0.0
         return rates
 
     # ------------------------------------------------------------------ reading
@@ -426,7 +433,7 @@ class Monitor:
                     places[key] = symptom
 
     def _send(self) -> None:
-        load = _Load(self._updates - self._updates % self.every, self._samples, None, [], dict(self._decays))
+        load = _Load(self._updates - self._updates % self.every, self._samples, None, [], dict(self._paces))
         for device, shelf in self._shelves.items():
             gathered = [shelf.gradients.rows, shelf.weights.rows, shelf.sums, shelf.activations.rows]
             scale = self._sampled_scale
@@ -449,6 +456,7 @@ class Monitor:
         self._loads.append(load)
 
     def _record(self, load: _Load) -> MonitorRecord:
+        states = self._low_states()
         parameters: dict[int, ParameterRecord] = {}
         activations: dict[int, ExponentSketch] = {}
         for names, (gradients, weights, sums, outputs) in load.parts:
@@ -456,7 +464,8 @@ class Monitor:
                 sketch = ExponentSketch.from_row(gradients[place].tolist())
                 if sketch.count:
                     weight = ExponentSketch.from_row(weights[place].tolist()) if self._weights else None
-                    parameters[number] = self._parameter(number, sketch, weight, sums[place].tolist(), load.decays)
+                    totals, pace = sums[place].tolist(), load.paces.get(number, (0.0, 1.0))
+                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, bool(states.get(number)))
             for number, row in enumerate(outputs.tolist()):
                 activations.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
         return MonitorRecord(
@@ -479,11 +488,12 @@ class Monitor:
     def _parameter(
         self,
         number: int,
-        gradient: ExponentSketch,
-        weight: ExponentSketch | None,
+        sketches: tuple[ExponentSketch, ExponentSketch | None],
         sums: list[float],
-        decays: dict[int, float],
+        pace: tuple[float, float],
+        low_state: bool,
     ) -> ParameterRecord:
+        gradient, weight = sketches
         name, parameter = self._names[number], self._parameters[number]
         store = self._store if self._store is not None and parameter in self._store else None
         stochastic = store is not None and store.name == "stochastic"
@@ -491,7 +501,6 @@ class Monitor:
         before, now = self._largest.get(name, 0.0), gradient.largest
         self._largest[name] = now
         good, movable = sums[GOOD], sums[MOVABLE]
-        low_state = any(s is not None for s in self._low_states().get(number, []))
         return ParameterRecord(
             name=name,
             dtype=dtype,
@@ -502,7 +511,8 @@ class Monitor:
             update_ratio=sums[RATIO] / good if good else math.nan,
             swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
             frozen_state=max(sums[STATES:]) / movable if movable and low_state else math.nan,
-            decay=decays.get(number, 0.0) if good else 0.0,
+            decay=pace[0] if good else 0.0,
+            pace=pace[1],
             drift=math.log2(now / before) if now and before else math.nan,
             stochastic=stochastic,
         )

@@ -28,6 +28,7 @@ class ParameterRecord:
         frozen_state: share of elements with a gradient for which a low optimizer state stayed as it was; the largest
             over its states. nan without low states, or where halfstep rounds them stochastically.
         decay: what an update takes off a weight relative to it, learning rate times weight decay (decoupled or not).
+        pace: its learning rate over the largest it has had, 1 if that is a tensor.
         drift: bits by which the largest gradient grew since the record before.
         stochastic: whether the weight is rounded stochastically.
     """
@@ -42,6 +43,7 @@ class ParameterRecord:
     swallowed: float = math.nan
     frozen_state: float = math.nan
     decay: float = 0.0
+    pace: float = 1.0
     drift: float = math.nan
     stochastic: bool = False
 

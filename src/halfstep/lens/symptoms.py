@@ -25,6 +25,9 @@ ZEROS = 0.5
 SWALLOWED = 0.5
 """Half of the updates changed nothing. In fp32 that is rare; bf16 weights without masters reach it in fine-tuning."""
 
+ENDING = 0.1
+"""A schedule that ends near zero ends with updates that even fp32 swallows, and nothing is wrong with that."""
+
 FROZEN = 0.5
 """Half of the entries of a low state stay as they are although there is a gradient."""
 
@@ -113,7 +116,8 @@ def _of_gradient(parameter: ParameterRecord, format: Format, near_zero: bool) ->
 
 def _of_update(parameter: ParameterRecord) -> Iterator[Symptom]:
     name, low = parameter.name, parameter.precise != "fp32"
-    if not parameter.stochastic and parameter.swallowed >= SWALLOWED:
+    ending = not low and parameter.pace < ENDING
+    if not parameter.stochastic and not ending and parameter.swallowed >= SWALLOWED:
         yield Symptom(
             kind="swallowed_update",
             role="update",
