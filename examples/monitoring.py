@@ -35,7 +35,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def watched(policy: hs.Policy) -> tuple[list[float], tuple[str, ...]]:
-    """Train under watch; return the share of the first layer's gradient that is lost or nearly so, and what is wrong."""
+    """Train under watch; return the share of the first gradient that is lost or nearly so, and what is wrong."""
     model = make_model()
     step = hs.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, policy=policy)
     monitor = hs.Monitor(step, every=EVERY)

@@ -3,10 +3,6 @@
 Between samples nothing is attached but one entry in `TrainStep.watchers` (or a step hook of an optimizer), which counts
 updates. A sample is counted on the device and nobody waits for it; `poll` begins to copy what has gathered to the host
 and hands it out once it has arrived. So sketches of a thousand steps take no more memory than those of one.
-
-Note [sampled update]: what an update did to a weight is seen by comparing it with a copy made before; that copy, and
-those of low optimizer states, live for the sampled update alone (4 bytes a parameter, 2 or 4 a state). Compared is
-what the optimizer moves: the fp32 value where halfstep keeps one behind a low weight.
 """
 
 from __future__ import annotations
@@ -22,24 +18,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StepError
-from halfstep.formats import FORMATS, Format, format_of
+from halfstep.formats import Format, format_of
 from halfstep.lens.records import ActivationRecord, MonitorRecord, ParameterRecord
-from halfstep.lens.sketch import ExponentSketch, Sketches
+from halfstep.lens.sampler import GOOD, LOWS, MOVABLE, RATIO, STATES, UNMOVED, Sampler, name_of
+from halfstep.lens.sketch import ExponentSketch
 from halfstep.lens.symptoms import NAMES, Symptom, symptoms
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
-from halfstep.trees import tensors
-from halfstep.weights.states import LowStates
 
 __all__ = ["Finding", "Monitor"]
-
-RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
-"""Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose
-weight did not change; then, for each of `KEPT` low states, elements that did not change."""
-
-KEPT = 3
-LOWS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,25 +57,13 @@ class Finding:
 
 
 @dataclass
-class _Shelf:
-    """What gathers on one device."""
-
-    names: list[int]  # numbers of the parameters that live there
-    gradients: Sketches
-    weights: Sketches
-    sums: Tensor
-    activations: Sketches
-
-
-@dataclass
 class _Load:
     """A record on its way to the host."""
 
     step: int
     samples: int
-    scale: Tensor | None
-    parts: list[tuple[list[int], list[Tensor]]]
-    paces: dict[int, tuple[float, float]]  # by parameter: weight decay, learning rate over the largest one
+    paces: dict[int, tuple[float, float]]
+    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
 
 
@@ -137,7 +113,6 @@ class Monitor:
         _validate(target, optimizer, every, scaler)
         model = target.model if isinstance(target, TrainStep) else target
         self.every = every
-        self._root = unwrap(model)
         if activations and _is_compiled(model):
             raise StepError(
                 "activations=True watches modules by hooks, and code that torch.compile has made calls none (or is "
@@ -145,28 +120,20 @@ class Monitor:
             )
         self.format = format_of(format) if format is not None else _low_format(model)
         self._step = target if isinstance(target, TrainStep) else None
-        self._optimizer = optimizer if self._step is None else self._step.optimizer
-        self._scaler = scaler if self._step is None else self._step.scaler
+        trained = optimizer if self._step is None else self._step.optimizer
+        assert trained is not None
+        self._optimizer = trained
+        self._scaler = scaler
         self._store = store_of(model)
-        self._weights, self._activations = weights, activations
-        named = [(n, p) for n, p in self._root.named_parameters() if p.requires_grad]
-        self._names = [n for n, _ in named]
-        self._parameters = [p for _, p in named]
-        self._places = {id(p): n for n, p in enumerate(self._parameters)}
-        self._leaves = [(n, m) for n, m in self._root.named_modules() if not any(True for _ in m.children())]
-        self._dtypes = [""] * len(self._leaves)
-        self._shelves: dict[torch.device, _Shelf] = {}
+        self._sampler = Sampler(unwrap(model), trained, self._store, weights=weights, activations=activations)
         self._updates = self._samples = 0
-        self._hooks: list[RemovableHandle] = []
-        self._before: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._paces: dict[int, tuple[float, float]] = {}
-        self._tops: dict[int, float] = {}
-        self._sampled_scale: Tensor | None = None
+        self._scale: Tensor | None = None  # of the last sample
         self._loads: list[_Load] = []
         self._records: list[MonitorRecord] = []
         self._largest: dict[str, float] = {}
         self._found: dict[str, tuple[int, dict[str, Symptom]]] = {}
         self._handles: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._attach()
         self._arm()
 
@@ -176,7 +143,6 @@ class Monitor:
         if self._step is not None:
             self._step.watchers.append(self)
             return
-        assert self._optimizer is not None
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -192,7 +158,7 @@ class Monitor:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_due():
-            self.before_update([p for p in self._parameters if p.grad is not None])
+            self.before_update([p for p in self._sampler.parameters if p.grad is not None])
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = getattr(optimizer, "found_inf", None) if self._is_due() else None
@@ -203,45 +169,21 @@ class Monitor:
 
     def _arm(self) -> None:
         """Put hooks on leaf modules if the next update is one to sample, take them off if not."""
-        if not self._activations or bool(self._hooks) == self._is_due():
+        if not self._sampler.activations or bool(self._hooks) == self._is_due():
             return
         for handle in self._hooks:
             handle.remove()
-        self._hooks = []
-        if self._is_due():
-            self._hooks = [m.register_forward_hook(self._hook(n)) for n, (_, m) in enumerate(self._leaves)]
-
-    def _hook(self, number: int) -> Any:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            for tensor in tensors(output):
-                if tensor.is_floating_point() or tensor.is_complex():
-                    self._dtypes[number] = _name(tensor.dtype)
-                    with torch._C.DisableTorchFunction(), torch.no_grad():
-                        self._shelf(tensor.device).activations.add_([tensor], first=number)
-
-        return look
+        self._hooks = self._sampler.hooks() if self._is_due() else []
 
     # ------------------------------------------------------------------ a sample
 
     @torch.no_grad()
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""
-        if not self._is_due():
-            return
-        self._before, self._paces = {}, {}
-        gradients = {self._places[id(p)]: p.grad for p in parameters if id(p) in self._places and p.grad is not None}
-        factor = self._factor()
-        self._shelves_for(gradients)
-        for device, shelf in self._shelves.items():
-            given = [gradients.get(n) for n in shelf.names]
-            if factor is not None:
-                some = [None if g is None else g * factor.to(device) for g in given]
-                given = list(some)
-            shelf.gradients.add_(torch.empty(0, device=device) if g is None else g for g in given)
-        if self._weights:
-            self._copy(gradients)
+        if self._is_due():
+            self._scale = self._current_scale()
+            unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
+            self._sampler.before(parameters, self._scale if unscaled else None)
 
     @torch.no_grad()
     def after_update(self, bad: Tensor | None) -> None:
@@ -253,125 +195,17 @@ class Monitor:
         self._updates += 1
         if self._updates % self.every == 0:
             self._samples += 1
-            if self._weights:
-                self._compare(bad)
-            self._sampled_scale = self._scale()
-            self._before = {}
-        if self._activations:
-            self._arm()
+            self._sampler.after(bad)
+        self._arm()
 
-    def _factor(self) -> Tensor | None:
-        """Return what gradients must be multiplied by to be as they were computed; None for nothing."""
-        if self._step is not None or self._scaler is None or getattr(self._optimizer, "grad_scale", None) is not None:
-            return None
-        return self._scale()
-
-    def _scale(self) -> Tensor | None:
+    def _current_scale(self) -> Tensor | None:
+        """Return a copy of the loss scale of this update's gradients; None without scaling."""
         if self._step is not None:
             return self._step._scale.clone()
-        scale = getattr(self._scaler, "_scale", None)
-        if isinstance(scale, Tensor):
-            return scale.clone()
+        scale = getattr(self._scaler, "_scale", None)  # torch's
         if self._scaler is not None and hasattr(self._scaler, "scale_on"):
-            on: Tensor = self._scaler.scale_on(self._parameters[0].device)
-            return on.clone()
-        return None
-
-    def _shelf(self, device: torch.device) -> _Shelf:
-        """Return what gathers on `device`, made at its first use."""
-        if device not in self._shelves:
-            names = [n for n, p in enumerate(self._parameters) if p.device == device]
-            self._shelves[device] = _Shelf(
-                names,
-                Sketches(len(names), device),
-                Sketches(len(names) if self._weights else 0, device),
-                torch.zeros(len(names), STATES + KEPT, dtype=torch.float64, device=device),
-                Sketches(len(self._leaves) if self._activations else 0, device),
-            )
-        return self._shelves[device]
-
-    def _shelves_for(self, gradients: dict[int, Tensor]) -> None:
-        for gradient in gradients.values():
-            self._shelf(gradient.device)
-
-    def _precise(self, parameter: nn.Parameter) -> Tensor:
-        """Return a copy of the value that the optimizer moves."""
-        if self._store is not None and parameter in self._store:
-            return self._store.read(parameter)
-        return _local(parameter).detach().clone()
-
-    def _copy(self, gradients: dict[int, Tensor]) -> None:
-        states = self._low_states()
-        for device, shelf in self._shelves.items():
-            values = []
-            for number in shelf.names:
-                if number in gradients:
-                    value = self._precise(self._parameters[number])
-                    self._before[number] = value, [state.clone() for state in states.get(number, ())]
-                    values.append(value)
-                else:
-                    values.append(torch.empty(0, device=device))
-            shelf.weights.add_(values)
-
-    def _low_states(self) -> dict[int, list[Tensor]]:
-        """Return optimizer states that are low in the shape of their parameter and that torch rounds to nearest."""
-        assert self._optimizer is not None
-        if LowStates.of(self._optimizer) is not None:
-            return {}
-        found = {}
-        for parameter, state in self._optimizer.state.items():
-            number = self._places.get(id(parameter))
-            if number is not None:
-                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOWS]
-                found[number] = [_local(v) for v in low if v.shape == parameter.shape][:KEPT]
-        return found
-
-    def _compare(self, bad: Tensor | None) -> None:
-        states, rates = self._low_states(), self._rates()
-        for device, shelf in self._shelves.items():
-            zero = torch.zeros((), dtype=torch.float64, device=device)
-            none = zero.expand(STATES + KEPT)
-            good = zero == 0 if bad is None else ~bad.to(device, non_blocking=True)
-            rows = []
-            for number in shelf.names:
-                before = self._before.get(number)
-                rate = rates.get(number, 0.0)
-                if before is None or (not isinstance(rate, Tensor) and rate == 0):
-                    rows.append(none)
-                    continue
-                moved = good if not isinstance(rate, Tensor) else good & (rate.to(device, non_blocking=True) != 0)
-                row = self._row(number, before, states.get(number, []), zero)
-                rows.append(torch.where(moved, row, none))
-            shelf.sums.add_(torch.stack(rows) if rows else shelf.sums)
-
-    def _row(self, number: int, before: tuple[Tensor, list[Tensor]], states: list[Tensor], zero: Tensor) -> Tensor:
-        parameter = self._parameters[number]
-        value, gradient = self._precise(parameter), parameter.grad
-        assert gradient is not None
-        gradient = _local(gradient.to_dense() if gradient.is_sparse else gradient)
-        old, held = before
-        change = torch.linalg.vector_norm(value.float() - old.float())
-        ratio = change / torch.linalg.vector_norm(old.float()).clamp(min=torch.finfo(torch.float32).tiny)
-        active = gradient != 0
-        parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
-        parts += [(active & (one == other)).sum() for one, other in zip(states, held, strict=False)]
-        parts += [zero] * (STATES + KEPT - len(parts))
-        return torch.stack([part.to(torch.float64) for part in parts])
-
-    def _rates(self) -> dict[int, Any]:
-        """Return learning rates by parameter, and note what weight decay takes off."""
-        assert self._optimizer is not None
-        rates: dict[int, Any] = {}
-        for group in self._optimizer.param_groups:
-            rate, decay = group.get("lr", 1.0), group.get("weight_decay", 0.0)
-            for parameter in group["params"]:
-                number = self._places.get(id(parameter))
-                if number is not None:
-                    rates[number] = rate
-                    if not isinstance(rate, Tensor) and not isinstance(decay, Tensor):
-                        top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
-                        self._paces[number] = float(rate * decay), rate / top if top else 0.0
-        return rates
+            scale = self._scaler.scale_on(self._sampler.parameters[0].device)
+        return scale.clone() if isinstance(scale, Tensor) else None
 
     # ------------------------------------------------------------------ reading
 
@@ -433,12 +267,11 @@ class Monitor:
                     places[key] = symptom
 
     def _send(self) -> None:
-        load = _Load(self._updates - self._updates % self.every, self._samples, None, [], dict(self._paces))
-        for device, shelf in self._shelves.items():
-            gathered = [shelf.gradients.rows, shelf.weights.rows, shelf.sums, shelf.activations.rows]
-            scale = self._sampled_scale
-            if scale is not None and load.scale is None and scale.device == device:
-                gathered.append(scale)
+        load = _Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
+        for device, shelf in self._sampler.take().items():
+            gathered = shelf.tensors()
+            if self._scale is not None and self._scale.device == device:
+                gathered.append(self._scale)
             if device.type == "cuda":
                 copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in gathered]
                 for copy, tensor in zip(copies, gathered, strict=True):
@@ -447,42 +280,42 @@ class Monitor:
                 event.record(torch.cuda.current_stream(device))
                 load.events.append(event)
                 gathered = copies
-            else:
-                gathered = [t.cpu() for t in gathered]
-            if len(gathered) == 5:
-                load.scale = gathered.pop()
-            load.parts.append((shelf.names, gathered))
-        self._shelves, self._samples = {}, 0
+            load.parts.append((shelf.numbers, gathered))
+        self._samples = 0
         self._loads.append(load)
 
     def _record(self, load: _Load) -> MonitorRecord:
-        states = self._low_states()
+        sampler, states = self._sampler, self._sampler.low_states()
         parameters: dict[int, ParameterRecord] = {}
-        activations: dict[int, ExponentSketch] = {}
-        for names, (gradients, weights, sums, outputs) in load.parts:
-            for place, number in enumerate(names):
+        outputs: dict[int, ExponentSketch] = {}
+        scale = 1.0
+        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
+            for place, number in enumerate(numbers):
                 sketch = ExponentSketch.from_row(gradients[place].tolist())
                 if sketch.count:
-                    weight = ExponentSketch.from_row(weights[place].tolist()) if self._weights else None
+                    weight = ExponentSketch.from_row(weights[place].tolist()) if sampler.weights else None
                     totals, pace = sums[place].tolist(), load.paces.get(number, (0.0, 1.0))
-                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, bool(states.get(number)))
-            for number, row in enumerate(outputs.tolist()):
-                activations.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
+                    low = bool(states.get(number))
+                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low)
+            for number, row in enumerate(returned.tolist()):
+                outputs.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
+            scale = float(rest[0]) if rest else scale
+        activations = (
+            ActivationRecord(
+                module=sampler.leaves[n][0],
+                kind=type(sampler.leaves[n][1]).__name__,
+                dtype=sampler.dtypes[n],
+                sketch=sketch,
+            )
+            for n, sketch in sorted(outputs.items())
+            if sketch.count
+        )
         return MonitorRecord(
             step=load.step,
             samples=load.samples,
-            scale=1.0 if load.scale is None else float(load.scale),
+            scale=scale,
             parameters=tuple(parameters[n] for n in sorted(parameters)),
-            activations=tuple(
-                ActivationRecord(
-                    module=self._leaves[n][0],
-                    kind=type(self._leaves[n][1]).__name__,
-                    dtype=self._dtypes[n],
-                    sketch=sketch,
-                )
-                for n, sketch in sorted(activations.items())
-                if sketch.count
-            ),
+            activations=tuple(activations),
         )
 
     def _parameter(
@@ -494,10 +327,10 @@ class Monitor:
         low_state: bool,
     ) -> ParameterRecord:
         gradient, weight = sketches
-        name, parameter = self._names[number], self._parameters[number]
+        name, parameter = self._sampler.names[number], self._sampler.parameters[number]
         store = self._store if self._store is not None and parameter in self._store else None
         stochastic = store is not None and store.name == "stochastic"
-        dtype = _name(parameter.dtype)
+        dtype = name_of(parameter.dtype)
         before, now = self._largest.get(name, 0.0), gradient.largest
         self._largest[name] = now
         good, movable = sums[GOOD], sums[MOVABLE]
@@ -550,12 +383,3 @@ def _is_compiled(model: nn.Module) -> bool:
     if unwrap(model) is not model and hasattr(model, "_orig_mod"):
         return True
     return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local = getattr(tensor, "to_local", None)
-    return tensor if local is None else local()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next((f.name for f in FORMATS.values() if f.torch_dtype is dtype), str(dtype).removeprefix("torch."))
