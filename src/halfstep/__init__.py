@@ -4,6 +4,9 @@ One frozen `Policy` says in which number format every operator, module, paramete
 `GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.errors import HalfstepError
 from halfstep.events import HostStepResult, StepResult
@@ -17,18 +20,26 @@ from halfstep.step import Metrics, StepMetrics, TrainStep, edit_weights, prepare
 from halfstep.tasks import Task
 from halfstep.trees import map_tensors
 
+if TYPE_CHECKING:
+    from halfstep.lens.monitor import Monitor
+    from halfstep.lens.sketch import ExponentSketch
+    from halfstep.lens.tensorboard import SketchWriter
+
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "ExponentSketch",
     "GradScaler",
     "HalfstepError",
     "HostStepResult",
     "Lion",
     "Metrics",
+    "Monitor",
     "Plan",
     "Policy",
     "ScaleRule",
+    "SketchWriter",
     "StepMetrics",
     "StepResult",
     "Task",
@@ -48,3 +59,13 @@ __all__ = [
     "units",
     "unprepare",
 ]
+
+_LATER = {"ExponentSketch": "lens.sketch", "Monitor": "lens.monitor", "SketchWriter": "lens.tensorboard"}
+"""Name -> module that is imported when somebody first asks for it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return value

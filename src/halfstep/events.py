@@ -7,13 +7,13 @@ weights behind low parameters, so a scaler may leave fp32 gradients on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["WEIGHTS_ATTRIBUTE", "HostStepResult", "StepResult"]
+__all__ = ["WEIGHTS_ATTRIBUTE", "HostStepResult", "StepResult", "StepWatcher"]
 
 WEIGHTS_ATTRIBUTE = "_halfstep_weights"
 
@@ -85,3 +85,13 @@ class StepResult:
             grad_norm=float(self.grad_norm),
             culprits=self.culprits,
         )
+
+
+class StepWatcher(Protocol):
+    """Who looks on while a training step updates its parameters; it changes nothing and waits for nothing."""
+
+    def before_update(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Look at what is about to be updated: parameters with their gradients, which are scaled."""
+
+    def after_update(self, bad: torch.Tensor) -> None:
+        """Look at what became of them, gradients still there; `bad`, a 0-dim bool: the update was not applied."""

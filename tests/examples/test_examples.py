@@ -314,3 +314,11 @@ def test_a_compiled_model_trains_as_the_eager_one(backend: str) -> None:
         assert one["first"] == pytest.approx(one["first_eager"], rel=0.01)
         assert one["last"] == pytest.approx(one["last_eager"], rel=0.05)
         assert one["last_by_hand"] == pytest.approx(one["last_eager"], rel=0.05)
+
+
+def test_monitoring() -> None:
+    runs = run("monitoring")
+    lost, kinds = runs["none"]
+    assert len(lost) == 4 and min(lost) > 0.3 and kinds == ("underflow",)
+    lost, kinds = runs["auto"]
+    assert max(lost) < 0.05 and kinds == ()

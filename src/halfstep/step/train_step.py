@@ -25,7 +25,7 @@ from halfstep.cast.copies import Copies
 from halfstep.cast.recipe import opened, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
-from halfstep.events import StepResult
+from halfstep.events import StepResult, StepWatcher
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
@@ -62,6 +62,7 @@ class TrainStep:
         copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
         generic: why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it.
         host_reads: how often an update had to wait for the device.
+        watchers: who looks on at each update (`hs.Monitor` does).
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
@@ -127,6 +128,7 @@ class TrainStep:
         self.scheduler = scheduler
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.host_reads = 0
+        self.watchers: list[StepWatcher] = []
         self.generic = ""
         self.compile, self.cuda_graph = compile, cuda_graph
         self._binding = binding
@@ -300,6 +302,8 @@ class TrainStep:
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
+        for watcher in self.watchers:
+            watcher.before_update(parameters)
         try:
             if self._refused(parameters):
                 verdict = self._update_generic(parameters, divisor)
@@ -314,6 +318,8 @@ class TrainStep:
             self.scaler.record(verdict.bad, optimizer=self.optimizer)
             self.scaler.update()
         self._statistics.put_back(verdict.bad)
+        for watcher in self.watchers:
+            watcher.after_update(verdict.bad)
         torch.clear_autocast_cache()  # its low copies of weights, where a region is open around the step, are stale now
         for parameter in parameters:
             parameter.grad = None

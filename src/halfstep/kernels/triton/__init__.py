@@ -25,6 +25,7 @@ OPERATORS = {
     "adam_": "updates",
     "sgd_": "updates",
     "lion_": "updates",
+    "exponents_": "exponents",
 }
 """Operator -> the module here that has a function of that name."""
 

@@ -1,0 +1,385 @@
+"""Monitor: on every N-th update it looks at gradients, weights and activations, and at nothing in between.
+
+Between samples nothing is attached but one entry in `TrainStep.watchers` (or a step hook of an optimizer), which counts
+updates. A sample is counted on the device and nobody waits for it; `poll` begins to copy what has gathered to the host
+and hands it out once it has arrived. So sketches of a thousand steps take no more memory than those of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.errors import StepError
+from halfstep.formats import Format, format_of
+from halfstep.lens.records import ActivationRecord, MonitorRecord, ParameterRecord
+from halfstep.lens.sampler import GOOD, LOWS, MOVABLE, RATIO, STATES, UNMOVED, Sampler, name_of
+from halfstep.lens.sketch import ExponentSketch
+from halfstep.lens.symptoms import NAMES, Symptom, symptoms
+from halfstep.policy.resolve import resolved
+from halfstep.step.prepare import prepared_policy, store_of, unwrap
+from halfstep.step.train_step import TrainStep
+
+__all__ = ["Finding", "Monitor"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Something that is wrong in a run.
+
+    Attributes:
+        kind: "underflow", "swallowed_update", "low_state", "saturating" or "bad_state".
+        role: "gradient", "weight", "update", "state" or "activation": where the worst of it is.
+        step: updates made when it was seen first.
+        where: parameters or modules concerned, the worst first.
+        text: what was seen in the worst place.
+        remedy: what to change.
+    """
+
+    kind: str
+    role: str
+    step: int
+    where: tuple[str, ...]
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Return two lines."""
+        more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
+        return f"{self.kind} in {self.where[0]}{more} (step {self.step}): {self.text}\n  remedy: {self.remedy}"
+
+
+@dataclass
+class _Load:
+    """A record on its way to the host."""
+
+    step: int
+    samples: int
+    paces: dict[int, tuple[float, float]]
+    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+
+
+class Monitor:
+    """Samples a long run: sketches of gradients, weights and activations, and what updates did to weights.
+
+    Between samples it costs a count. A sample costs a pass over the gradients, and with `weights` a copy of the weights
+    and some passes over them. It changes nothing in training and never waits for the device, but where it is read.
+
+    Attributes:
+        every: updates from one sample to the next.
+        format: the low format that shares are shares in.
+
+    Args:
+        target: a `TrainStep`; or a model, prepared or not, that is trained by a loop of one's own.
+        optimizer: the optimizer of that loop, whose steps are counted; not for a `TrainStep`.
+        every: sample each so many updates.
+        weights: also sketch weights and see what updates do to them.
+        activations: also sketch what leaf modules return, by forward hooks that are there for sampled steps only.
+        format: the low format; default: that of the policy, or of low parameters.
+        scaler: the loop's scaler (halfstep's or torch's), so that unscaled gradients are seen as they were computed.
+
+    Raises:
+        StepError: arguments that make no sense together.
+
+    Example:
+        >>> monitor = hs.Monitor(step, every=100)
+        >>> for x, y in batches:
+        ...     step(x, y)
+        ...     for record in monitor.poll():
+        ...         writer.add(record)
+        >>> for finding in monitor.findings():
+        ...     print(finding)
+    """
+
+    def __init__(
+        self,
+        target: TrainStep | nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        every: int = 100,
+        weights: bool = True,
+        activations: bool = False,
+        format: Format | str | torch.dtype | None = None,
+        scaler: Any = None,
+    ) -> None:
+        _validate(target, optimizer, every, scaler)
+        model = target.model if isinstance(target, TrainStep) else target
+        self.every = every
+        if activations and _is_compiled(model):
+            raise StepError(
+                "activations=True watches modules by hooks, and code that torch.compile has made calls none (or is "
+                "compiled again for each sample); watch the model before it is compiled, or leave activations out"
+            )
+        self.format = format_of(format) if format is not None else _low_format(model)
+        self._step = target if isinstance(target, TrainStep) else None
+        trained = optimizer if self._step is None else self._step.optimizer
+        assert trained is not None
+        self._optimizer = trained
+        self._scaler = scaler
+        self._store = store_of(model)
+        self._sampler = Sampler(unwrap(model), trained, self._store, weights=weights, activations=activations)
+        self._updates = self._samples = 0
+        self._scale: Tensor | None = None  # of the last sample
+        self._loads: list[_Load] = []
+        self._records: list[MonitorRecord] = []
+        self._largest: dict[str, float] = {}
+        self._found: dict[str, tuple[int, dict[str, Symptom]]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
+        self._attach()
+        self._arm()
+
+    # ------------------------------------------------------------------ attaching
+
+    def _attach(self) -> None:
+        if self._step is not None:
+            self._step.watchers.append(self)
+            return
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """Take the monitor off; what it has seen can still be read."""
+        if self._step is not None and self in self._step.watchers:
+            self._step.watchers.remove(self)
+        for handle in (*self._handles, *self._hooks):
+            handle.remove()
+        self._handles, self._hooks = [], []
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_due():
+            self.before_update([p for p in self._sampler.parameters if p.grad is not None])
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = getattr(optimizer, "found_inf", None) if self._is_due() else None
+        self.after_update(None if found is None else found.reshape(()) != 0)
+
+    def _is_due(self) -> bool:
+        return (self._updates + 1) % self.every == 0
+
+    def _arm(self) -> None:
+        """Put hooks on leaf modules if the next update is one to sample, take them off if not."""
+        if not self._sampler.activations or bool(self._hooks) == self._is_due():
+            return
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = self._sampler.hooks() if self._is_due() else []
+
+    # ------------------------------------------------------------------ a sample
+
+    @torch.no_grad()
+    def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Count the gradients, and copy what the update will change, if this update is one to sample."""
+        if self._is_due():
+            self._scale = self._current_scale()
+            unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
+            self._sampler.before(parameters, self._scale if unscaled else None)
+
+    @torch.no_grad()
+    def after_update(self, bad: Tensor | None) -> None:
+        """Compare what the update has changed with the copies, if this update was one to sample.
+
+        Args:
+            bad: 0-dim bool: the update was not applied; None: it was.
+        """
+        self._updates += 1
+        if self._updates % self.every == 0:
+            self._samples += 1
+            self._sampler.after(bad)
+        self._arm()
+
+    def _current_scale(self) -> Tensor | None:
+        """Return a copy of the loss scale of this update's gradients; None without scaling."""
+        if self._step is not None:
+            return self._step._scale.clone()
+        scale = getattr(self._scaler, "_scale", None)  # torch's
+        if self._scaler is not None and hasattr(self._scaler, "scale_on"):
+            scale = self._scaler.scale_on(self._sampler.parameters[0].device)
+        return scale.clone() if isinstance(scale, Tensor) else None
+
+    # ------------------------------------------------------------------ reading
+
+    def poll(self) -> list[MonitorRecord]:
+        """Return the records that have arrived since the last call, oldest first; never waits.
+
+        A call after a sample sends what has gathered on its way; on a CPU it has arrived at once.
+        """
+        return self._read(wait=False)
+
+    def flush(self) -> list[MonitorRecord]:
+        """Return all there is, also what is still on its way; waits for the device. For the end of a run."""
+        return self._read(wait=True)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what is wrong, each kind once, in the order in which they were seen first; waits for the device.
+
+        Records that `poll` has not handed out yet stay for it.
+        """
+        self._receive(wait=True)
+        made = []
+        for kind, (step, places) in self._found.items():
+            worst = sorted(places.values(), key=lambda s: (-s.share, s.where))
+            first = worst[0]
+            made.append(
+                Finding(
+                    kind=kind,
+                    role=first.role,
+                    step=step,
+                    where=tuple(dict.fromkeys(s.where for s in worst)),
+                    text=f"{NAMES[kind]}: {first.text}",
+                    remedy=first.remedy,
+                )
+            )
+        return tuple(made)
+
+    def _read(self, *, wait: bool) -> list[MonitorRecord]:
+        self._receive(wait=wait)
+        records, self._records = self._records, []
+        return records
+
+    def _receive(self, *, wait: bool) -> None:
+        if self._samples and (wait or not self._loads):
+            self._send()
+        while self._loads:
+            load = self._loads[0]
+            for event in load.events:
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return
+            self._loads.pop(0)
+            record = self._record(load)
+            self._records.append(record)
+            for symptom in symptoms(record, self.format):
+                _, places = self._found.setdefault(symptom.kind, (record.step, {}))
+                key = f"{symptom.role} {symptom.where}"
+                if key not in places or places[key].share < symptom.share:
+                    places[key] = symptom
+
+    def _send(self) -> None:
+        load = _Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
+        for device, shelf in self._sampler.take().items():
+            gathered = shelf.tensors()
+            if self._scale is not None and self._scale.device == device:
+                gathered.append(self._scale)
+            if device.type == "cuda":
+                copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in gathered]
+                for copy, tensor in zip(copies, gathered, strict=True):
+                    copy.copy_(tensor, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                load.events.append(event)
+                gathered = copies
+            load.parts.append((shelf.numbers, gathered))
+        self._samples = 0
+        self._loads.append(load)
+
+    def _record(self, load: _Load) -> MonitorRecord:
+        sampler, states = self._sampler, self._sampler.low_states()
+        parameters: dict[int, ParameterRecord] = {}
+        outputs: dict[int, ExponentSketch] = {}
+        scale = 1.0
+        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
+            for place, number in enumerate(numbers):
+                sketch = ExponentSketch.from_row(gradients[place].tolist())
+                if sketch.count:
+                    weight = ExponentSketch.from_row(weights[place].tolist()) if sampler.weights else None
+                    totals, pace = sums[place].tolist(), load.paces.get(number, (0.0, 1.0))
+                    low = bool(states.get(number))
+                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low)
+            for number, row in enumerate(returned.tolist()):
+                outputs.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
+            scale = float(rest[0]) if rest else scale
+        activations = (
+            ActivationRecord(
+                module=sampler.leaves[n][0],
+                kind=type(sampler.leaves[n][1]).__name__,
+                dtype=sampler.dtypes[n],
+                sketch=sketch,
+            )
+            for n, sketch in sorted(outputs.items())
+            if sketch.count
+        )
+        return MonitorRecord(
+            step=load.step,
+            samples=load.samples,
+            scale=scale,
+            parameters=tuple(parameters[n] for n in sorted(parameters)),
+            activations=tuple(activations),
+        )
+
+    def _parameter(
+        self,
+        number: int,
+        sketches: tuple[ExponentSketch, ExponentSketch | None],
+        sums: list[float],
+        pace: tuple[float, float],
+        low_state: bool,
+    ) -> ParameterRecord:
+        gradient, weight = sketches
+        name, parameter = self._sampler.names[number], self._sampler.parameters[number]
+        store = self._store if self._store is not None and parameter in self._store else None
+        stochastic = store is not None and store.name == "stochastic"
+        dtype = name_of(parameter.dtype)
+        before, now = self._largest.get(name, 0.0), gradient.largest
+        self._largest[name] = now
+        good, movable = sums[GOOD], sums[MOVABLE]
+        return ParameterRecord(
+            name=name,
+            dtype=dtype,
+            precise=dtype if store is None or stochastic else "fp32",
+            gradient=gradient,
+            weight=weight,
+            format=self.format,
+            update_ratio=sums[RATIO] / good if good else math.nan,
+            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
+            frozen_state=max(sums[STATES:]) / movable if movable and low_state else math.nan,
+            decay=pace[0] if good else 0.0,
+            pace=pace[1],
+            drift=math.log2(now / before) if now and before else math.nan,
+            stochastic=stochastic,
+        )
+
+
+# ---------------------------------------------------------------------- what it is given
+
+
+def _validate(target: object, optimizer: object, every: object, scaler: object) -> None:
+    if not isinstance(target, (TrainStep, nn.Module)):
+        raise StepError(f"Monitor watches a TrainStep or a model and was given {type(target).__name__}")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise StepError(f"Monitor(every={every!r}): expected a whole number of updates from 1")
+    if isinstance(target, TrainStep) and (optimizer is not None or scaler is not None):
+        raise StepError("Monitor(step) knows the step's own optimizer and scaler; leave these arguments out")
+    if isinstance(target, nn.Module) and not isinstance(optimizer, Optimizer):
+        raise StepError(
+            "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
+            f"Monitor(model, optimizer), not {type(optimizer).__name__}"
+        )
+
+
+def _low_format(model: nn.Module) -> Format:
+    policy = prepared_policy(model)
+    if policy is not None:
+        first = next(unwrap(model).parameters(), None)
+        return format_of(resolved(policy, "cpu" if first is None else first.device.type).dtype)
+    for parameter in unwrap(model).parameters():
+        if parameter.dtype in LOWS:
+            return format_of(parameter.dtype)
+    raise StepError("which low format? The model is not prepared and its parameters are fp32: pass format='fp16'")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    if unwrap(model) is not model and hasattr(model, "_orig_mod"):
+        return True
+    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules())

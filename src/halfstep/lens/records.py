@@ -1,0 +1,129 @@
+"""Records: what `Monitor` has seen, as plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from halfstep.formats import Format
+from halfstep.lens.sketch import Bounds, ExponentSketch
+
+__all__ = ["ActivationRecord", "MonitorRecord", "ParameterRecord"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterRecord:
+    """One parameter over the samples of a record. nan: not asked for, or not to be had.
+
+    Attributes:
+        name: dotted name.
+        dtype: format its weight is stored in, e.g. "bf16".
+        precise: format of the value that the optimizer moves: "fp32" where masters or halves stand behind low weights.
+        gradient: sketch of the gradient as the backward pass left it, with the loss scale in it.
+        weight: sketch of the precise value before the update; None if weights are not watched.
+        format: the low format that shares speak of.
+        update_ratio: norm of the update over norm of the weight, mean over samples.
+        swallowed: share of elements with a gradient whose precise value an update did not change: it was smaller than
+            half an ulp. nan under stochastic rounding, which makes up for it, and at a learning rate of 0.
+        frozen_state: share of elements with a gradient for which a low optimizer state stayed as it was; the largest
+            over its states. nan without low states, or where halfstep rounds them stochastically.
+        decay: what an update takes off a weight relative to it, learning rate times weight decay (decoupled or not).
+        pace: its learning rate over the largest it has had, 1 if that is a tensor.
+        drift: bits by which the largest gradient grew since the record before.
+        stochastic: whether the weight is rounded stochastically.
+    """
+
+    name: str
+    dtype: str
+    precise: str
+    gradient: ExponentSketch
+    weight: ExponentSketch | None
+    format: Format
+    update_ratio: float = math.nan
+    swallowed: float = math.nan
+    frozen_state: float = math.nan
+    decay: float = 0.0
+    pace: float = 1.0
+    drift: float = math.nan
+    stochastic: bool = False
+
+    @property
+    def underflow(self) -> Bounds:
+        """Share of the gradient that rounds to zero in the low format, at the scale it has.
+
+        0 for a gradient that was computed in that format: then what was lost is among `zeros`.
+        """
+        return self.gradient.underflow(self.format)
+
+    @property
+    def subnormal(self) -> Bounds:
+        """Share of the gradient that is subnormal in the low format: precision is lost there, and zero is near."""
+        return self.gradient.subnormal(self.format)
+
+    @property
+    def headroom(self) -> float:
+        """Bits from the largest gradient to the largest number of the low format, at the scale it has."""
+        return self.gradient.headroom(self.format)
+
+    @property
+    def zeros(self) -> float:
+        """Share of the gradient's elements that are zero."""
+        return self.gradient.zeros / self.gradient.count if self.gradient.count else 0.0
+
+    @property
+    def amax(self) -> float:
+        """Largest finite magnitude of the gradient, scaled."""
+        return self.gradient.largest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationRecord:
+    """What one leaf module has returned over the samples of a record.
+
+    Attributes:
+        module: dotted path.
+        kind: name of its class.
+        dtype: format of its last output's dtype, e.g. "fp16".
+        sketch: of all floating tensors it returned.
+    """
+
+    module: str
+    kind: str
+    dtype: str
+    sketch: ExponentSketch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitorRecord:
+    """What was sampled since the record before.
+
+    Attributes:
+        step: updates made when the last sample was taken.
+        samples: updates sampled.
+        scale: loss scale of the last sample.
+        parameters: those that had a gradient.
+        activations: modules that ran, if activations are watched.
+    """
+
+    step: int
+    samples: int
+    scale: float
+    parameters: tuple[ParameterRecord, ...]
+    activations: tuple[ActivationRecord, ...] = field(default=())
+
+    def __str__(self) -> str:
+        """Return a readable table, worst underflow first."""
+        lines = [f"step {self.step}: {self.samples} samples, scale {self.scale:g}"]
+        for p in sorted(self.parameters, key=lambda p: (-p.underflow[1] - p.subnormal[1], p.name)):
+            parts = [
+                f"underflow {p.underflow[0]:.1%}",
+                f"subnormal {p.subnormal[1]:.1%}",
+                f"zeros {p.zeros:.1%}",
+                f"headroom {p.headroom:.1f} bits",
+            ]
+            if not math.isnan(p.update_ratio):
+                parts.append(f"update/weight {p.update_ratio:.2g}")
+            if not math.isnan(p.swallowed):
+                parts.append(f"swallowed {p.swallowed:.1%}")
+            lines.append(f"  {p.name} ({p.dtype}): {', '.join(parts)}")
+        return "\n".join(lines)

@@ -1,0 +1,234 @@
+"""Sampler: what `Monitor` gathers on the devices, and how: gradients, weights before and after an update, outputs.
+
+Note [sampled update]: what an update did to a weight is seen by comparing it with a copy made before; that copy, and
+those of low optimizer states, live for the sampled update alone (4 bytes a parameter, 2 or 4 a state). Compared is
+what the optimizer moves: the fp32 value where halfstep keeps one behind a low weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.formats import FORMATS
+from halfstep.lens.sketch import Sketches
+from halfstep.trees import tensors
+from halfstep.weights import WeightStore
+from halfstep.weights.states import LowStates
+
+__all__ = ["GOOD", "LOWS", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "name_of"]
+
+RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
+"""Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose
+weight did not change; then, for each of `KEPT` low states, elements that did not change."""
+
+KEPT = 3
+LOWS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """What has gathered on one device.
+
+    Attributes:
+        numbers: of the parameters that live there.
+        gradients: a sketch for each of them.
+        weights: the same, before updates; empty if weights are not watched.
+        sums: (parameters, STATES + KEPT) fp64.
+        outputs: a sketch for each leaf module; empty if activations are not watched.
+    """
+
+    numbers: list[int]
+    gradients: Sketches
+    weights: Sketches
+    sums: Tensor
+    outputs: Sketches
+
+    def tensors(self) -> list[Tensor]:
+        """Return gradients, weights, sums and outputs as tensors."""
+        return [self.gradients.rows, self.weights.rows, self.sums, self.outputs.rows]
+
+
+class Sampler:
+    """Gathers samples of one model and its optimizer; waits for nothing.
+
+    Attributes:
+        names: of the parameters that can have gradients, as the model says.
+        parameters: these.
+        leaves: (path, module) of every module without children.
+        dtypes: format of each leaf's last output.
+        shelves: what has gathered since `take`.
+        paces: by parameter, for the last sample: what weight decay takes off relative to the weight, and the learning
+            rate over the largest so far.
+
+    Args:
+        model: the user's model.
+        optimizer: what trains it.
+        store: what stands behind its low parameters, or None.
+        weights: whether to look at weights and updates.
+        activations: whether leaves may be hooked.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, store: WeightStore | None, *, weights: bool, activations: bool
+    ) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.names = [n for n, _ in named]
+        self.parameters = [p for _, p in named]
+        self.leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
+        self.dtypes = [""] * len(self.leaves)
+        self.shelves: dict[torch.device, Shelf] = {}
+        self.paces: dict[int, tuple[float, float]] = {}
+        self.weights, self.activations = weights, activations
+        self._optimizer, self._store = optimizer, store
+        self._places = {id(p): n for n, p in enumerate(self.parameters)}
+        self._before: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._tops: dict[int, float] = {}
+
+    def take(self) -> dict[torch.device, Shelf]:
+        """Return what has gathered and begin anew."""
+        taken, self.shelves = self.shelves, {}
+        return taken
+
+    def _shelf(self, device: torch.device) -> Shelf:
+        if device not in self.shelves:
+            numbers = [n for n, p in enumerate(self.parameters) if p.device == device]
+            self.shelves[device] = Shelf(
+                numbers,
+                Sketches(len(numbers), device),
+                Sketches(len(numbers) if self.weights else 0, device),
+                torch.zeros(len(numbers), STATES + KEPT, dtype=torch.float64, device=device),
+                Sketches(len(self.leaves) if self.activations else 0, device),
+            )
+        return self.shelves[device]
+
+    # ------------------------------------------------------------------ outputs
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Hook every leaf module, so that what it returns is counted."""
+        return [m.register_forward_hook(self._hook(n)) for n, (_, m) in enumerate(self.leaves)]
+
+    def _hook(self, number: int) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            for tensor in tensors(output):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self.dtypes[number] = name_of(tensor.dtype)
+                    with torch._C.DisableTorchFunction(), torch.no_grad():  # a region's rules are not for this
+                        self._shelf(tensor.device).outputs.add_([tensor], first=number)
+
+        return look
+
+    # ------------------------------------------------------------------ an update
+
+    def before(self, parameters: Sequence[nn.Parameter], factor: Tensor | None) -> None:
+        """Count gradients, times `factor`, and copy what the update will change."""
+        gradients = {self._places[id(p)]: p.grad for p in parameters if id(p) in self._places and p.grad is not None}
+        for number in gradients:
+            self._shelf(self.parameters[number].device)
+        for device, shelf in self.shelves.items():
+            given = [gradients.get(number) for number in shelf.numbers]
+            none = torch.empty(0, device=device)
+            by = None if factor is None else factor.to(device, non_blocking=True)
+            shelf.gradients.add_(none if g is None else g if by is None else g * by for g in given)
+        if self.weights:
+            self._copy(gradients)
+
+    def _copy(self, gradients: Mapping[int, Tensor]) -> None:
+        states = self.low_states()
+        self._before = {}
+        for device, shelf in self.shelves.items():
+            values = []
+            for number in shelf.numbers:
+                if number in gradients:
+                    value = self._precise(self.parameters[number])
+                    self._before[number] = value, [state.clone() for state in states.get(number, ())]
+                    values.append(value)
+                else:
+                    values.append(torch.empty(0, device=device))
+            shelf.weights.add_(values)
+
+    def after(self, bad: Tensor | None) -> None:
+        """Compare with the copies, if the update was applied (not `bad`) and its learning rate is not 0."""
+        if not self.weights:
+            return
+        states, rates = self.low_states(), self._rates()
+        for device, shelf in self.shelves.items():
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            none = zero.expand(STATES + KEPT)
+            good = zero == 0 if bad is None else ~bad.to(device, non_blocking=True)
+            rows = []
+            for number in shelf.numbers:
+                before, rate = self._before.pop(number, None), rates.get(number, 0.0)
+                if before is None or (not isinstance(rate, Tensor) and rate == 0):
+                    rows.append(none)
+                    continue
+                moving = good & (rate.to(device, non_blocking=True) != 0) if isinstance(rate, Tensor) else good
+                row = self._row(number, before, states.get(number, []), zero)
+                rows.append(torch.where(moving, row, none))
+            if rows:
+                shelf.sums.add_(torch.stack(rows))
+
+    def _row(self, number: int, before: tuple[Tensor, list[Tensor]], states: list[Tensor], zero: Tensor) -> Tensor:
+        value, gradient = self._precise(self.parameters[number]), self.parameters[number].grad
+        assert gradient is not None
+        gradient = _local(gradient.to_dense() if gradient.is_sparse else gradient)
+        old, held = before
+        change = torch.linalg.vector_norm(value.float() - old.float())
+        ratio = change / torch.linalg.vector_norm(old.float()).clamp(min=torch.finfo(torch.float32).tiny)
+        active = gradient != 0
+        parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
+        parts += [(active & (one == other)).sum() for one, other in zip(states, held, strict=False)]
+        parts += [zero] * (STATES + KEPT - len(parts))
+        return torch.stack([part.to(torch.float64) for part in parts])
+
+    def _precise(self, parameter: nn.Parameter) -> Tensor:
+        """Return a copy of the value that the optimizer moves."""
+        if self._store is not None and parameter in self._store:
+            return self._store.read(parameter)
+        return _local(parameter.detach()).clone()
+
+    def low_states(self) -> dict[int, list[Tensor]]:
+        """Return, by parameter, optimizer states that are low, in its shape, and rounded to nearest by torch."""
+        if LowStates.of(self._optimizer) is not None:
+            return {}
+        found = {}
+        for parameter, state in self._optimizer.state.items():
+            number = self._places.get(id(parameter))
+            if number is not None:
+                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOWS]
+                found[number] = [_local(v) for v in low if v.shape == parameter.shape][:KEPT]
+        return found
+
+    def _rates(self) -> dict[int, Any]:
+        """Return learning rates by parameter, and note `paces`."""
+        rates: dict[int, Any] = {}
+        self.paces = {}
+        for group in self._optimizer.param_groups:
+            rate, decay = group.get("lr", 1.0), group.get("weight_decay", 0.0)
+            for parameter in group["params"]:
+                number = self._places.get(id(parameter))
+                if number is not None:
+                    rates[number] = rate
+                    if not isinstance(rate, Tensor) and not isinstance(decay, Tensor):
+                        top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
+                        self.paces[number] = float(rate * decay), rate / top if top else 0.0
+        return rates
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank has."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype's format."""
+    return next((f.name for f in FORMATS.values() if f.torch_dtype is dtype), str(dtype).removeprefix("torch."))
