@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 
-DEPTH, WIDTH, STEPS, EVERY = 12, 16, 40, 10
+DEPTH, WIDTH, STEPS, EVERY = 6, 16, 40, 10
 
 
 def make_model() -> nn.Module:

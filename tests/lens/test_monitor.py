@@ -474,7 +474,7 @@ def test_a_copy_of_a_watched_step_is_not_watched() -> None:
 
 
 def test_updates_that_vanish_at_the_end_of_a_schedule_are_no_finding() -> None:
-    for last, kinds in ((1e-9, []), (1e-2, [])):
+    for last in (1e-9, 1e-2):
         step = trained(POLICIES["fp32"])
         monitor = hs.Monitor(step, every=1)
         run(step, 3)
@@ -484,4 +484,4 @@ def test_updates_that_vanish_at_the_end_of_a_schedule_are_no_finding() -> None:
         run(step, 3)
         (record,) = monitor.poll()
         assert (named(record)["0.weight"].swallowed > 0.5) == (last < 1e-8)
-        assert [f.kind for f in monitor.findings()] == kinds
+        assert monitor.findings() == ()

@@ -92,14 +92,14 @@ def _of_gradient(parameter: ParameterRecord, format: Format, near_zero: bool) ->
     if sketch.nonzero and _rounded(sketch, format):
         if low >= SUBNORMAL or (low >= SUBNORMAL_BESIDE_ZEROS and zeros >= ZEROS):
             bits = math.log2(sketch.best_scale(format))
-            raised = f"multiply the loss scale by 2**{bits:g}" if bits > 0 else "use bf16"
+            raised = f"multiply the loss scale by at least 2**{bits:g}" if bits > 0 else "use bf16"
             yield Symptom(
                 kind="underflow",
                 role="gradient",
                 where=name,
                 share=low,
                 text=f"{low:.0%} of its gradient is subnormal in {format.name} and {zeros:.0%} is zero already",
-                remedy=f"{raised} (scale='auto' finds it), or give its module the rule 'fp32'",
+                remedy=f"{raised} (scale='auto' raises it by itself), or give its module the rule 'fp32'",
             )
     elif zeros == 1.0 and near_zero:
         yield Symptom(
@@ -108,7 +108,7 @@ def _of_gradient(parameter: ParameterRecord, format: Format, near_zero: bool) ->
             where=name,
             share=1.0,
             text=f"all of its gradient is zero, and other gradients are near the smallest number of {format.name}",
-            remedy="raise the loss scale (scale='auto' finds it), or use bf16",
+            remedy="raise the loss scale (scale='auto' does by itself), or use bf16",
         )
     if sketch.nonzero and not format.has_inf and sketch.largest == format.max:
         yield _clipped(name, "gradient", format)
