@@ -51,11 +51,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _finite(value: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in _tensors(value) if t.is_floating_point())
+    return all(bool(torch.isfinite(t.detach()).all()) for t in _tensors(value) if t.is_floating_point())
 
 
 def _nan(value: Any) -> bool:
-    return any(bool(torch.isnan(t).any()) for t in _tensors(value) if t.is_floating_point())
+    return any(bool(torch.isnan(t.detach()).any()) for t in _tensors(value) if t.is_floating_point())
 
 
 def _constants(value: Any) -> Iterator[float]:
@@ -76,6 +76,7 @@ class Witness(TorchFunctionMode):
         self._names = {id(m): n for n, m in model.named_modules()}
         self._stack: list[str] = []
         self._turned = False  # the forward pass is over
+        self._behind = Behind(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,14 +87,19 @@ class Witness(TorchFunctionMode):
         name = hs.operator_of(func) or getattr(func, "__name__", "?")
         made = (clean and not _finite(result)) or (no_nan and _nan(result))
         if made and name not in MAKES_CONSTANTS and name != "backward":
-            file, line = self._place()
-            seen = self.backward if self._turned else self.forward
-            seen.append(Sight(name, self._stack[-1] if self._stack else "", file, line))
+            self._note(name)
         return result
+
+    def _note(self, name: str) -> None:
+        file, line = self._place()
+        if not self._turned:
+            self.forward.append(Sight(name, self._stack[-1] if self._stack else "", file, line))
+        elif file:  # somebody's own backward function; the step's own work has no line of theirs
+            self.backward.append(Sight(name, "", file, line))
 
     @staticmethod
     def _place() -> tuple[str, int]:
-        frame = sys._getframe(2)
+        frame = sys._getframe(3)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
             if path.parent == HERE and path.name not in OURS:
@@ -118,11 +124,23 @@ class Witness(TorchFunctionMode):
                 loss = loss_fn(model, *batch)
             self._turned = True
             self._stack.clear()
+            loss.grad_fn.register_prehook(lambda grads: self._behind.watch())
             for node in _nodes(loss.grad_fn):
                 node.register_hook(self._hook(node))
             return loss
 
         return watched
+
+    def step(self, step: hs.TrainStep, batch: tuple[Any, ...]) -> None:
+        """Run one watched step; its earlier sights are forgotten."""
+        self.forward.clear()
+        self.backward.clear()
+        self._turned = False
+        try:
+            step(*batch)
+        finally:
+            self._behind.rest()
+
 
     def _hook(self, node: Any) -> Callable[[Any, Any], None]:
         def hook(grad_inputs: Any, grad_outputs: Any) -> None:
@@ -146,6 +164,32 @@ class Witness(TorchFunctionMode):
             torch.autograd.set_detect_anomaly(False)
             for handle in handles:
                 handle.remove()
+
+
+class Behind(TorchFunctionMode):
+    """Looks at what Python code computes during the backward pass.
+
+    It is entered by a hook inside that pass: a mode around ``loss.backward()`` is off while that call runs.
+    """
+
+    def __init__(self, witness: Witness) -> None:
+        super().__init__()
+        self._witness = witness
+        self._on = False
+
+    def watch(self) -> None:
+        """Begin."""
+        self._on = True
+        self.__enter__()
+
+    def rest(self) -> None:
+        """End, if it began."""
+        if self._on:
+            self._on = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._witness.__torch_function__(func, types, args, kwargs)
 
 
 def _nodes(root: Any) -> list[Any]:
