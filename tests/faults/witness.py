@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import halfstep as hs
 
@@ -124,9 +124,10 @@ class Witness(TorchFunctionMode):
                 loss = loss_fn(model, *batch)
             self._turned = True
             self._stack.clear()
-            loss.grad_fn.register_prehook(lambda grads: self._behind.watch())
             for node in _nodes(loss.grad_fn):
                 node.register_hook(self._hook(node))
+                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                    node.register_prehook(self._watch_code)
             return loss
 
         return watched
@@ -136,14 +137,16 @@ class Witness(TorchFunctionMode):
         self.forward.clear()
         self.backward.clear()
         self._turned = False
-        try:
-            step(*batch)
-        finally:
-            self._behind.rest()
+        step(*batch)
 
+
+    def _watch_code(self, grad_outputs: Any) -> None:
+        self._behind.__enter__()
 
     def _hook(self, node: Any) -> Callable[[Any, Any], None]:
         def hook(grad_inputs: Any, grad_outputs: Any) -> None:
+            if _get_current_function_mode_stack():
+                self._behind.__exit__(None, None, None)
             if _finite(grad_outputs) and not _finite(grad_inputs):
                 file, line = _origin(node.metadata.get("traceback_", []))
                 self.backward.append(Sight(node.name(), "", file, line))
@@ -169,24 +172,12 @@ class Witness(TorchFunctionMode):
 class Behind(TorchFunctionMode):
     """Looks at what Python code computes during the backward pass.
 
-    It is entered by a hook inside that pass: a mode around ``loss.backward()`` is off while that call runs.
+    It is entered and left by hooks of one node: a mode around ``loss.backward()`` is off while that call runs.
     """
 
     def __init__(self, witness: Witness) -> None:
         super().__init__()
         self._witness = witness
-        self._on = False
-
-    def watch(self) -> None:
-        """Begin."""
-        self._on = True
-        self.__enter__()
-
-    def rest(self) -> None:
-        """End, if it began."""
-        if self._on:
-            self._on = False
-            self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._witness.__torch_function__(func, types, args, kwargs)
