@@ -156,7 +156,7 @@ class Critic(nn.Module):
         return self.body(x)
 
 
-def penalised_critic(model: Any, x: Tensor) -> Tensor:
+def penalised_critic(model: Any, x: Tensor) -> Any:
     x = x.requires_grad_()
     score = model(x).float().sum()
     (slope,) = torch.autograd.grad(score, x, create_graph=True)
@@ -242,7 +242,7 @@ def pixel_sum() -> Case:
 
     def bias(step: int) -> None:
         with torch.no_grad():
-            model.head.bias.fill_(1.0)
+            model.head.bias.fill_(1.0)  # type: ignore[union-attr]
             model.head.weight.fill_(0.01)
 
     return Case(
@@ -337,13 +337,16 @@ class Amplify(torch.autograd.Function):
         return (low * 1e5).to(grads[0].dtype)  # FAULT function_backward
 
 
+amplify: Any = Amplify.apply
+
+
 class Reversed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.out = nn.Linear(5, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Any:
-        return self.out(Amplify.apply(self.fc(x)))
+        return self.out(amplify(self.fc(x)))
 
 
 @fault("A", kind="overflow", op="mul", module="", phase="backward", step=1)

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from tests.faults import backward, forward, losses, state
-from tests.faults.case import Fault
+from types import ModuleType
+from typing import TypeVar
 
-__all__ = ["LIST_A"]
+from tests.faults import backward, forward, healthy, losses, quiet, ranks, state
+from tests.faults.case import Control, Fault
 
-LIST_A: tuple[Fault, ...] = tuple(v for file in (forward, losses, backward, state) for v in vars(file).values() if isinstance(v, Fault))
+__all__ = ["CONTROLS", "DEFINITIONS", "LIST_A", "LIST_A_RANKS", "LIST_B"]
+
+Entry = TypeVar("Entry")
+
+DEFINITIONS = ("backward", "case", "forward", "healthy", "losses", "quiet", "ranks", "score", "state")
+"""Files, without their ending, whose hashes `frozen.txt` keeps."""
+
+
+def _entries(kind: type[Entry], *files: ModuleType) -> tuple[Entry, ...]:
+    return tuple(v for file in files for v in vars(file).values() if isinstance(v, kind))
+
+
+LIST_A = _entries(Fault, forward, losses, backward, state)
+"""Faults that end in a non-finite step, in one process."""
+
+LIST_A_RANKS = _entries(Fault, ranks)
+"""The same in two processes; they are built inside each."""
+
+LIST_B = _entries(Fault, quiet)
+"""Faults that stay finite."""
+
+CONTROLS = _entries(Control, healthy)
+"""Healthy programs."""

@@ -127,7 +127,7 @@ class SafeRows(nn.Module):
 
 @control("scaled_dot_product_attention with a row that may see nothing")
 def attention_to_nothing() -> Case:
-    """torch's attention gives 0 for a query whose keys are all masked; nothing is NaN."""
+    """The attention of torch gives 0 for a query whose keys are all masked; nothing is NaN."""
     torch.manual_seed(105)
 
     def batch(step: int) -> tuple[Any, ...]:
@@ -288,7 +288,9 @@ def large_layer_norm() -> Case:
     """F.layer_norm of large fp16 values computes its statistics in fp32."""
     torch.manual_seed(114)
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 4))
-    return simple(model, lambda k: ((normal(k, 8, 6) * 20000).clamp(-40000, 40000), labels(k, 8)), policy=MIXED.replace(scale=1.0))
+    return simple(
+        model, lambda k: ((normal(k, 8, 6) * 20000).clamp(-40000, 40000), labels(k, 8)), policy=MIXED.replace(scale=1.0)
+    )
 
 
 def cosine_loss(model: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Witness(TorchFunctionMode):
         clean = _finite((args, kwargs)) and all(math.isfinite(c) for c in constants)
         no_nan = not _nan((args, kwargs))
         result = func(*args, **kwargs)
-        name = hs.operator_of(func) or getattr(func, "__name__", "?")
+        name = hs.operator_of(func) or str(getattr(func, "__name__", "?"))
         made = (clean and not _finite(result)) or (no_nan and _nan(result))
         if made and name not in MAKES_CONSTANTS and name != "backward":
             self._note(name)
@@ -139,14 +139,13 @@ class Witness(TorchFunctionMode):
         self._turned = False
         step(*batch)
 
-
     def _watch_code(self, grad_outputs: Any) -> None:
-        self._behind.__enter__()
+        self._behind.__enter__()  # type: ignore[no-untyped-call]
 
     def _hook(self, node: Any) -> Callable[[Any, Any], None]:
         def hook(grad_inputs: Any, grad_outputs: Any) -> None:
             if _get_current_function_mode_stack():
-                self._behind.__exit__(None, None, None)
+                self._behind.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if _finite(grad_outputs) and not _finite(grad_inputs):
                 file, line = _origin(node.metadata.get("traceback_", []))
                 self.backward.append(Sight(node.name(), "", file, line))
