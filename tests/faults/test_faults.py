@@ -1,0 +1,288 @@
+"""The seeded faults are faults, the controls are healthy, and what is written about them is so."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+import halfstep as hs
+from tests.faults import score
+from tests.faults.case import Case, Control, Fault, cured, marked_line, run, start
+from tests.faults.catalog import CONTROLS, DEFINITIONS, LIST_A, LIST_A_RANKS, LIST_B
+from tests.faults.witness import Witness
+
+# halfstep says, once, what it thinks of a static scale that cannot help
+pytestmark = pytest.mark.filterwarnings("ignore:gradients are not finite:UserWarning")
+
+A = [pytest.param(fault, id=fault.name) for fault in LIST_A]
+PRODUCERS = [pytest.param(fault, id=fault.name) for fault in LIST_A if fault.truth.op]
+B = [pytest.param(fault, id=fault.name) for fault in LIST_B]
+HEALTHY = [pytest.param(control, id=control.name) for control in CONTROLS]
+PLAIN = [pytest.param(fault, id=fault.name) for fault in LIST_A if fault.plain]
+LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def bad_steps(case: Case, policy: hs.Policy | None = None) -> list[int]:
+    """Return the calls whose loss is not finite or whose update was refused."""
+    return [r.step for _, r in run(case, policy) if r.skipped or not math.isfinite(r.loss)]
+
+
+def test_the_lists_are_as_long_as_they_have_to_be() -> None:
+    assert len(LIST_A) + len(LIST_A_RANKS) >= 30
+    assert len(LIST_B) >= 14
+    assert len(CONTROLS) >= 16
+    names = [fault.name for fault in (*LIST_A, *LIST_A_RANKS, *LIST_B)] + [control.name for control in CONTROLS]
+    assert len(set(names)) == len(names)
+
+
+# ------------------------------------------------------------------ list A
+
+
+@pytest.mark.parametrize("fault", A)
+def test_a_fault_of_list_a_breaks_the_stated_step_and_none_before(fault: Fault) -> None:
+    bad = bad_steps(fault.build())
+    assert bad[:1] == [fault.truth.step]
+
+
+@pytest.mark.parametrize("fault", PLAIN)
+def test_it_breaks_the_same_step_in_torch_alone(fault: Fault) -> None:
+    """torch.autocast in the same format, a static scale, an ordinary loop; low parameters are cast by hand."""
+    case = fault.build()
+    assert list(plain_bad_steps(case))[:1] == [fault.truth.step]
+
+
+def plain_bad_steps(case: Case) -> Iterator[int]:
+    policy = case.policy
+    scale = policy.scale if isinstance(policy.scale, float) else 1.0
+    count = case.options.get("accumulate", 1)
+    low = LOW.get(policy.dtype)
+    if policy.params == "low" and policy.master == "none":
+        case.model.to(low)
+    region = torch.autocast("cpu", dtype=low) if low is not None else contextlib.nullcontext()
+    for number in range(1, case.steps + 1):
+        case.before(number)
+        with region:
+            loss = case.loss_fn(case.model, *case.batch(number))
+        (loss.float() * scale / count).backward()
+        grads = [p.grad for p in case.model.parameters() if p.grad is not None]
+        if not all(bool(torch.isfinite(t).all()) for t in (loss.detach(), *grads)):
+            yield number
+        elif number % count == 0:
+            torch._foreach_div_(grads, scale)
+            case.optimizer.step()
+        if number % count == 0:
+            case.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fault", PRODUCERS)
+def test_the_marked_line_is_the_one_that_makes_it(fault: Fault) -> None:
+    """Seen by a witness that knows nothing of policies: who first made a non-finite number of finite ones."""
+    case, truth = fault.build(), fault.truth
+    witness = Witness(case.model)
+    step = start(replace(case, loss_fn=witness.watching(case.loss_fn)))
+    with witness.on():
+        for number in range(1, truth.step + 1):
+            case.before(number)
+            witness.step(step, case.batch(number))
+    marked = marked_line(fault)
+    assert marked is not None
+    if truth.phase == "forward":
+        first = witness.forward[0]
+        assert first.op in (truth.op, *truth.also)
+        assert first.module in (truth.module, *truth.also)
+    else:
+        assert math.isfinite(float(fault_loss(fault)))
+        first = witness.backward[0]
+    assert (first.file, first.line) == marked[:2]
+
+
+def fault_loss(fault: Fault) -> float:
+    """Return the loss of the bad step."""
+    return next(r.loss for _, r in run(fault.build()) if r.step == fault.truth.step)
+
+
+@pytest.mark.parametrize("fault", A)
+def test_its_cures_cure_it_and_where_there_are_none_fp32_fails_too(fault: Fault) -> None:
+    for cure in fault.truth.cures:
+        case = fault.build()
+        assert bad_steps(case, cured(case.policy, cure, fault.truth)) == [], cure
+    if fault.truth.op and not fault.truth.cures:
+        assert bad_steps(fault.build(), hs.Policy.of("O0"))[:1] == [fault.truth.step]
+
+
+@pytest.mark.parametrize("fault", [f for f in LIST_A if f.truth.kind == "scale_too_high"], ids=lambda f: str(f.name))
+def test_a_scale_is_too_high_by_two_to_the_ten(fault: Fault) -> None:
+    scale = fault.build().policy.scale
+    assert isinstance(scale, float)
+
+    def bad(factor: float) -> list[int]:
+        case = fault.build()
+        return bad_steps(case, case.policy.replace(scale=scale * factor))
+
+    assert bad(2.0**-10) == []
+    assert bad(2.0**-9) == [fault.truth.step]
+
+
+@pytest.mark.parametrize("fault", [f for f in LIST_A if f.truth.kind == "bad_batch"], ids=lambda f: str(f.name))
+def test_a_bad_batch_is_bad_and_the_batches_before_it_are_not(fault: Fault) -> None:
+    case = fault.build()
+    for number in range(1, fault.truth.step + 1):
+        assert finite(case.batch(number)) == (number < fault.truth.step)
+
+
+def finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(torch.isfinite(value).all())
+    parts = value.values() if isinstance(value, dict) else value
+    return all(finite(part) for part in parts)
+
+
+@pytest.mark.parametrize("fault", [f for f in LIST_A if f.truth.kind == "bad_state"], ids=lambda f: str(f.name))
+def test_bad_state_is_where_it_is_said_to_be_before_the_bad_step(fault: Fault) -> None:
+    case = fault.build()
+    step = start(case)
+    for number in range(1, fault.truth.step):
+        case.before(number)
+        assert not step(*case.batch(number)).host().skipped
+    case.before(fault.truth.step)
+    held = dict((*case.model.named_parameters(), *case.model.named_buffers()))
+    bad = {name for name, value in held.items() if not bool(torch.isfinite(value).all())}
+    assert fault.truth.parameter in bad
+    assert bad <= {fault.truth.parameter, *fault.truth.also}
+
+
+# ------------------------------------------------------------------ one bad rank
+
+
+def _worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    try:
+        seen = {}
+        for fault in LIST_A_RANKS:
+            results = [r for _, r in run(fault.build())]
+            seen[fault.name] = ([r.step for r in results if r.skipped], [math.isfinite(r.loss) for r in results])
+        Path(folder, f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+        dist.barrier()
+        sys.stderr.flush()
+        os._exit(0)  # gloo's threads abort some exits (torch 2.13), after the work is done
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+@pytest.mark.dist
+def test_one_bad_rank_makes_both_skip(tmp_path: Path) -> None:
+    """All faults in one pair of processes: starting them is what takes long."""
+    spawn(_worker, (str(tmp_path),), nprocs=2)
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    for fault in LIST_A_RANKS:
+        skipped, finite = zip(*(one[fault.name] for one in seen), strict=True)
+        assert list(skipped) == [[fault.truth.step]] * 2, fault.name
+        assert [rank for rank in (0, 1) if not all(finite[rank])] == [fault.truth.rank], fault.name
+
+
+# ------------------------------------------------------------------ list B and the controls
+
+
+@pytest.mark.parametrize("fault", B)
+def test_a_fault_of_list_b_stays_finite_and_has_its_effect(fault: Fault) -> None:
+    assert bad_steps(fault.build()) == []
+    assert fault.effect is not None
+    size, least = fault.effect()
+    assert size >= least
+
+
+@pytest.mark.parametrize("fault", B)
+def test_the_truth_of_list_b_names_what_exists(fault: Fault) -> None:
+    case = fault.build()
+    truth = fault.truth
+    held = dict((*case.model.named_parameters(), *case.model.named_buffers()))
+    assert truth.module in dict(case.model.named_modules())
+    assert not truth.parameter or truth.parameter in held
+    assert truth.cause in {"underflow", "overflow", "rounding", "saturation", "swallowed_update", "low_state"}
+    assert truth.role in {"activation", "gradient", "weight", "update", "state"}
+
+
+@pytest.mark.parametrize("control", HEALTHY)
+def test_a_control_trains_on(control: Control) -> None:
+    results = [r for _, r in run(control.build())]
+    assert all(math.isfinite(r.loss) for r in results)
+    assert sum(r.skipped for r in results) <= control.skips
+    assert not results[-1].skipped
+
+
+def test_the_scales_of_the_controls_do_skip() -> None:
+    for control in CONTROLS:
+        if control.skips:
+            assert any(r.skipped for _, r in run(control.build())), control.name
+
+
+# ------------------------------------------------------------------ the score
+
+
+def right_verdict(fault: Fault) -> SimpleNamespace:
+    truth, marked = fault.truth, marked_line(fault)
+    line = "" if marked is None else f"{marked[0]}:{marked[1]} {marked[2]}"
+    cures = (SimpleNamespace(verified=True),) if truth.cures else ()
+    fields = {"kind": truth.kind, "op": truth.op, "module": truth.module, "phase": truth.phase, "rank": truth.rank}
+    return SimpleNamespace(**fields, line=line, parameter=truth.parameter, cures=cures)
+
+
+@pytest.mark.parametrize("fault", A)
+def test_the_right_verdict_scores_and_a_wrong_one_does_not(fault: Fault) -> None:
+    verdict = right_verdict(fault)
+    assert score.located(verdict, fault) and score.cured_right(verdict, fault) and score.kind_right(verdict, fault)
+    assert not score.located(None, fault) and not score.cured_right(None, fault)
+    fields = ("op", "module", "line") if fault.truth.op else ("kind",)
+    for field in fields:
+        wrong = SimpleNamespace(**{**vars(verdict), field: "other.py:1 pass"})
+        assert not score.located(wrong, fault), field
+    other = SimpleNamespace(**{**vars(verdict), "cures": () if verdict.cures else (SimpleNamespace(verified=True),)})
+    assert not score.cured_right(other, fault)
+
+
+@pytest.mark.parametrize("fault", B)
+def test_the_right_finding_scores_and_a_wrong_cause_does_not(fault: Fault) -> None:
+    truth = fault.truth
+    right = SimpleNamespace(cause=truth.cause, op=truth.op, module=truth.module, parameter=truth.parameter)
+    assert score.flagged([right], fault)
+    assert not score.flagged([SimpleNamespace(**{**vars(right), "cause": "?"})], fault)
+    assert not score.flagged([SimpleNamespace(**{**vars(right), "module": "?", "parameter": ""})], fault)
+    assert not score.flagged([], fault)
+
+
+def test_a_control_is_alarmed_by_an_accusation_only() -> None:
+    assert score.alarmed([SimpleNamespace(kind="overflow")])
+    assert score.alarmed([], [SimpleNamespace(cause="underflow")])
+    assert not score.alarmed([None, SimpleNamespace(kind="scale_too_high")])
+    assert score.Share.of([("a", True), ("b", False)]) == score.Share(right=1, wrong=("b",))
+
+
+# ------------------------------------------------------------------ frozen
+
+
+def test_the_definitions_are_those_that_were_frozen() -> None:
+    """After a change: a fault is wrong only if torch or halfstep proves it; then freeze again, with the new date."""
+    here = Path(__file__).parent
+    head, *lines = (here / "frozen.txt").read_text(encoding="utf-8").splitlines()
+    date.fromisoformat(head.removeprefix("# frozen "))
+    kept = {line.split()[1]: line.split()[0] for line in lines}
+    now = {f"{name}.py": hashlib.sha256((here / f"{name}.py").read_bytes()).hexdigest() for name in DEFINITIONS}
+    assert kept == now
