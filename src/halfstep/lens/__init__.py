@@ -1,0 +1,1 @@
+"""Lens: why a step went wrong, and what its numbers look like."""
