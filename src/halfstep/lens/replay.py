@@ -100,7 +100,7 @@ class Replay:
                 seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
                 if factor is not None:
                     seed = seed * factor
-            gradients = _gradients(loss, seed)
+            gradients = _gradients(loss, seed, self.model)
         attempt.losses.append(loss.detach())
         culprits = [leaf for leaf, gradient in gradients.items() if not extremes(gradient)[1]]
         bad = bool(culprits) or not extremes(loss)[1]
@@ -170,12 +170,27 @@ def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
     return list(found), reentrant
 
 
-def _gradients(loss: Tensor, seed: Tensor) -> dict[Tensor, Tensor]:
-    """Return the gradients of all leaves, without touching theirs."""
+def _gradients(loss: Tensor, seed: Tensor, model: nn.Module) -> dict[Tensor, Tensor]:
+    """Return the gradients of all leaves; theirs are as before afterwards."""
     leaves, reentrant = leaves_of(loss)
-    if not leaves:
+    if not leaves and not reentrant:
         return {}
     if not reentrant:
         found = torch.autograd.grad(loss, leaves, grad_outputs=seed, allow_unused=True)
         return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
-    raise NotImplementedError("re-entrant checkpoints")
+    leaves = list(dict.fromkeys([*leaves, *(p for p in model.parameters() if p.requires_grad)]))
+    held = [(leaf, leaf.grad) for leaf in leaves]
+    hooks = [h for h in (getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves) if h]
+    copies = [dict(h) for h in hooks]
+    try:
+        for hook in hooks:
+            hook.clear()
+        for leaf in leaves:
+            leaf.grad = None
+        loss.backward(gradient=seed)
+        return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+    finally:
+        for leaf, gradient in held:
+            leaf.grad = gradient
+        for hook, copy in zip(hooks, copies, strict=True):
+            hook.update(copy)
