@@ -4,9 +4,11 @@ One frozen `Policy` says in which number format every operator, module, paramete
 `GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.errors import HalfstepError
-from halfstep.events import HostStepResult, StepResult
+from halfstep.events import Cure, HostStepResult, StepResult, Verdict
 from halfstep.optim import Lion
 from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
 from halfstep.policy.operators import expand as operators
@@ -17,10 +19,15 @@ from halfstep.step import Metrics, StepMetrics, TrainStep, edit_weights, prepare
 from halfstep.tasks import Task
 from halfstep.trees import map_tensors
 
+if TYPE_CHECKING:
+    from halfstep.lens.blackbox import BlackBox, replay
+
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "BlackBox",
+    "Cure",
     "GradScaler",
     "HalfstepError",
     "HostStepResult",
@@ -34,6 +41,7 @@ __all__ = [
     "Task",
     "TrainStep",
     "Units",
+    "Verdict",
     "autocast",
     "edit_weights",
     "linear_cross_entropy",
@@ -43,8 +51,20 @@ __all__ = [
     "operators",
     "prepare",
     "prepared_policy",
+    "replay",
     "resolve",
     "suspended",
     "units",
     "unprepare",
 ]
+
+LAZY = {"BlackBox": "halfstep.lens.blackbox", "replay": "halfstep.lens.blackbox"}
+"""Names that are loaded when somebody asks for them, and where they are."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(LAZY[name]), name)
+    raise AttributeError(f"module 'halfstep' has no attribute {name!r}")

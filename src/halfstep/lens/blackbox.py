@@ -64,6 +64,9 @@ class _Box:
             verdict, attempt = diagnose(subject)
         except Exception as error:
             raise StepError(f"the replay of step {subject.step} failed: {type(error).__name__}: {error}") from error
+        if subject.foreign and attempt.trace is not None:
+            low = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(attempt.trace.low)  # type: ignore[arg-type]
+            subject.policy = None if low is None else Policy.of("torch", dtype=low)
         try:
             verdict = replace(verdict, cures=cures(subject, verdict, attempt))
         except Exception as error:  # the cause is known; what would help is not
@@ -363,7 +366,7 @@ class BlackBox(_Box):
         policy = prepared_policy(model)
         under: Callable[[Policy], AbstractContextManager[None]]
         if policy is None:
-            policy, under = Policy.of("torch"), lambda p: with_rules(model, p)
+            under = lambda p: with_rules(model, p)  # noqa: E731
         else:
             under = lambda p: rebound(model, p)  # noqa: E731
         subject = Subject(
@@ -376,6 +379,7 @@ class BlackBox(_Box):
             scale=scale,
             step=self.step,
             rank=_rank(),
+            foreign=policy is None,
         )
         self._for = self.step
         verdict = self.explain_subject(subject)

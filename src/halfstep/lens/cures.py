@@ -14,6 +14,7 @@ from halfstep.errors import HalfstepError
 from halfstep.events import Cure, Verdict
 from halfstep.lens.diagnose import Subject, advice, verdict_of
 from halfstep.lens.replay import Attempt
+from halfstep.lens.trace import extremes
 from halfstep.policy.operators import known, name_of
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve, resolved
@@ -45,7 +46,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
     wide = base.replace(dtype="fp32", scale="none")
     wide_finite = search.finite(wide)
     if wide_finite is False:  # no format helps
-        return advice(verdict)
+        return advice(verdict, everywhere=True)
     search.operators(base, verdict)
     search.modules(base, verdict)
     if base.loss == "keep":
@@ -54,7 +55,17 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
         search.try_one(base.replace(dtype="bf16"), "bf16 instead of fp16", "policy.replace(dtype='bf16')")
     if not search.found and wide_finite:
         search.found.append(_cure(base, wide, "nothing low", "policy.replace(dtype='fp32')"))
-    return (*search.found, *(advice(verdict) if verdict.kind == "invalid" else ()))
+    if subject.foreign:
+        search.found = [_foreign(base, cure) for cure in search.found]
+    return tuple(search.found) or advice(verdict)
+
+
+def _foreign(base: Policy, cure: Cure) -> Cure:
+    """Say how a model that is not prepared comes by a policy."""
+    door = "hs.prepare(model, policy=policy)" if cure.policy.modules else "hs.autocast(policy=policy)"
+    first, *rest = cure.text.splitlines()
+    start = f"with policy = hs.Policy.of('torch', dtype={base.dtype!r}) and {door} in place of torch.autocast"
+    return Cure(policy=cure.policy, text="\n".join([first, start, *rest]), verified=cure.verified)
 
 
 class _Search:
@@ -68,7 +79,14 @@ class _Search:
     def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
         try:
             with self.subject.under(policy):
-                return self.subject.replay.run(traced=traced, only=self.index)
+                attempt = self.subject.replay.run(traced=traced, only=self.index)
+                if not attempt.bad or self.subject.scaling != "dynamic" or self.subject.scale <= 1.0:
+                    return attempt
+                if any(not extremes(loss)[1] for loss in attempt.losses):
+                    return attempt
+                # its gradients overflow: a matter of the scale, which adapts, unless they do without one too
+                low = self.subject.replay.run(factor=1.0 / self.subject.scale, only=self.index)
+                return attempt if low.bad else low
         except (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None  # this model cannot run under it
 

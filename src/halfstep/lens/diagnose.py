@@ -37,6 +37,7 @@ class Subject:
         scale: the loss scale.
         step: its number.
         rank: of this process.
+        foreign: whether regions are opened by the loss function: then rules are tried by doing what they would do.
     """
 
     replay: Replay
@@ -48,6 +49,7 @@ class Subject:
     scale: float = 1.0
     step: int = 0
     rank: int = 0
+    foreign: bool = False
 
     @property
     def low(self) -> str:
@@ -217,9 +219,11 @@ def _compiled(model: nn.Module) -> bool:
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 
-def advice(verdict: Verdict) -> tuple[Cure, ...]:
-    """Return what to do where no policy helps."""
+def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
+    """Return what to do where no policy helps; `everywhere`: the step is not finite in fp32 either."""
     text = ADVICE.get(verdict.kind, "")
+    if verdict.kind == "overflow":
+        text = OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid":
         text = INVALID.get(verdict.op, INVALID[""])
     return (Cure(policy=None, text=text, verified=False),) if text else ()
@@ -230,6 +234,13 @@ ADVICE = {
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote them: "
     "an update with too high a learning rate, an eps that is 0 in the format of the optimizer's state, an edit by hand",
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
+}
+
+OVERFLOW = {
+    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a low "
+    "format by name (.half(), dtype=); scale them down, or take the cast out",
+    "else": "none of the rules that were tried makes it finite; look at the value: scale it down where it is made",
+    "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
 }
 
 INVALID = {

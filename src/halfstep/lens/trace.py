@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -132,6 +133,8 @@ class Source:
 
 def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     """Return (largest finite magnitude, all finite, any nan) of a tensor's values; integers are finite and 0.0."""
+    if is_functorch_wrapped_tensor(tensor):  # inside torch.func; the kernels below see what is in it
+        return 0.0, True, False
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
@@ -145,7 +148,7 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
         values = values.float()
     low, high = (float(v) for v in torch.aminmax(values))
     if math.isfinite(low) and math.isfinite(high):
-        return max(-low, high), True, False
+        return max(-low, high, 0.0), True, False
     nan = math.isnan(low)
     finite = values[torch.isfinite(values)]
     return (float(finite.abs().max()) if finite.numel() else 0.0), False, nan
@@ -264,6 +267,7 @@ class Trace:
         count: how many there were.
         loss: what came out, if it or a gradient is not finite.
         gradients: of the leaves.
+        low: the low format of the last torch.autocast region that was on, or None.
     """
 
     model: nn.Module
@@ -271,6 +275,7 @@ class Trace:
     count: int = 0
     loss: Tensor | None = None
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    low: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         self._names = {id(m): name for name, m in reversed(list(self.model.named_modules()))}
@@ -348,13 +353,15 @@ class Trace:
         if op in OPENED and _opens(func):
             with self._functions:
                 return unreported(func)(*args, **kwargs)  # type: ignore[arg-type]
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            self.low = torch.get_autocast_dtype("cuda" if torch.is_autocast_enabled("cuda") else "cpu")
         return self._watched(func, op, args, kwargs, self._site_of(op))
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel; those of the backward pass that no function is under way for are kept."""
         if self._depth:
             result = func(*args, **kwargs)
-            self._inner += [t for t in _floats(result) if t.layout is torch.strided]
+            self._inner += [t for t in _floats(result) if _held(t)]
             return result
         node = torch._C._current_autograd_node()
         if node is None and torch._C._current_graph_task_id() == -1:
@@ -556,10 +563,11 @@ class Trace:
         return source
 
     def _set(self, tensor: Tensor, sources: frozenset[Source]) -> None:
-        self._origins[_storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), sources)
+        if _held(tensor):
+            self._origins[_storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), sources)
 
     def _clear(self, tensor: Tensor) -> None:
-        if self._origins and tensor.layout is torch.strided:
+        if self._origins and _held(tensor):
             storage = tensor.untyped_storage()
             if storage.nbytes() <= tensor.numel() * tensor.element_size():
                 self._origins.pop(storage._cdata, None)
@@ -579,13 +587,15 @@ class Trace:
                 node.metadata[TAG] = Site(name, site.module, line, site.phase, site.call)
 
 
+def _held(tensor: Tensor) -> bool:
+    """Return whether `tensor` has a storage of its own, by which its values are known."""
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
 def _storage(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    return int(tensor.untyped_storage()._cdata) if _held(tensor) else id(tensor)
 
 
 def _opens(func: Callable[..., Any]) -> bool:
