@@ -49,6 +49,8 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         _remove(part)
         return f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}"
+    if path in written:
+        written.remove(path)
     written.append(path)
     while len(written) > MOST_FILES:
         old = written.pop(0)
