@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.lens.trace import Trace, extremes
+from halfstep.lens.trace import Trace
+from halfstep.lens.values import extremes
 from tests.lens.broken import batch, classify, explained, here, transformer
 
 

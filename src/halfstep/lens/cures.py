@@ -14,7 +14,7 @@ from halfstep.errors import HalfstepError
 from halfstep.events import Cure, Verdict
 from halfstep.lens.diagnose import Subject, advice, verdict_of
 from halfstep.lens.replay import Attempt
-from halfstep.lens.trace import extremes
+from halfstep.lens.values import extremes
 from halfstep.policy.operators import known, name_of
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve, resolved
@@ -202,7 +202,12 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
             rule = rules.get(old.path, "")
             parent = rules.get(old.path.rpartition(".")[0], "") if old.path else ""
             module.__dict__[KEY] = Binding(
-                policy, old.device_types, path=old.path, root=old.root, rule=rule, entrance=bool(rule) and rule != parent
+                policy,
+                old.device_types,
+                path=old.path,
+                root=old.root,
+                rule=rule,
+                entrance=bool(rule) and rule != parent,
             )
         yield
     finally:

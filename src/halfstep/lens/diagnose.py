@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,8 @@ from torch.optim import Optimizer
 
 from halfstep.events import Cure, Verdict
 from halfstep.lens.replay import Attempt, Replay
-from halfstep.lens.trace import Source, Trace, extremes
+from halfstep.lens.trace import Source, Trace
+from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.trees import tensors
@@ -104,7 +104,7 @@ def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     for leaf, gradient in trace.gradients.items():
         if not extremes(gradient)[1]:
             found += [(source, leaf) for source in trace.accused(gradient)]
-    source, leaf = min(found, key=lambda pair: (pair[0].innocent, pair[0].kind == "operator", pair[0].order))
+    source, leaf = min(found, key=lambda pair: pair[0].rank())
     return _accusation(source, names.get(id(leaf), ""), trace)
 
 
@@ -211,8 +211,10 @@ def _reasons(subject: Subject) -> Iterator[str]:
         for value in (*kept.batch, *kept.named.values()):
             if isinstance(value, Iterator):
                 yield f"the batch holds a {type(value).__name__}, which can be read once"
-    yield "torch's generators, buffers and batch were as in the step; Python's and NumPy's generators and a model's "\
+    yield (
+        "torch's generators, buffers and batch were as in the step; Python's and NumPy's generators and a model's "
         "own attributes were not"
+    )
 
 
 def _compiled(model: nn.Module) -> bool:
@@ -231,20 +233,20 @@ def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
 
 ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
-    "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote them: "
-    "an update with too high a learning rate, an eps that is 0 in the format of the optimizer's state, an edit by hand",
+    "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
+    "them: an update with too high a learning rate, an eps that is 0 in the format of the optimizer's state, a hand's edit",
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
 
 OVERFLOW = {
-    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a low "
-    "format by name (.half(), dtype=); scale them down, or take the cast out",
+    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
+    "low format by name (.half(), dtype=); scale them down, or take the cast out",
     "else": "none of the rules that were tried makes it finite; look at the value: scale it down where it is made",
     "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
 }
 
 INVALID = {
-    "": "keep the argument away from the point where the function has no value, for instance by an eps that the format can hold",
+    "": "keep the argument away from the point where the function has no value, by an eps that the format can hold",
     "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
     "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
     "sqrt": "add an eps under the root: its slope at 0 is infinite",

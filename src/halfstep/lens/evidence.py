@@ -1,7 +1,8 @@
 """Evidence: a bad step in one file, to be looked at later or elsewhere.
 
-``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy and seeds, as plain
-containers and tensors (``torch.load(weights_only=True)`` reads it), and ``.txt`` the report. Number and size are bounded.
+``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy and seeds, as
+plain containers and tensors (``torch.load(weights_only=True)`` reads it), and ``.txt`` the report. Number and size are
+bounded.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise StepError(f"cannot read {str(path)!r} as evidence of a black box: {type(error).__name__}: {error}") from error
+        raise StepError(
+            f"cannot read {str(path)!r} as evidence of a black box: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
         raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
     return content

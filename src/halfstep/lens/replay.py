@@ -1,8 +1,8 @@
 """Replay: run kept micro-batches again, exactly, and leave everything as it was.
 
-What a forward or backward pass may change is put back: generators, buffers, plain attributes of modules, gradients. Where
-it can, the backward pass of a replay goes through `torch.autograd.grad`, which touches no ``.grad`` and runs no hook
-that would step an optimizer or reduce over ranks; only re-entrant checkpointing needs ``backward()``.
+What a forward or backward pass may change is put back: generators, buffers, plain attributes of modules, gradients.
+Where it can, the backward pass of a replay goes through `torch.autograd.grad`, which touches no ``.grad`` and runs no
+hook that would step an optimizer or reduce over ranks; only re-entrant checkpointing needs ``backward()``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.lens.trace import Trace, extremes
+from halfstep.lens.trace import Trace
+from halfstep.lens.values import extremes
 from halfstep.step.memory import Kept, put_random, random_states
 from halfstep.trees import map_tensors
 

@@ -60,13 +60,13 @@ class Trouble:
         if dynamic and seen.scale <= seen.floor * (1 + 1e-6):
             yield (
                 "the scale is at its floor",
-                f"{seen.scale:g} cannot get lower and gradients still overflow: the numbers do not fit fp16; use bf16, or "
-                "give what overflows fp32 (step.explain() names it)",
+                f"{seen.scale:g} cannot get lower and gradients still overflow: the numbers do not fit fp16; use bf16, "
+                "or give what overflows fp32 (step.explain() names it)",
             )
         elif dynamic and seen.scale <= 1.0:
             yield (
                 "not a scaling problem",
-                f"gradients are not finite at scale {seen.scale:g}; a lower one will not help (step.explain() says why)",
+                f"gradients are not finite at scale {seen.scale:g}; a lower one does not help (explain() says why)",
             )
         if self.streak == (LONG_STREAK if dynamic and seen.scale > 1.0 else STREAK):
             yield (
@@ -76,12 +76,11 @@ class Trouble:
         if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none":
             yield (
                 "bf16 skips steps",
-                "bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid: lower the learning rate, "
-                "clip gradients, look at the data",
+                "bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid: lower the learning "
+                "rate, clip gradients, look at the data",
             )
         if not seen.loss_finite and self.streak >= 2:
             yield (
                 "the loss is not finite",
                 "skipping leaves weights as they are, so the same data gives the same; look at the loss and the batch",
             )
-
