@@ -234,7 +234,7 @@ def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
 ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
-    "them: an update with too high a learning rate, an eps that is 0 in the format of the optimizer's state, a hand's edit",
+    "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
 

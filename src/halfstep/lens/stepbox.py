@@ -222,5 +222,6 @@ def _losses_finite(window: Window) -> bool:
 
 
 def rank() -> int:
+    """Return the rank of this process, 0 where there are no others."""
     here = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.getrank() if here else 0
+    return torch.distributed.get_rank() if here else 0
