@@ -110,14 +110,27 @@ class StepBox(Box):
             self._trouble.fine()
             return
         try:
+            matters = self._together(self._matters(window))
             for text in self._trouble.see(self._seen(window)):
                 LOG.warning("black box: %s", f"step {window.last}: {text}")
-            matters = self._together(self._matters(window))
-            if matters and self._trouble.streak == 1 and self._replays < MOST_REPLAYS and self._for != window.last:
+            if matters and self._trouble.streak == 1 and self._replays < MOST_REPLAYS:
                 self._replays += 1
-                self._announce(self._shared(self._explained(window)))
+                self._unasked(window)
         except Exception as error:
             self._say("failed", f"step {window.last} was not finite, and {type(error).__name__}: {error}")
+
+    def _unasked(self, window: Window) -> None:
+        """Explain a step that nobody asked about, in one line; all ranks come here together or not at all."""
+        known = self.verdict if self._for == window.last else None  # somebody on this rank has asked
+        try:
+            mine = known or self._explained(window)
+        except Exception as error:
+            if self._group() is None:
+                raise
+            mine = Verdict(kind="not_reproducible", step=window.last, rank=rank(), notes=(str(error),))
+        verdict = self._shared(mine)
+        if known is None:
+            self._announce(verdict)
 
     def explain(self) -> Verdict:
         """Return the verdict on the last step that was not applied."""

@@ -268,7 +268,7 @@ class Trace:
                 return unreported(func)(*args, **kwargs)  # type: ignore[arg-type]
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             self.low = torch.get_autocast_dtype("cuda" if torch.is_autocast_enabled("cuda") else "cpu")
-        return self._watched(func, op, args, kwargs, self._site_of(op))
+        return self._watched(func, args, kwargs, self._site_of(op))
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel; those of the backward pass that no function is under way for are kept."""
@@ -279,7 +279,7 @@ class Trace:
         node = torch._C._current_autograd_node()
         if node is None and torch._C._current_graph_task_id() == -1:
             return func(*args, **kwargs)
-        return self._watched(func, "", args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
+        return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
 
     def _site_of(self, op: str) -> Site:
         frame, engine = user_frame(sys._getframe(3))
@@ -313,41 +313,33 @@ class Trace:
         name = public(op) if node is None else name_of_node(node.name())
         return Site(name, "", "", "backward")
 
-    def _watched(
-        self, func: Callable[..., Any], op: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site
-    ) -> Any:
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         self._depth += 1
-        self._inner = []
         try:
             found = floats((args, kwargs))
             in_place = writes(func)
-            before = []
-            for tensor in found:
-                before.append(self._look(tensor))
+            before = [extremes(tensor) for tensor in found]
             copies = None
             if in_place and all(finite for _, finite, _ in before):
                 copies = map_tensors((args, kwargs), copied)
             for tensor in found:
                 self._tag_custom(tensor, site)
+            self._inner = []
             result = func(*args, **kwargs)
-            if func is Tensor.__setitem__:
-                outputs = [args[0]]
-            else:
-                outputs = floats(result)
+            inner, self._inner = self._inner, []  # what follows are kernels of our own
+            outputs = [args[0]] if func is Tensor.__setitem__ else floats(result)
             if not outputs:
                 return result
-            self._judge(func, op, args, kwargs, site, found, before, outputs, copies)
+            self._judge(func, args, kwargs, site, found, before, outputs, copies, inner)
             for tensor in outputs:
                 tag(tensor, site)
             return result
         finally:
             self._depth -= 1
-            self._inner = []
 
     def _judge(
         self,
         func: Callable[..., Any],
-        op: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         site: Site,
@@ -355,6 +347,7 @@ class Trace:
         before: list[tuple[float, bool, bool]],
         outputs: list[Tensor],
         copies: Any,
+        inner: list[Tensor],
     ) -> None:
         after = [extremes(tensor) for tensor in outputs]
         finite_in = all(finite for _, finite, _ in before)
@@ -368,7 +361,7 @@ class Trace:
         if finite_out:
             for tensor in outputs:
                 self._clear(tensor)
-            self._keep_insides(call, frozenset())
+            self._keep_insides(inner, call, frozenset())
             return
         inherited = frozenset[Source]()
         for tensor, (_, finite, _) in zip(found, before, strict=True):
@@ -376,7 +369,8 @@ class Trace:
                 inherited |= self._of(tensor, call)
         origins = inherited
         if finite_in:
-            if constant_infinity((*args, *kwargs.values())):
+            constant = constant_infinity((*args, *kwargs.values()))
+            if constant and not any(nan for _, _, nan in after):  # 0 * -inf is not what anybody means
                 origins = frozenset({Source("deliberate", self.count, call=call)})
             elif site.op in UNWRITTEN:
                 origins = frozenset({Source("unwritten", self.count, call=call)})
@@ -390,11 +384,11 @@ class Trace:
                 self._clear(tensor)
             else:
                 self._set(tensor, origins)
-        self._keep_insides(call, origins)
+        self._keep_insides(inner, call, origins)
 
-    def _keep_insides(self, call: Call, origins: frozenset[Source]) -> None:
+    def _keep_insides(self, inner: list[Tensor], call: Call, origins: frozenset[Source]) -> None:
         """Remember whose the tensors are that an operator keeps for its backward pass and shows nobody."""
-        for tensor in self._inner:
+        for tensor in inner:
             self._insides[storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), call, origins)
 
     def _adds(
@@ -416,10 +410,10 @@ class Trace:
         if not pointwise(op) or len(outputs) != 1:
             return False
         try:
-            held = torch.zeros_like(outputs[0], dtype=torch.bool)
+            spoiled = torch.zeros_like(outputs[0], dtype=torch.bool)
             for tensor in found:
-                held = held | ~torch.isfinite(tensor)
-            return bool((~torch.isfinite(outputs[0]) & ~held).any()) if held.shape == outputs[0].shape else False
+                spoiled = spoiled | ~torch.isfinite(tensor)
+            return bool((~torch.isfinite(outputs[0]) & ~spoiled).any()) if spoiled.shape == outputs[0].shape else False
         except RuntimeError:
             return False
 
@@ -462,9 +456,6 @@ class Trace:
         return source
 
     # ------------------------------------------------------------------ origins
-
-    def _look(self, tensor: Tensor) -> tuple[float, bool, bool]:
-        return extremes(tensor)
 
     def _of(self, tensor: Tensor, call: Call | None) -> frozenset[Source]:
         """Return the sources of a tensor that is not finite."""
