@@ -35,7 +35,7 @@ def make_model() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(Attention(16), Attention(16), nn.LayerNorm(16), nn.Linear(16, 4))
     with torch.no_grad():
-        model[1].qkv.weight.mul_(200)
+        model.get_parameter("1.qkv.weight").mul_(200)
     return model
 
 

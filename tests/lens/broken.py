@@ -59,7 +59,7 @@ def transformer(factor: float = 200.0) -> Transformer:
     torch.manual_seed(0)
     model = Transformer()
     with torch.no_grad():
-        model.blocks[1].qkv.weight.mul_(factor)  # type: ignore[union-attr]
+        model.get_parameter("blocks.1.qkv.weight").mul_(factor)
     return model
 
 

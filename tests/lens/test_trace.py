@@ -124,7 +124,7 @@ class Blows(torch.autograd.Function):
 
 
 def test_a_custom_function_is_located_inside_its_backward() -> None:
-    verdict = explained(lambda m, h: Blows.apply(h))
+    verdict = explained(lambda m, h: Blows.apply(h))  # type: ignore[no-untyped-call]
     assert (verdict.op, verdict.phase) == ("mul", "backward") and "1e30" in verdict.line
 
 
@@ -163,7 +163,7 @@ def test_gradients_inside_checkpoints_are_located(reentrant: bool) -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_modules_are_seen(kind: Any) -> None:
     def after(m: Any, h: Tensor) -> Tensor:
-        out = m.cell(h[None])[0][0]
+        out: Tensor = m.cell(h[None])[0][0]
         return torch.log(out * 0)
 
     assert explained(after, cell=kind(8, 8)).op == "log"

@@ -136,9 +136,9 @@ class Replay:
                 yield
             finally:
                 with torch.no_grad():
-                    for buffer, value in buffers:
-                        if not torch.equal(buffer, value) or not extremes(value)[1]:
-                            buffer.copy_(value)
+                    for buffer, kept in buffers:
+                        if not torch.equal(buffer, kept) or not extremes(kept)[1]:
+                            buffer.copy_(kept)
                 for module, held, values in plain:
                     module._buffers.update(held)
                     for name, value in values.items():

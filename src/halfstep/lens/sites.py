@@ -108,7 +108,7 @@ def name_of_node(name: str) -> str:
 
 def tag(tensor: Tensor, site: Site) -> None:
     """Write `site` into the autograd nodes that lead to `tensor` and that no earlier call made."""
-    todo = [tensor.grad_fn]
+    todo: list[Any] = [tensor.grad_fn]  # torch types a node's metadata as a method
     while todo:
         node = todo.pop()
         if node is None or TAG in node.metadata or node.name().endswith("AccumulateGrad"):

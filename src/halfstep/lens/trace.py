@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,7 +146,7 @@ class _Kernels(TorchDispatchMode):
     """Hands what the backward pass runs to the trace."""
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
         self.trace = trace
 
     def __torch_dispatch__(
@@ -208,7 +209,7 @@ class Trace:
         self._seen_modules.update(id(m) for m in module.modules())
         for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
             for name, tensor in named:
-                if not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                if not is_lazy(tensor):
                     self._outside.setdefault(storage(tensor), (kind, prefix + name))
 
     @contextmanager
@@ -265,7 +266,7 @@ class Trace:
             return func(*args, **kwargs)
         if op in OPENED and _opens(func):
             with self._functions:
-                return unreported(func)(*args, **kwargs)  # type: ignore[arg-type]
+                return unreported(func)(*args, **kwargs)
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             self.low = torch.get_autocast_dtype("cuda" if torch.is_autocast_enabled("cuda") else "cpu")
         return self._watched(func, args, kwargs, self._site_of(op))
@@ -276,14 +277,14 @@ class Trace:
             result = func(*args, **kwargs)
             self._inner += [t for t in floats(result) if held(t)]
             return result
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None and torch._C._current_graph_task_id() == -1:
             return func(*args, **kwargs)
         return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
 
     def _site_of(self, op: str) -> Site:
         frame, engine = user_frame(sys._getframe(3))
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None and (engine or frame is None):
             return self._site_of_node(node, op)
         self._heed_custom(frame)
@@ -493,7 +494,7 @@ class Trace:
 
     def _tag_custom(self, tensor: Tensor, site: Site) -> None:
         """Give a custom Function's node, which no call of the user's showed, the place it was applied at."""
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
         if node is not None and TAG not in node.metadata:
             name = name_of_node(node.name())
             line = self._made.get(name, "")

@@ -370,7 +370,8 @@ class TrainStep:
         Raises:
             StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.
         """
-        return self._black_box().explain()
+        verdict: Verdict = self._black_box().explain()
+        return verdict
 
     def _black_box(self) -> Any:
         if self._box is None:
