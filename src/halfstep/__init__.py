@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.errors import HalfstepError
-from halfstep.events import HostStepResult, StepResult
+from halfstep.events import Cure, HostStepResult, StepResult, Verdict
 from halfstep.optim import Lion
 from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
 from halfstep.policy.operators import expand as operators
@@ -21,6 +21,7 @@ from halfstep.tasks import Task
 from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
+    from halfstep.lens.blackbox import BlackBox, replay
     from halfstep.lens.monitor import Monitor
     from halfstep.lens.sketch import ExponentSketch
     from halfstep.lens.tensorboard import SketchWriter
@@ -29,6 +30,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "BlackBox",
+    "Cure",
     "ExponentSketch",
     "GradScaler",
     "HalfstepError",
@@ -45,6 +48,7 @@ __all__ = [
     "Task",
     "TrainStep",
     "Units",
+    "Verdict",
     "autocast",
     "edit_weights",
     "linear_cross_entropy",
@@ -54,13 +58,20 @@ __all__ = [
     "operators",
     "prepare",
     "prepared_policy",
+    "replay",
     "resolve",
     "suspended",
     "units",
     "unprepare",
 ]
 
-_LATER = {"ExponentSketch": "lens.sketch", "Monitor": "lens.monitor", "SketchWriter": "lens.tensorboard"}
+_LATER = {
+    "BlackBox": "lens.blackbox",
+    "ExponentSketch": "lens.sketch",
+    "Monitor": "lens.monitor",
+    "SketchWriter": "lens.tensorboard",
+    "replay": "lens.blackbox",
+}
 """Name -> module that is imported when somebody first asks for it."""
 
 

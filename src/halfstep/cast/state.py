@@ -25,6 +25,7 @@ class _State(threading.local):
         frames: the open regions, innermost last.
         casts: the weight casts of the open regions.
         copies: the low weights of the training step that runs in this thread, or None.
+        above: a function mode that stays above those of all regions (it sees operators as they are called), or None.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class _State(threading.local):
         self.frames: list[Any] = []
         self.casts = WeightCasts()
         self.copies: Copies | None = None
+        self.above: Any = None
 
 
 STATE = _State()

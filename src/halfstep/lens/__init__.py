@@ -1,1 +1,1 @@
-"""What is in the tensors of a run, and what is wrong with it."""
+"""Lens: what is in the tensors of a run, and why a step went wrong."""

@@ -25,7 +25,7 @@ from halfstep.cast.copies import Copies
 from halfstep.cast.recipe import opened, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
-from halfstep.events import StepResult, StepWatcher
+from halfstep.events import StepResult, StepWatcher, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
@@ -36,6 +36,7 @@ from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, ro
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable, uses_graphs
 from halfstep.step.culprits import Culprits
 from halfstep.step.graphed import Graphs
+from halfstep.step.memory import Memory
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
@@ -76,6 +77,8 @@ class TrainStep:
         scheduler: a learning-rate scheduler to advance after each update that was applied.
         compile: whether `loss_fn` and its backward pass go through torch.compile; a dict: with these arguments of it.
         cuda_graph: whether to capture the whole step, update included, in a CUDA graph for each kind of batch.
+        blackbox: whether a step that is not finite for another reason than a dynamic scale on its way down is replayed
+            and explained, by one line of the logger "halfstep"; a folder: and its evidence kept there. See `explain`.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -96,6 +99,7 @@ class TrainStep:
         scheduler: LRScheduler | None = None,
         compile: bool | Mapping[str, Any] = False,
         cuda_graph: bool = False,
+        blackbox: bool | str | Path = True,
     ) -> None:
         _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
         options = compile_options(compile)
@@ -149,10 +153,13 @@ class TrainStep:
         windows = accumulate > 1 and not cuda_graph  # what is added by Python is not repeated by a graph
         self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
         low = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
-        hooked = (
-            self._no_sync is None and not cuda_graph
-        )  # DistributedDataParallel's hooks want to find each gradient in its place
+        # DistributedDataParallel's hooks want to find each gradient in its place
+        hooked = self._no_sync is None and not cuda_graph
         self._sums = Sums(low, hooked=hooked, windows=windows)
+        # what a graph repeats is not seen by Python, which could not run it again
+        self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
+        self._evidence = None if isinstance(blackbox, bool) else Path(blackbox)
+        self._box: Any = None  # made by the first step that is not finite
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
             tail.prefer_fused(optimizer, self._stepped_parameters())
@@ -190,12 +197,17 @@ class TrainStep:
             self._statistics.keep()
             self.copies.begin()
             self._sums.begin()
+            if self._memory is not None:
+                self._memory.begin()
+        kept = None if self._memory is None else self._memory.keep(self._step + 1, batch, named)
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
-            loss, aux = self._forward(batch, named)
-            scale = self._backward(loss)
+            loss, aux = self._forward(self.model, batch, named)
+            scale, seed = self._backward(loss)
         self._step += 1
         self._window += 1
+        if kept is not None:
+            kept.loss, kept.seed = loss.detach(), seed
         if last:
             norm, bad, culprits = self._update(self.accumulate)
             return StepResult(self._step, loss.detach(), aux, scale, norm, bad, True, culprits)
@@ -214,12 +226,14 @@ class TrainStep:
         self._metrics = Metrics(every)
         return self._metrics
 
-    def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _forward(self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
         recipe, visit = self._binding.recipe, STATE.visit
         with opened(recipe, depth=2):
             STATE.bound, STATE.visit = recipe, self._visit
             try:
-                returned = (self._compiled or self.loss_fn)(self.model, *batch, **named)
+                # a replay looks at operators one by one, which compiled code has none of
+                run = self._compiled if self._compiled is not None and STATE.above is None else self.loss_fn
+                returned = run(model, *batch, **named)
             except RuntimeError as error:
                 if (better := explained(error, (batch, named))) is None:
                     raise
@@ -240,8 +254,8 @@ class TrainStep:
             )
         return (loss.float() if loss.dtype in {torch.float16, torch.bfloat16} else loss), aux
 
-    def _backward(self, loss: Tensor) -> Tensor:
-        """Seed the backward pass of `loss` and return the scale it ran with: one for all of a window."""
+    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed."""
         if self._window == 0:  # whatever becomes of the scaler's own meanwhile
             scale = self.scaler.scale_on(loss.device)
             self._scale = scale.clone() if self.scaler.is_enabled() else scale
@@ -252,7 +266,7 @@ class TrainStep:
             self.copies.backward(loss, seed)
         else:
             self._sums.backward(loss, seed)
-        return self._scale
+        return self._scale, seed
 
     def _drop_gradients(self) -> None:
         """Forget what another step's loss, or one that failed, left in the gradients.
@@ -293,6 +307,7 @@ class TrainStep:
                 parameter.grad.div_(torch.distributed.get_world_size(group))
 
     def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+        self._heed(wait=True)  # after this update the parameters are no longer those of the last one
         self._sums.finish()
         parameters = self._with_gradients()
         self._window = 0
@@ -326,6 +341,8 @@ class TrainStep:
         self._sums.free()
         self._pending = verdict.bad
         culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
+        if self._memory is not None:
+            self._memory.end(verdict.bad, self._scale)
         return verdict.norm, verdict.bad, culprits
 
     def _refused(self, parameters: list[nn.Parameter]) -> bool:
@@ -393,6 +410,7 @@ class TrainStep:
 
     def _settle(self) -> None:
         """Read the verdict of the last update and advance the scheduler if it was applied."""
+        self._heed(wait=False)
         if self._pending is None:
             return
         bad, self._pending = self._pending, None
@@ -400,6 +418,33 @@ class TrainStep:
             self.host_reads += 1
             if not bool(bad):
                 self.scheduler.step()
+
+    # ------------------------------------------------------------------ explanations
+
+    def explain(self) -> Verdict:
+        """Say why the last step that was not applied was not finite; ``print(step.explain())`` is a report.
+
+        Replays its micro-batches with instruments on, unless that has happened already: the same parameters, random
+        states, buffers and scale. Parameters, gradients, buffers, generators and optimizer are as before afterwards.
+
+        Raises:
+            StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.
+        """
+        verdict: Verdict = self._black_box().explain()
+        return verdict
+
+    def _black_box(self) -> Any:
+        if self._box is None:
+            from halfstep.lens.stepbox import StepBox
+
+            self._box = StepBox(self)
+        return self._box
+
+    def _heed(self, *, wait: bool) -> None:
+        """Have the last update looked at if it was not applied, as soon as that is known."""
+        window = None if self._memory is None else self._memory.arrived(wait=wait)
+        if window is not None and (window.bad or self._box is not None):
+            self._black_box().see(window)
 
     # ------------------------------------------------------------------ state
 
