@@ -312,7 +312,7 @@ SEEN: dict[str, Any] = {
     ("changed", "steps", "name"),
     [
         ({"scale": 2.0**-14}, 1, "the scale is at its floor"),
-        ({"scale": 1.0}, 1, "not a scaling problem"),
+        ({"scale": 1.0}, 2, "not a scaling problem"),
         ({"state_finite": False}, 1, "weights or optimizer state are not finite"),
         ({"loss_finite": False}, 2, "the loss is not finite"),
         ({"scaling": "none", "low": "bf16"}, 2, "bf16 skips steps"),
