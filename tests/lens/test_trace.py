@@ -173,7 +173,8 @@ def test_a_loss_that_contains_a_gradient_is_seen_through() -> None:
     def penalty(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
-        return (gradient * 0).norm().sqrt() + model(x).float().mean()
+        loss: Tensor = (gradient * 0).norm().sqrt() + model(x).float().mean()
+        return loss
 
     verdict = explained(lambda m, h: h, loss_fn=penalty)
     assert verdict.op in {"sqrt", "norm"} and verdict.phase == "backward"
