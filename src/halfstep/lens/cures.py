@@ -27,6 +27,7 @@ __all__ = ["cures", "rebound", "with_rules"]
 LONGEST = 4  # rules in one cure
 ENOUGH = 3  # verified cures
 LOWS = frozenset({torch.float16, torch.bfloat16})
+FLOATS = LOWS | {torch.float32}
 
 
 def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, ...]:
@@ -187,23 +188,21 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
     concrete = resolved(policy, binding.device_types[0])
     store = binding.store
     bound = [(module, module.__dict__[KEY]) for module in model.modules() if KEY in module.__dict__]
-    others: dict[
-        int, nn.Parameter
-    ] = {}  # never new memory under a parameter: that would cut its hooks, DDP's among them
-    swapped = []
+    made: dict[int, nn.Parameter] = {}
+    for decision in plan.parameters:
+        parameter = model.get_parameter(decision.name)
+        precise = store.read(parameter) if store is not None and parameter in store else parameter.detach()
+        wanted = LOW.get(concrete.dtype, torch.float32) if decision.low else torch.float32
+        if parameter.dtype in FLOATS and parameter.dtype is not wanted:
+            made[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
-        for decision in plan.parameters:
-            parameter = model.get_parameter(decision.name)
-            precise = store.read(parameter) if store is not None and parameter in store else parameter.data
-            wanted = LOW.get(concrete.dtype, torch.float32) if decision.low else torch.float32
-            if not parameter.is_floating_point() or parameter.dtype is torch.float64 or parameter.dtype is wanted:
-                continue
-            others[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
-        for module in model.modules() if others else ():
-            for name, held in module._parameters.items():
-                if id(held) in others:
-                    swapped.append((module, name, held))
-                    module._parameters[name] = others[id(held)]
+        # others are put in their place: another format in `.data` would cost a parameter the hooks of its gradient
+        for module in model.modules():
+            for name, old in list(module._parameters.items()):
+                if old is not None and id(old) in made:
+                    swapped.append((module, name, old))
+                    setattr(module, name, made[id(old)])
         rules = {m.path: m.rule for m in plan.modules}
         for module, old in bound:
             rule = rules.get(old.path, "")
@@ -218,8 +217,8 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
             )
         yield
     finally:
-        for module, name, held in swapped:
-            module._parameters[name] = held
+        for module, name, parameter in swapped:
+            setattr(module, name, parameter)
         for module, old in bound:
             module.__dict__[KEY] = old
 

@@ -251,7 +251,8 @@ INVALID = {
     "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
     "sqrt": "add an eps under the root: its slope at 0 is infinite",
     "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
-    "scaled_dot_product_attention": "a row is masked out entirely; let it attend to something",
+    "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
+    "something, scale queries and keys down, or normalise them",
     "linalg.vector_norm": "add an eps under the root: its slope at 0 is infinite",
     "norm": "add an eps under the root: its slope at 0 is infinite",
 }

@@ -8,6 +8,7 @@ evidence is kept if somebody gave a folder.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import StepError
 from halfstep.events import Verdict
+from halfstep.kernels.host import number
 from halfstep.lens.cures import cures, rebound
 from halfstep.lens.diagnose import Subject, diagnose
 from halfstep.lens.evidence import save_evidence
@@ -160,12 +162,12 @@ class StepBox(Box):
 
     def _seen(self, window: Window) -> Seen:
         step = self.step
-        state = True
-        if self._trouble.streak % LOOK_EVERY == 0:
+        state, finite = True, _losses_finite(window)
+        if not finite and self._trouble.streak % LOOK_EVERY == 1:  # the first bad loss is explained anyway
             held = [v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
             state = all(extremes(t)[1] for t in (*unwrap(step.model).parameters(), *held))
         return Seen(
-            loss_finite=_losses_finite(window),
+            loss_finite=finite,
             scaling=self._scaling(),
             scale=_scale(window),
             floor=step.scaler.rule.floor,
@@ -227,11 +229,11 @@ class StepBox(Box):
 
 
 def _scale(window: Window) -> float:
-    return 1.0 if window.scale is None else float(window.scale)
+    return 1.0 if window.scale is None else number(window.scale)
 
 
 def _losses_finite(window: Window) -> bool:
-    return all(kept.loss is None or extremes(kept.loss)[1] for kept in window.batches)
+    return all(kept.loss is None or math.isfinite(number(kept.loss)) for kept in window.batches)
 
 
 def rank() -> int:

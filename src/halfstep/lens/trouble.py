@@ -63,7 +63,7 @@ class Trouble:
                 f"{seen.scale:g} cannot get lower and gradients still overflow: the numbers do not fit fp16; use bf16, "
                 "or give what overflows fp32 (step.explain() names it)",
             )
-        elif dynamic and seen.scale <= 1.0:
+        elif dynamic and seen.scale <= 1.0 and self.streak >= 2:
             yield (
                 "not a scaling problem",
                 f"gradients are not finite at scale {seen.scale:g}; a lower one does not help (explain() says why)",
