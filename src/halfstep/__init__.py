@@ -4,6 +4,9 @@ One frozen `Policy` says in which number format every operator, module, paramete
 `GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.errors import HalfstepError
 from halfstep.events import HostStepResult, StepResult
@@ -17,10 +20,15 @@ from halfstep.step import Metrics, StepMetrics, TrainStep, edit_weights, prepare
 from halfstep.tasks import Task
 from halfstep.trees import map_tensors
 
+if TYPE_CHECKING:
+    from halfstep.lens.audit import audit
+    from halfstep.lens.table import Audit
+
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Audit",
     "GradScaler",
     "HalfstepError",
     "HostStepResult",
@@ -34,6 +42,7 @@ __all__ = [
     "Task",
     "TrainStep",
     "Units",
+    "audit",
     "autocast",
     "edit_weights",
     "linear_cross_entropy",
@@ -48,3 +57,13 @@ __all__ = [
     "units",
     "unprepare",
 ]
+
+LAZY = {"Audit": "halfstep.lens.table", "audit": "halfstep.lens.audit"}
+"""Names that are imported when somebody asks for them: name -> module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(LAZY[name]), name)
+    return value
