@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -579,3 +580,15 @@ def test_a_bad_step_leaves_no_trace_in_another_model_it_calls(when: int) -> None
     step.scaler.update(new_scale=1024.0)
     assert step(torch.randn(4, 2)).host().updated
     assert not same(before, norm.state_dict())
+
+
+@pytest.mark.parametrize("outer", [hs.suspended, lambda: torch.autocast("cpu", dtype=BF16, enabled=False)])
+def test_steps_inside_an_outer_region_see_the_weights_of_the_last_update(outer: Callable[[], Any]) -> None:
+    def losses(around: Any) -> list[float]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        step = hs.TrainStep(model, optimizer, loss_fn, policy=hs.Policy.of("mixed", dtype="bf16"))
+        with around:
+            return [step(*batch(0)).host().loss for _ in range(3)]
+
+    assert losses(outer()) == losses(contextlib.nullcontext())

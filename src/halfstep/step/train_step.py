@@ -268,6 +268,7 @@ class TrainStep:
         self._statistics.put_back(verdict.bad)
         for parameter in parameters:
             parameter.grad = None
+        torch.clear_autocast_cache()  # inside an outer region torch would keep its low copies of the old weights
         self._pending = verdict.bad
         norms, names = verdict.norms, self._names
 
