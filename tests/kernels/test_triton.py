@@ -38,12 +38,9 @@ def python(*arguments: str, **environment: str) -> str:
 
 
 @needs_triton
-def test_the_kernels_are_their_reference_in_triton_s_interpreter() -> None:
-    python(
-        *("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
-        str(HERE / "triton_interpreted.py"),
-        TRITON_INTERPRET="1",
-    )
+@pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_exponents_interpreted.py"])
+def test_the_kernels_are_their_reference_in_triton_s_interpreter(file: str) -> None:
+    python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file), TRITON_INTERPRET="1")
 
 
 @needs_triton

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from halfstep.kernels import ops, reference, triton, updates
+from halfstep.kernels import exponents, ops, reference, triton, updates
+from tests.kernels.exponent_cases import DTYPES, tensors
 from tests.kernels.triton_cases import (
     BF16,
     COMBINATIONS,
@@ -149,3 +150,13 @@ def test_a_captured_step_keeps_its_tables() -> None:
 def test_the_device_need_not_be_the_current_one() -> None:
     given = case("adam", "plain", BF16, BF16, FP32)
     check(ops.adam_, "adam", given, ADAMW.numbers, "cuda:1")
+
+
+def test_exponents_on_a_gpu_are_counted_as_on_a_cpu_and_without_a_wait() -> None:
+    given = [x for dtype in DTYPES for size in (5, 70_001, 0) for x in tensors(dtype, size)]
+    there = [x.cuda() for x in given]
+    rows, found = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cuda")
+    exponents.count_(rows, given)
+    with no_waits():
+        ops.exponents_(found, there)
+    assert torch.equal(found.cpu(), rows)

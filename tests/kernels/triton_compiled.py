@@ -10,11 +10,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from halfstep.kernels.triton import norms, update_kernels, updates
+from halfstep.kernels.triton import exponents, norms, update_kernels, updates
 from halfstep.kernels.triton.launch import FAITHFUL
 
 POINTERS = {
-    **dict.fromkeys(("rows", "chunks", "draws", "ends"), "*i64"),
+    **dict.fromkeys(("rows", "chunks", "draws", "ends", "out"), "*i64"),
     **dict.fromkeys(("corrections", "factor", "rate", "sums", "norms", "divisor", "norm_out", "factor_out"), "*fp32"),
     **dict.fromkeys(("bad", "bad_out"), "*i1"),
     **dict.fromkeys(("count", "first"), "i32"),
@@ -73,6 +73,10 @@ def main() -> None:
     found["count"] = report(compiled(update_kernels.count_kernel, 90, 4, counts), 0)
     found["norms"] = report(compiled(norms.norms_kernel, 90, 4, {"MANY": norms.MANY}), 0)
     found["judge"] = report(compiled(norms.judge_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
+    for kind in ("fp32", "bf16", "fp64"):
+        sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": exponents.BLOCK, "ROW": exponents.ROW, "TOP": exponents.TOP}
+        ptx = compiled(exponents.exponents_kernel, 90, 8, {"KIND": kind, "ALIGNED": True, **sizes})
+        found[f"exponents {kind}"] = {**report(ptx, 0), "wide loads": 0}  # of masked blocks
     print(json.dumps(found))
 
 

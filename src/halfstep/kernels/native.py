@@ -35,10 +35,10 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 SHARED = ("-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
-ALONE = {"update": 100_000, "norms": 400_000}
+ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000}
 """Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3, torch.float64: 4}
 FORM_CODES = {form: code for code, form in enumerate(FORMS)}
 
 
@@ -71,7 +71,7 @@ def _registered() -> str:
         return str(reason)
     except OSError as error:  # a full disk, a file taken away
         return f"the kernels could not be compiled: {error}"
-    for name in ("norms", "judge", "adam_", "sgd_", "lion_"):
+    for name in ("norms", "judge", "adam_", "sgd_", "lion_", "exponents_"):
         LIBRARY.impl(name, getattr(kernels, name), "CPU")
     return ""
 
@@ -192,25 +192,33 @@ class _Kernels:
         text, number, address = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
         self._runtime = _threads()
         self._norms, self._judge = library.halfstep_norms, library.halfstep_judge
+        self._exponents = library.halfstep_exponents
         self._adam, self._sgd, self._lion = library.halfstep_adam, library.halfstep_sgd, library.halfstep_lion
-        self._norms.argtypes = (address, text, number, text)
+        self._norms.argtypes = self._exponents.argtypes = (address, text, number, text)
         self._judge.argtypes = (address, number, address, text, address, address, address)
         for update in (self._adam, self._sgd, self._lion):
             update.argtypes = (text, text)
-        for function in (self._norms, self._judge, self._adam, self._sgd, self._lion):
+        for function in (self._norms, self._judge, self._adam, self._sgd, self._lion, self._exponents):
             function.restype = None
 
     def _team(self, work: str, sizes: Sequence[int]) -> tuple[int, int, int, int]:
         """Return who does the work, `native.cpp`'s `Threads`."""
         return torch.get_num_threads() if sum(sizes) > ALONE[work] else 1, *self._runtime
 
+    def _threads(self, work: str, tensors: Sequence[Tensor]) -> bytes:
+        return pack("4q", *self._team(work, [t.numel() for t in tensors]))
+
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         count = len(gradients)
-        sizes = [t.numel() for t in gradients]
-        columns = pack(f"{3 * count}q", *sizes, *[TYPES[t.dtype] for t in gradients], *map(_address, gradients))
         norms = torch.empty(count, dtype=torch.float32, device="cpu")
-        self._norms(norms.data_ptr(), columns, count, pack("4q", *self._team("norms", sizes)))
+        self._norms(norms.data_ptr(), _columns(gradients), count, self._threads("norms", gradients))
         return norms
+
+    def exponents_(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        if len(rows) != len(tensors) or not rows.is_contiguous():
+            raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
+        dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        self._exponents(rows.data_ptr(), _columns(dense), len(dense), self._threads("exponents", dense))
 
     def judge(self, norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
         norms = norms.contiguous()
@@ -317,6 +325,12 @@ class _Kernels:
 
 
 _address = Tensor.data_ptr
+
+
+def _columns(tensors: Sequence[Tensor]) -> bytes:
+    """Return sizes, types and addresses."""
+    sizes, types = [t.numel() for t in tensors], [TYPES[t.dtype] for t in tensors]
+    return pack(f"{3 * len(tensors)}q", *sizes, *types, *map(_address, tensors))
 
 
 def _job(

@@ -20,6 +20,9 @@ False; states are fp32, or bf16 and then rounded stochastically. Arithmetic is f
 Note [noise]: stochastic rounding draws from a counter, not from a generator: `draws` holds (seed, count), int64 on the
 device, and element i of parameter n, stream s (0 weight, 1 first state, 2 second) gets the upper 16 bits of
 ``mix(mix(key) ^ mix(i))`` (see `reference.noise`). The operators read `draws`; the caller counts on.
+
+Two operators only look: `exponents_` adds the elements of each tensor to its row (`kernels.exponents` says what a row
+is), `exponents` returns the row of one tensor. They run everywhere, by torch's operators where there are no kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FORMS", "adam_", "judge", "lion_", "norms", "sgd_"]
+from halfstep.kernels.exponents import ROW, count_, parts, rows
+
+__all__ = ["FORMS", "adam_", "exponents", "exponents_", "judge", "lion_", "norms", "sgd_"]
 
 FORMS = ("plain", "copy", "split", "kahan", "stochastic")
 
@@ -53,12 +58,26 @@ LIBRARY.define(
     f"lion_({_WEIGHTS}, Tensor(c!)[] momenta, {_GIVEN}, "
     "float beta1, float beta2, float weight_decay, bool maximize) -> ()"
 )
+LIBRARY.define("exponents_(Tensor(a!) rows, Tensor[] tensors) -> ()")
+LIBRARY.define("exponents(Tensor x) -> Tensor")
 
 norms = torch.ops.halfstep.norms.default
 judge = torch.ops.halfstep.judge.default
 adam_ = torch.ops.halfstep.adam_.default
 sgd_ = torch.ops.halfstep.sgd_.default
 lion_ = torch.ops.halfstep.lion_.default
+exponents_ = torch.ops.halfstep.exponents_.default
+exponents = torch.ops.halfstep.exponents.default
+
+
+def _exponents(x: Tensor) -> Tensor:
+    into = rows(1, x.device)
+    exponents_(into, [parts(x)])
+    return into[0]
+
+
+LIBRARY.impl("exponents_", count_, "CompositeExplicitAutograd")
+LIBRARY.impl("exponents", _exponents, "CompositeExplicitAutograd")
 
 
 # ------------------------------------------------------------------ shapes, for fake tensors
@@ -72,6 +91,10 @@ def _judge(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tu
     return norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())
 
 
+def _row(x: Tensor) -> Tensor:
+    return x.new_empty(ROW, dtype=torch.int64)
+
+
 def _nothing(*args: object) -> None:
     return None
 
@@ -82,6 +105,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "adam_": _nothing,
     "sgd_": _nothing,
     "lion_": _nothing,
+    "exponents_": _nothing,
+    "exponents": _row,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"halfstep::{_name}", _fake, lib=LIBRARY)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from halfstep.kernels import foreach, native, ops, reference, triton, updates
+from halfstep.errors import FormatError
+from halfstep.kernels import exponents, foreach, native, ops, reference, triton, updates
 from halfstep.kernels.reference import total_norm
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
@@ -17,7 +18,7 @@ PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})  # other classes may be sh
 ENGINES: Mapping[str, Callable[[], str]] = {"cpu": native.why_not, "cuda": triton.why_not}
 """Device type -> why its operators cannot be used, "" if they can; asking registers them."""
 
-__all__ = ["cannot_update", "judge_for", "norms_for", "total_norm", "why_not"]
+__all__ = ["cannot_update", "count_exponents_", "judge_for", "norms_for", "total_norm", "why_not"]
 
 
 def why_not(tensor: Tensor) -> str:
@@ -48,6 +49,31 @@ def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) ->
         return updates.judge(norms, divisor, clip_norm)
     verdict: tuple[Tensor, Tensor, Tensor] = ops.judge(norms, divisor, clip_norm)
     return verdict
+
+
+def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Add the exponents of the n-th tensor to the n-th row: see `kernels.exponents`. Waits for nothing.
+
+    Args:
+        rows: (len(tensors), ROW) int64, contiguous.
+        tensors: floating or complex, on the device of `rows`.
+
+    Raises:
+        FormatError: a tensor is of integers, or on another device than `rows`.
+    """
+    found = [exponents.parts(tensor) for tensor in tensors]
+    for tensor in found:
+        if tensor.device != rows.device:
+            raise FormatError(
+                f"a tensor on {tensor.device} cannot be counted in rows on {rows.device}; move one of them"
+            )
+    if not found:
+        return
+    if all(type(tensor) in PLAIN for tensor in found):
+        why_not(found[0])  # to be asked is what makes the kernels take the operator over
+        ops.exponents_(rows, found)
+    else:
+        exponents.count_(rows, found)
 
 
 def cannot_update(parameters: Sequence[Tensor]) -> str:

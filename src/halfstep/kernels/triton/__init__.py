@@ -18,7 +18,14 @@ from halfstep.kernels.ops import LIBRARY
 
 __all__ = ["OPERATORS", "installed", "why_not"]
 
-OPERATORS = {"norms": "norms", "judge": "norms", "adam_": "updates", "sgd_": "updates", "lion_": "updates"}
+OPERATORS = {
+    "norms": "norms",
+    "judge": "norms",
+    "adam_": "updates",
+    "sgd_": "updates",
+    "lion_": "updates",
+    "exponents_": "exponents",
+}
 """Operator -> the module here that has a function of that name."""
 
 OLDEST = (7, 5)

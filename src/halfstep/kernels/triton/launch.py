@@ -12,7 +12,14 @@ __all__ = ["FAITHFUL", "KINDS", "on"]
 FAITHFUL: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options: a product and a sum stay two roundings, as they are in the reference."""
 
-KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "int16", None: "none"}
+KINDS = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int16: "int16",
+    None: "none",
+}
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

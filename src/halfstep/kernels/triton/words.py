@@ -16,8 +16,10 @@ import triton.language as tl
 
 @triton.jit
 def pointer(address, KIND: tl.constexpr):
-    """Return `address`, int64, as a pointer to numbers of `KIND`: fp32, fp16, bf16, int16."""
-    if KIND == "fp32":
+    """Return `address`, int64, as a pointer to numbers of `KIND`: fp64, fp32, fp16, bf16, int16."""
+    if KIND == "fp64":
+        found = tl.cast(address, tl.pointer_type(tl.float64))
+    elif KIND == "fp32":
         found = tl.cast(address, tl.pointer_type(tl.float32))
     elif KIND == "fp16":
         found = tl.cast(address, tl.pointer_type(tl.float16))

@@ -1,0 +1,127 @@
+"""Counts of binary exponents: what a row of them holds, its meaning in plain PyTorch, and how rows are added.
+
+A row is int64, ``ROW`` numbers, and all zero for no element:
+
+    place                      what
+    0 .. BINS - 1              finite elements with ``2**e <= |x| < 2**(e + 1)``, for e from LOWEST to HIGHEST
+    POWERS .. POWERS + BINS    how many of these are powers of two: where rounding thresholds lie, ties are
+    ZEROS, INFS, NANS          elements that are 0 or -0, infinite, nan
+    NEGATIVES                  elements below 0, -inf among them, -0 and nan not
+    LARGEST                    bits of the largest finite magnitude, as float64
+    SMALLEST                   `TOP` minus the bits of the smallest non-zero magnitude, as float64; 0 if there is none
+
+The first bin holds what is smaller too, the last one what is larger: only float64 has such numbers, and no format of
+halfstep has a threshold near them. Powers of two are not counted apart in these two. Rows are added by adding the
+counts and taking the maximum of the last two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import FormatError
+
+__all__ = [
+    "BINS",
+    "HIGHEST",
+    "INFS",
+    "LARGEST",
+    "LOWEST",
+    "NANS",
+    "NEGATIVES",
+    "POWERS",
+    "ROW",
+    "SMALLEST",
+    "TOP",
+    "ZEROS",
+    "count_",
+    "merge_",
+    "parts",
+    "rows",
+]
+
+LOWEST, HIGHEST = -192, 191
+"""Exponents of the outermost bins: fp32 and what rounds to it at scales from 2**-40 to 2**40 lie inside."""
+
+BINS = HIGHEST - LOWEST + 1
+POWERS = BINS
+ZEROS, INFS, NANS, NEGATIVES, LARGEST, SMALLEST = range(2 * BINS, 2 * BINS + 6)
+ROW = 2 * BINS + 6
+TOP = 0x7FF << 52
+"""Bits of float64's infinity."""
+
+DIRECT = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Formats that kernels read as they are."""
+
+
+def rows(count: int, device: torch.device | str) -> Tensor:
+    """Return `count` rows of no elements."""
+    return torch.zeros(count, ROW, dtype=torch.int64, device=device)
+
+
+def parts(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` in a format that kernels read: parts of complex ones, fp8 as fp32; no gradient.
+
+    Of a sparse tensor the elements that are there, of a sharded one those of this rank.
+
+    Raises:
+        FormatError: its elements are integers or booleans.
+    """
+    tensor = tensor.detach()
+    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    tensor = tensor if local is None else local()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point():
+        raise FormatError(f"exponents are counted of floating or complex tensors, not of {tensor.dtype}")
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor if tensor.dtype in DIRECT else tensor.to(torch.float32)
+
+
+def count_(into: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Add the elements of the n-th tensor to the n-th row, by torch's operators; waits for nothing.
+
+    Args:
+        into: (len(tensors), ROW) int64, on the device of the tensors.
+        tensors: of formats in `DIRECT`.
+    """
+    for row, tensor in zip(into.unbind(), tensors, strict=True):
+        if tensor.numel():
+            merge_(row, _row(tensor))
+
+
+def _row(tensor: Tensor) -> Tensor:
+    """Return the row of one tensor that is not empty."""
+    wide = tensor.reshape(-1).to(torch.float64)
+    bits = wide.abs().view(torch.int64)
+    finite, zero = bits < TOP, bits == 0
+    mantissa, exponent = torch.frexp(wide.abs())
+    place = exponent.to(torch.int64).sub_(1 + LOWEST).clamp_(0, BINS - 1)
+    power = (mantissa == 0.5) & (place > 0) & (place < BINS - 1)
+    # what is no finite number goes to the place after the last one, which is cut off
+    counted = finite & ~zero
+    found = torch.zeros(ROW + 1, dtype=torch.int64, device=tensor.device)
+    one = torch.ones((), dtype=torch.int64, device=tensor.device).expand(place.shape)
+    found.scatter_add_(0, place.masked_fill(~counted, ROW), one)
+    found.scatter_add_(0, (place + POWERS).masked_fill_(~(counted & power), ROW), one)
+    nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    found[ZEROS] = zero.sum()
+    found[INFS] = (bits == TOP).sum()
+    found[NANS] = (bits > TOP).sum()
+    found[NEGATIVES] = (wide < 0).sum()
+    found[LARGEST] = torch.where(counted, bits, nothing).max()
+    found[SMALLEST] = torch.where(counted, TOP - bits, nothing).max()
+    return found[:ROW]
+
+
+def merge_(into: Tensor, other: Tensor) -> None:
+    """Add the rows of `other` to those of `into`, (..., ROW), in place; waits for nothing."""
+    ends = torch.maximum(into[..., LARGEST:], other[..., LARGEST:])
+    into.add_(other)
+    into[..., LARGEST:] = ends

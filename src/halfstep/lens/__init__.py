@@ -1,0 +1,1 @@
+"""What is in the tensors of a run, and what is wrong with it."""

@@ -1,0 +1,436 @@
+"""ExponentSketch: how large the numbers of a tensor are, in a few hundred bytes.
+
+A sketch counts the binary exponents of a tensor's elements. From it follows what any format at any scale would make
+of the tensor, without the tensor: what rounds to zero, what becomes subnormal, what overflows. Counts are exact, and
+sketches can be added: over steps, ranks and tensors.
+
+Note [bounds]: a scale moves numbers, a format rounds them to its nearest, ties to even, and then ``|x| <= t`` or
+``|x| < t`` decides, for a threshold t. A sketch knows how many elements lie below the bin that t cuts, and how many
+below its end: these are the bounds. If t is a power of two it lies at the edge of a bin, and since powers of two are
+counted apart it is known also what lies exactly there: both bounds are the truth. So it is for rounding to zero at a
+scale that is a power of two, in every format: half of the smallest number rounds to zero, and what is above it does
+not. Overflow and the upper end of subnormals lie inside a bin (65520 for fp16, between 2**15 and 2**16). The largest
+and the smallest magnitude, which are known exactly, make bounds tighter; at the ends of the data they are the truth.
+
+Note [product]: thresholds speak of the exact product of number and scale, rounded once. So does a scale that is a
+power of two, unless the product leaves the format it is computed in.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import FormatError
+from halfstep.formats import Format, format_of
+from halfstep.kernels import exponents as layout
+from halfstep.kernels.pick import count_exponents_
+
+__all__ = ["ExponentSketch", "Sketches"]
+
+Bounds = tuple[float, float]
+AnyFormat = Format | str | torch.dtype
+
+
+@dataclass(kw_only=True, slots=True)
+class ExponentSketch:
+    """Counts of the binary exponents of numbers; ``a + b`` counts both.
+
+    Shares are of the finite numbers that are not zero, and 0 where there are none.
+
+    Attributes:
+        exponents: exponent e -> finite numbers with ``2**e <= |x| < 2**(e + 1)``, subnormals by their true exponent;
+            the outermost, -192 and 191, count what lies beyond them too (only float64 has such numbers).
+        powers: exponent -> how many of these are powers of two.
+        zeros: numbers that are 0 or -0.
+        infs: infinities.
+        nans: numbers that are nan.
+        negatives: numbers below zero, -inf among them.
+        largest: largest finite magnitude, exactly; 0.0 if there is none but zero.
+        smallest: smallest magnitude but zero, exactly; inf if there is none.
+
+    Example:
+        >>> sketch = ExponentSketch.of(gradient)
+        >>> sketch.underflow("fp16")  # share that would round to zero
+        (0.0312, 0.0312)
+        >>> sketch.best_scale("fp16")
+        4096.0
+    """
+
+    exponents: dict[int, int] = field(default_factory=dict)
+    powers: dict[int, int] = field(default_factory=dict)
+    zeros: int = 0
+    infs: int = 0
+    nans: int = 0
+    negatives: int = 0
+    largest: float = 0.0
+    smallest: float = math.inf
+
+    # ------------------------------------------------------------------ making
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ExponentSketch:
+        """Return the sketch of a tensor in one pass over it; waits for its device. `Sketches` does not.
+
+        Args:
+            tensor: floating (fp8 too) or complex, of which real and imaginary parts count; any shape, also empty.
+
+        Raises:
+            FormatError: it is a tensor of integers, or none.
+        """
+        if not isinstance(tensor, Tensor):
+            raise FormatError(f"ExponentSketch.of takes a tensor and got {type(tensor).__name__}")
+        found = Sketches(1, tensor.device)
+        found.add_([tensor])
+        return found.read()[0]
+
+    @classmethod
+    def from_row(cls, row: Iterable[int]) -> ExponentSketch:
+        """Return the sketch of one row of counts, as ``halfstep::exponents`` returns them (`kernels.exponents`)."""
+        row = list(row)
+        bins, powers = row[: layout.BINS], row[layout.POWERS : layout.POWERS + layout.BINS]
+        return cls(
+            exponents={n + layout.LOWEST: count for n, count in enumerate(bins) if count},
+            powers={n + layout.LOWEST: count for n, count in enumerate(powers) if count},
+            zeros=row[layout.ZEROS],
+            infs=row[layout.INFS],
+            nans=row[layout.NANS],
+            negatives=row[layout.NEGATIVES],
+            largest=_number(row[layout.LARGEST]),
+            smallest=_number(layout.TOP - row[layout.SMALLEST]),
+        )
+
+    def merge_(self, other: ExponentSketch) -> ExponentSketch:
+        """Count the numbers of `other` too; return self."""
+        for mine, more in ((self.exponents, other.exponents), (self.powers, other.powers)):
+            for exponent, count in list(more.items()):
+                mine[exponent] = mine.get(exponent, 0) + count
+        self.zeros += other.zeros
+        self.infs += other.infs
+        self.nans += other.nans
+        self.negatives += other.negatives
+        self.largest = max(self.largest, other.largest)
+        self.smallest = min(self.smallest, other.smallest)
+        return self
+
+    def __add__(self, other: ExponentSketch) -> ExponentSketch:
+        """Return the sketch of the numbers of both."""
+        if not isinstance(other, ExponentSketch):
+            return NotImplemented
+        return ExponentSketch().merge_(self).merge_(other)
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def count(self) -> int:
+        """Numbers seen; a complex number is two."""
+        return self.nonzero + self.zeros + self.infs + self.nans
+
+    @property
+    def nonzero(self) -> int:
+        """Finite numbers that are not zero: what shares are shares of."""
+        return sum(self.exponents.values())
+
+    # ------------------------------------------------------------------ answers
+
+    def underflow(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
+        """Return the (least, largest possible) share that rounds to zero in `format` when multiplied by `scale`.
+
+        Both are the same if `scale` is a power of two.
+
+        Raises:
+            FormatError: no such format, or a scale that is not positive and finite.
+        """
+        return self._share(self._zeroed(*_given(format, scale)))
+
+    def subnormal(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
+        """Return the (least, largest possible) share that rounds to a subnormal number of `format`, not to zero.
+
+        Raises:
+            FormatError: as `underflow`.
+        """
+        return self._share(self._lowered(*_given(format, scale)))
+
+    def overflow(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
+        """Return the (least, largest possible) share beyond `format`: what becomes inf, or saturates where none is.
+
+        Raises:
+            FormatError: as `underflow`.
+        """
+        return self._share(self._beyond(*_given(format, scale)))
+
+    def headroom(self, format: AnyFormat, scale: float = 1.0) -> float:
+        """Return how many bits the largest number lies below the largest of `format`; negative beyond it.
+
+        A scale 2**k takes k bits of it. inf if there is no number but zero.
+
+        Raises:
+            FormatError: as `underflow`.
+        """
+        format, factor = _given(format, scale)
+        return math.log2(format.max) - math.log2(self.largest) - math.log2(factor) if self.largest else math.inf
+
+    def best_scale(self, format: AnyFormat) -> float:
+        """Return the best power of two to multiply these numbers with before they are rounded to `format`.
+
+        That is: nothing overflows; of these scales those under which the fewest numbers round to zero; of these those
+        that may make the fewest subnormal; of these the nearest to 1. 1.0 if there is no number but zero.
+
+        Raises:
+            FormatError: no such format.
+        """
+        format, _ = _given(format, 1.0)
+        if not self.largest:
+            return 1.0
+        top, closed = _limit(format)
+        most = _floor_log2(top / Fraction(self.largest))
+        if closed and Fraction(self.largest) * _power(most) == top:
+            most -= 1
+        low, high = min(most, 0), most  # the larger the scale, the fewer are lost: look for the least that is as good
+        wanted = self._lost(format, most)
+        while low < high:
+            middle = (low + high) // 2
+            if self._lost(format, middle) > wanted:
+                low = middle + 1
+            else:
+                high = middle
+        return math.ldexp(1.0, max(min(high, 1023), -1074))
+
+    def relative_error(self, format: AnyFormat, scale: float = 1.0) -> Bounds:
+        """Return bounds on the mean of ``|rounded - x| / |x|`` over the finite numbers that are not zero.
+
+        What rounds to zero errs by 1; what overflows by inf, or by how much of it is cut off where `format` saturates;
+        every other number by at most what its exponent allows, and possibly by nothing.
+
+        Raises:
+            FormatError: as `underflow`.
+        """
+        format, factor = _given(format, scale)
+        if not self.nonzero:
+            return 0.0, 0.0
+        lower = float(self._zeroed(format, factor)[0])
+        upper = 0.0
+        beyond = self._beyond(format, factor)
+        top, _ = _limit(format)
+        for exponent, count in self.exponents.items():
+            begin = _power(exponent) * factor
+            if exponent == layout.LOWEST:
+                begin = Fraction(self.smallest) * factor
+            upper += count * _worst(format, begin)
+        if beyond[0]:
+            lower += beyond[0] * _cut(format, max(top, Fraction(self.smallest) * factor))
+        if beyond[1]:
+            upper += beyond[1] * _cut(format, Fraction(self.largest) * factor)
+        return lower / self.nonzero, upper / self.nonzero
+
+    # ------------------------------------------------------------------ counting between thresholds
+
+    def _zeroed(self, format: Format, scale: Fraction) -> tuple[int, int]:
+        return self._below(Fraction(format.smallest_subnormal) / 2 / scale, closed=True)
+
+    def _lowered(self, format: Format, scale: Fraction) -> tuple[int, int]:
+        spacing, normal = Fraction(format.smallest_subnormal), Fraction(format.smallest_normal)
+        if spacing == normal:
+            return 0, 0
+        least, most = self._zeroed(format, scale)
+        below = self._below((normal - spacing / 2) / scale, closed=False)
+        return max(0, below[0] - most), below[1] - least
+
+    def _lost(self, format: Format, power: int) -> tuple[int, int]:
+        """Return how many numbers round to zero at a scale of ``2**power``, and how many may become subnormal."""
+        return self._zeroed(format, _power(power))[1], self._lowered(format, _power(power))[1]
+
+    def _beyond(self, format: Format, scale: Fraction) -> tuple[int, int]:
+        top, closed = _limit(format)
+        least, most = self._below(top / scale, closed=not closed)
+        return self.nonzero - most, self.nonzero - least
+
+    def _below(self, limit: Fraction, *, closed: bool) -> tuple[int, int]:
+        """Return bounds on how many magnitudes are less than `limit`, or up to it if `closed`."""
+        total = self.nonzero
+        if not total:
+            return 0, 0
+
+        def inside(value: float) -> bool:
+            return Fraction(value) < limit or (closed and value == limit)
+
+        if inside(self.largest):
+            return total, total
+        if not inside(self.smallest):
+            return 0, 0
+        cut = max(min(_floor_log2(limit), layout.HIGHEST), layout.LOWEST)
+        below = sum(count for exponent, count in self.exponents.items() if exponent < cut)
+        here, powers = self.exponents.get(cut, 0), self.powers.get(cut, 0)
+        if layout.LOWEST < cut < layout.HIGHEST and limit == _power(cut):
+            return (below + powers,) * 2 if closed else (below,) * 2
+        lower = max(below + powers, 1)  # the smallest is inside, the largest is not
+        return lower, min(below + here, total - 1)
+
+    def _share(self, counts: tuple[int, int]) -> Bounds:
+        total = self.nonzero
+        return (counts[0] / total, counts[1] / total) if total else (0.0, 0.0)
+
+    # ------------------------------------------------------------------ keeping
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sketch as JSON's values; under 3 KB as JSON, some hundred bytes as a rule.
+
+        Tables of counts are text, because a table of all of fp32's exponents in digits would be larger: the first
+        exponent, and the counts from there on in base85, 7 bits a byte (`from_dict` reads it).
+        """
+        written: dict[str, Any] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            written[entry.name] = _packed(value) if isinstance(value, dict) else None if value == math.inf else value
+        return written
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ExponentSketch:
+        """Return the sketch that `to_dict` has written.
+
+        Raises:
+            FormatError: these are not its values.
+        """
+        kinds = {f.name: f.type for f in fields(cls)}
+        if set(values) != set(kinds):
+            odd = sorted(set(values) ^ set(kinds))
+            raise FormatError(f"not the values of an ExponentSketch: {odd} missing or unknown; expected {[*kinds]}")
+        try:
+            return cls(**{name: _READ[str(kind)](values[name]) for name, kind in kinds.items()})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise FormatError(f"not the values of an ExponentSketch: {error}") from error
+
+    def __str__(self) -> str:
+        """Return one line."""
+        if not self.count:
+            return "no numbers"
+        parts = [f"{self.count:,} numbers"]
+        if self.nonzero:
+            parts[0] += f", {self.smallest:.3g} to {self.largest:.3g}"
+        for name in ("zeros", "infs", "nans"):
+            if number := getattr(self, name):
+                parts.append(f"{number:,} {name}")
+        return ", ".join(parts)
+
+
+class Sketches:
+    """Sketches that grow on a device, one for each of many tensors, without a wait until they are read.
+
+    Args:
+        count: how many.
+        device: where the tensors will be.
+    """
+
+    def __init__(self, count: int, device: torch.device | str) -> None:
+        self.rows = layout.rows(count, device)
+
+    def add_(self, tensors: Iterable[Tensor], first: int = 0) -> None:
+        """Count the n-th tensor's elements in the sketch ``first + n``; waits for nothing.
+
+        Raises:
+            FormatError: a tensor is of integers.
+        """
+        given = list(tensors)
+        count_exponents_(self.rows[first : first + len(given)], given)
+
+    def read(self) -> list[ExponentSketch]:
+        """Return what was counted; waits for the device."""
+        return [ExponentSketch.from_row(row) for row in self.rows.tolist()]
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def _given(format: AnyFormat, scale: float) -> tuple[Format, Fraction]:
+    scale = float(scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise FormatError(f"scale={scale!r}; expected a positive finite number, such as 2.0**10")
+    return format_of(format), Fraction(scale)
+
+
+def _limit(format: Format) -> tuple[Fraction, bool]:
+    """Return where overflow begins, halfway to the next number that would be, and whether that itself overflows."""
+    spacing = Fraction(format.ulp(format.max))
+    return Fraction(format.max) + spacing / 2, Fraction(format.max) / spacing % 2 == 1
+
+
+def _worst(format: Format, begin: Fraction) -> float:
+    """Return how much a number from `begin` to twice of it errs at most, relatively, but for overflow.
+
+    A number of spacing s errs by s / 2 at most, worst next to the lower end: s / 2 over ``begin + s / 2``.
+    """
+    spacing = Fraction(format.smallest_subnormal)
+    power = _power(_floor_log2(begin))
+    if power < spacing:
+        return 1.0
+    half = (power * Fraction(format.eps) if power >= format.smallest_normal else spacing) / 2
+    return float(half / (power + half))
+
+
+def _cut(format: Format, value: Fraction) -> float:
+    """Return how much of `value`, beyond `format`, overflow takes away, relatively."""
+    return math.inf if format.has_inf else float((value - Fraction(format.max)) / value)
+
+
+def _power(exponent: int) -> Fraction:
+    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
+
+
+def _floor_log2(value: Fraction) -> int:
+    guess = value.numerator.bit_length() - value.denominator.bit_length()
+    return guess if value >= _power(guess) else guess - 1
+
+
+def _number(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
+
+
+# ---------------------------------------------------------------------- text
+
+
+def _packed(counts: Mapping[int, int]) -> str:
+    """Return counts from the first to the last that is not zero, each as bytes of 7 bits, low ones first."""
+    if not counts:
+        return ""
+    written = bytearray()
+    for exponent in range(min(counts), max(counts) + 1):
+        rest = counts.get(exponent, 0)
+        while rest > 127:
+            written.append(rest & 127 | 128)
+            rest >>= 7
+        written.append(rest)
+    return f"{min(counts)} {base64.b85encode(bytes(written)).decode()}"
+
+
+def _unpacked(text: str) -> dict[int, int]:
+    if not text:
+        return {}
+    first, _, coded = text.partition(" ")
+    counts, exponent, value, shift = dict[int, int](), int(first), 0, 0
+    for byte in base64.b85decode(coded):
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            if value:
+                counts[exponent] = value
+            exponent, value, shift = exponent + 1, 0, 0
+    if shift:
+        raise ValueError("a table of counts is cut off")
+    return counts
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "dict[int, int]": _unpacked,
+    "int": int,
+    "float": lambda value: math.inf if value is None else float(value),
+}
+"""Type of a field -> what makes its value of JSON's."""
