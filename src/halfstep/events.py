@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["WEIGHTS_ATTRIBUTE", "HostStepResult", "StepResult"]
+__all__ = ["WEIGHTS_ATTRIBUTE", "Cure", "HostStepResult", "StepResult", "Verdict"]
 
 WEIGHTS_ATTRIBUTE = "_halfstep_weights"
 
@@ -80,3 +80,98 @@ class StepResult:
             grad_norm=float(self.grad_norm),
             culprits=self.culprits,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cure:
+    """A change of policy for a step that went wrong.
+
+    Attributes:
+        policy: the whole policy with the change made, an `hs.Policy`; None where the change is none of a policy.
+        text: the change in words and as a line that can be pasted.
+        verified: whether the step was replayed with it and was finite.
+    """
+
+    policy: Any
+    text: str
+    verified: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why a step was not finite; printing it is a report. What is absent is "" or ().
+
+    Attributes:
+        kind: "overflow", "invalid", "bad_batch", "bad_state", "scale_too_high" or "not_reproducible".
+        op: public short name of the operator that made the first non-finite value, such as "linear".
+        module: dotted name of the module it was called in; "" for the root and for what no module calls.
+        phase: "forward", "backward" or "update".
+        line: the user's line that called it: "file.py:12 text".
+        parameter: name of the parameter, buffer, optimizer state or input that was not finite.
+        dtypes: formats of the tensors it was given.
+        shapes: their shapes.
+        value: largest magnitude among them.
+        limit: largest number of the format its result has; 0.0 if that does not matter.
+        rank: rank of the process it happened on.
+        step: the step of the TrainStep or BlackBox, from 1.
+        cures: changes under which the step is finite, smallest first; then unverified advice.
+        notes: what else was seen on the way.
+    """
+
+    kind: str
+    op: str = ""
+    module: str = ""
+    phase: str = ""
+    line: str = ""
+    parameter: str = ""
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    value: float = 0.0
+    limit: float = 0.0
+    rank: int = 0
+    step: int = 0
+    cures: tuple[Cure, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """Operator, module and line in one phrase."""
+        parts = [self.op, f"in {self.module}" if self.module else "", f"at {self.line}" if self.line else ""]
+        return " ".join(part for part in parts if part)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        rank = f" on rank {self.rank}" if self.rank else ""
+        return f"step {self.step}{rank}: {self._sentence()}"
+
+    def _sentence(self) -> str:
+        what = f"{self.phase} of {self.where}" if self.where else self.phase
+        if self.kind == "overflow":
+            limit = f"; the largest input is {self.value:.6g}, the format ends at {self.limit:.6g}" if self.limit else ""
+            return f"overflow in {what}{limit}"
+        if self.kind == "invalid":
+            return f"invalid operation in {what}: the result is not a number for finite inputs"
+        if self.kind == "bad_batch":
+            return f"the batch is not finite: {self.parameter}"
+        if self.kind == "bad_state":
+            return f"{self.parameter or 'the state'} is not finite before the step" + (f"; {what}" if self.op else "")
+        if self.kind == "scale_too_high":
+            return f"the loss scale is too high for {what}; it adapts by itself if it is dynamic"
+        return "not reproducible: the replay of this step is finite"
+
+    def __str__(self) -> str:
+        """Return the report: one fact a line, then what to change."""
+        lines = [f"halfstep black box, {self.headline}"]
+        facts = [("operator", self.op), ("module", self.module), ("line", self.line), ("phase", self.phase)]
+        facts.append(("value of", self.parameter))
+        if self.shapes:
+            inputs = zip(self.dtypes, self.shapes, strict=True)
+            facts.append(("inputs", ", ".join(f"{d} {list(s)}" for d, s in inputs)))
+            facts.append(("largest", f"{self.value:.6g}" + (f", limit {self.limit:.6g}" if self.limit else "")))
+        lines += [f"  {name:<9} {text}" for name, text in facts if text]
+        lines += [f"  note      {note}" for note in self.notes]
+        for cure in self.cures:
+            mark = "cure, verified by replay" if cure.verified else "advice, not verified"
+            lines.append(f"  {mark}: " + cure.text.replace("\n", "\n      "))
+        return "\n".join(lines)

@@ -153,7 +153,10 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
     mode = recipe.mode
     state.mode = mode
     if mode is not None:
-        _push_mode(mode)
+        if state.above is None:
+            _push_mode(mode)
+        else:
+            _push_below(state.above, mode)
     frames.append(frame)
 
 
@@ -171,7 +174,10 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
         return
     frame = frames.pop()
     if recipe.mode is not None:
-        _pop_mode()
+        if state.above is None:
+            _pop_mode()
+        else:
+            _pop_below(state.above)
     state.mode, state.bound = frame.mode, frame.bound
     nesting = autocast_decrement_nesting()
     if nesting == 0:
@@ -215,6 +221,25 @@ class opened:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         close_recipe(self.recipe, self, failing=exc_type is not None)
+
+
+def _push_below(above: Any, mode: RuleMode) -> None:
+    """Push `mode` under `above`, which is the innermost mode unless this runs inside its handler."""
+    if torch.overrides._get_current_function_mode() is not above:
+        _push_mode(mode)
+        return
+    _pop_mode()
+    _push_mode(mode)
+    _push_mode(above)
+
+
+def _pop_below(above: Any) -> None:
+    """Undo `_push_below`."""
+    inside = torch.overrides._get_current_function_mode() is not above
+    _pop_mode()
+    if not inside:
+        _pop_mode()
+        _push_mode(above)
 
 
 def _close_out_of_order(recipe: Recipe, owner: object, *, failing: bool) -> None:

@@ -23,6 +23,7 @@ class _State(threading.local):
         visit: called with every prepared model before it runs in this thread, or None.
         frames: the open regions, innermost last.
         casts: the weight casts of the open regions.
+        above: a function mode that stays above the modes of all regions (it sees operators as they are called), or None.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class _State(threading.local):
         self.visit: Callable[[Any], None] | None = None
         self.frames: list[Any] = []
         self.casts = WeightCasts()
+        self.above: Any = None
 
 
 STATE = _State()

@@ -1,1 +1,1 @@
-"""What is in the tensors of a run, and what is wrong with it."""
+"""Lens: what is in the numbers of a run, what is wrong with them, and why a step went wrong."""

@@ -24,13 +24,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from halfstep.cast.recipe import opened
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
-from halfstep.events import StepResult
+from halfstep.events import StepResult, Verdict
+from halfstep.kernels.host import peek
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
+from halfstep.step.memory import Memory
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.statistics import Statistics
@@ -65,6 +67,8 @@ class TrainStep:
         accumulate: micro-batches per update; gradients are their mean.
         scaler: a GradScaler, also one shared with other TrainSteps; default: what the policy's `scale` says.
         scheduler: a learning-rate scheduler to advance after each update that was applied.
+        blackbox: whether a step that is not finite for another reason than a dynamic scale on its way down is replayed
+            and explained, by one line of the logger "halfstep"; a folder: and its evidence kept there. See `explain`.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -83,6 +87,7 @@ class TrainStep:
         accumulate: int = 1,
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
+        blackbox: bool | str | Path = True,
     ) -> None:
         _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -114,6 +119,9 @@ class TrainStep:
         self._scale = torch.ones(())
         self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
+        self._memory = None if blackbox is False else Memory(unwrap(model))
+        self._evidence = None if isinstance(blackbox, bool) else Path(blackbox)
+        self._box: Any = None  # made by the first step that is not finite
         if self._store is not None and self.policy.grads == "fp32":
             for parameter in self._store.parameters():
                 parameter.grad_dtype = torch.float32
@@ -135,17 +143,22 @@ class TrainStep:
         if self._window == 0:
             self._drop_gradients()
             self._statistics.keep()
+            if self._memory is not None:
+                self._memory.begin(self._step + 1)
+        kept = None if self._memory is None else self._memory.keep(batch, named)
         last = self._window + 1 == self.accumulate
         try:
             with self._gradient_sync(last):
-                loss, aux = self._forward(batch, named)
-                scale = self._backward(loss)
+                loss, aux = self._forward(self.model, batch, named)
+                scale, seed = self._backward(loss)
         except BaseException:
             self._window = 0  # its gradients are partial, and dropped by the next call
             self._statistics.restore()
             raise
         self._step += 1
         self._window += 1
+        if kept is not None:
+            kept.loss, kept.seed = loss.detach(), seed
         if last:
             norm, bad, culprits = self._update(self.accumulate)
             result = StepResult(self._step, loss.detach(), aux, scale, norm, bad, ~bad, culprits)
@@ -168,12 +181,12 @@ class TrainStep:
         self._metrics = Metrics(every)
         return self._metrics
 
-    def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _forward(self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
         recipe, visit = self._binding.recipe, STATE.visit
         with opened(recipe, depth=2):
             STATE.bound, STATE.visit = recipe, self._statistics.visit
             try:
-                returned = self.loss_fn(self.model, *batch, **named)
+                returned = self.loss_fn(model, *batch, **named)
             except RuntimeError as error:
                 if (better := explained(error, (batch, named))) is None:
                     raise
@@ -194,8 +207,8 @@ class TrainStep:
             )
         return (loss.float() if loss.dtype in {torch.float16, torch.bfloat16} else loss), aux
 
-    def _backward(self, loss: Tensor) -> Tensor:
-        """Seed the backward pass of `loss` and return the scale it ran with: one for all of a window."""
+    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed."""
         if self._window == 0:  # whatever becomes of the scaler's own meanwhile
             scale = self.scaler.scale_on(loss.device)
             self._scale = scale.clone() if self.scaler.is_enabled() else scale
@@ -203,7 +216,7 @@ class TrainStep:
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
         loss.backward(gradient=seed)
-        return self._scale
+        return self._scale, seed
 
     def _drop_gradients(self) -> None:
         """Forget what another step's loss, or one that failed, left in the gradients.
@@ -271,6 +284,8 @@ class TrainStep:
         torch.clear_autocast_cache()  # inside an outer region torch would keep its low copies of the old weights
         self._pending = verdict.bad
         norms, names = verdict.norms, self._names
+        if self._memory is not None:
+            self._memory.end()
 
         def culprits() -> tuple[str, ...]:
             finite = torch.isfinite(norms).tolist()
@@ -339,10 +354,41 @@ class TrainStep:
         if self._pending is None:
             return
         bad, self._pending = self._pending, None
+        if self._memory is not None and type(bad) is Tensor:
+            self._heed(bad)
         if self.scheduler is not None:
             self.host_reads += 1
             if not bool(bad):
                 self.scheduler.step()
+
+    # ------------------------------------------------------------------ explanations
+
+    def explain(self) -> Verdict:
+        """Say why the last step that was not applied was not finite; ``print(step.explain())`` is a report.
+
+        Replays its micro-batches with instruments on, unless that has happened already: the same parameters, random
+        states, buffers and scale. Parameters, gradients, buffers, generators and optimizer are as before afterwards.
+
+        Raises:
+            StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.
+        """
+        return self._black_box().explain()
+
+    def _black_box(self) -> Any:
+        if self._box is None:
+            from halfstep.lens.blackbox import StepBox
+
+            self._box = StepBox(self)
+        return self._box
+
+    def _heed(self, bad: Tensor) -> None:
+        """Read the verdict of the last update where that waits for nothing, and have a bad one looked at."""
+        if bad.device.type == "cpu" and not peek(bad):
+            if self._box is not None:
+                self._box.fine()
+            return
+        if bad.device.type == "cpu":
+            self._black_box().bad()
 
     # ------------------------------------------------------------------ state
 

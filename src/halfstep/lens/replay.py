@@ -1,0 +1,181 @@
+"""Replay: run kept micro-batches again, exactly, and leave everything as it was.
+
+What a forward or backward pass may change is put back: generators, buffers, plain attributes of modules, gradients. Where
+it can, the backward pass of a replay goes through `torch.autograd.grad`, which touches no ``.grad`` and runs no hook
+that would step an optimizer or reduce over ranks; only re-entrant checkpointing needs ``backward()``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.lens.trace import Trace, extremes
+from halfstep.step.memory import Kept, put_random, random_states
+from halfstep.trees import map_tensors
+
+__all__ = ["Attempt", "Replay", "leaves_of"]
+
+PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
+REENTRANT = "CheckpointFunctionBackward"
+
+
+@dataclass(eq=False)
+class Attempt:
+    """What came out of one replay.
+
+    Attributes:
+        losses: detached, one for each micro-batch.
+        gradients: of each leaf that got one, summed over the micro-batches.
+        bad: whether the loss or a gradient is not finite.
+        index: the first micro-batch that is not finite, or None.
+        culprits: leaves whose gradient is not finite.
+        trace: the instruments, if there were any: of the micro-batch `index`.
+        added: the leaf whose gradients are finite in each micro-batch and whose sum is not, or None.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    bad: bool = False
+    index: int | None = None
+    culprits: list[Tensor] = field(default_factory=list)
+    trace: Trace | None = None
+    added: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Replay:
+    """Runs micro-batches again.
+
+    Args:
+        model: the user's model, unwrapped.
+        forward: ``forward(batch, named) -> loss`` in its region.
+        window: the micro-batches.
+        buffers: values of buffers before the window, as `Memory` keeps them.
+    """
+
+    model: nn.Module
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
+    window: Sequence[Kept]
+    buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
+
+    def run(self, *, traced: bool = False, factor: float | None = None, only: int | None = None) -> Attempt:
+        """Run the window once more.
+
+        Args:
+            traced: whether to look on; the trace is of the first micro-batch that is not finite.
+            factor: what every seed is multiplied by; None: as it was.
+            only: the only micro-batch to run.
+        """
+        attempt = Attempt()
+        with self._undone():
+            for module, name, value in self.buffers:
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.shape == value.shape:
+                    with torch.no_grad():
+                        buffer.copy_(value)
+            for index, kept in enumerate(self.window):
+                if only is None or index == only:
+                    self._one(attempt, index, kept, traced=traced, factor=factor)
+                    if attempt.bad and attempt.trace is not None:
+                        break
+        return attempt
+
+    def _one(self, attempt: Attempt, index: int, kept: Kept, *, traced: bool, factor: float | None) -> None:
+        put_random(kept.random)
+        batch, named = map_tensors((kept.batch, kept.named), _own)
+        trace = Trace(self.model) if traced else None
+        with ExitStack() as stack:
+            if trace is not None:
+                trace.expect((batch, named))
+                stack.enter_context(trace.watching())
+            loss = self.forward(batch, named)
+            with torch.no_grad():
+                seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
+                if factor is not None:
+                    seed = seed * factor
+            gradients = _gradients(loss, seed)
+        attempt.losses.append(loss.detach())
+        culprits = [leaf for leaf, gradient in gradients.items() if not extremes(gradient)[1]]
+        bad = bool(culprits) or not extremes(loss)[1]
+        if bad and attempt.index is None:
+            attempt.bad, attempt.index, attempt.culprits, attempt.trace = True, index, culprits, trace
+            if trace is not None:
+                trace.loss = loss
+                trace.gradients = gradients
+                return
+        for leaf, gradient in gradients.items():
+            held = attempt.gradients.get(leaf)
+            attempt.gradients[leaf] = gradient if held is None else held + gradient
+        if not attempt.bad:
+            sums = [leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1]]
+            if sums:
+                attempt.bad, attempt.index, attempt.culprits, attempt.added = True, index, sums, sums[0]
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Put back what a replay changes."""
+        random = random_states()
+        modules = list(self.model.modules())
+        buffers = [(b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None]
+        plain = [(m, dict(m._buffers), {k: v for k, v in vars(m).items() if isinstance(v, PLAIN)}) for m in modules]
+        with ExitStack() as stack:
+            if hasattr(torch.compiler, "set_stance"):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch.enable_grad())
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, value in buffers:
+                        if not torch.equal(buffer, value) or not extremes(value)[1]:
+                            buffer.copy_(value)
+                for module, held, values in plain:
+                    module._buffers.update(held)
+                    for name, value in values.items():
+                        if vars(module).get(name) is not value:
+                            vars(module)[name] = value
+                put_random(random)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a copy that a replay may write to."""
+    copy = tensor.detach().clone()
+    return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
+
+
+def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
+    """Return the leaves `loss` depends on, and whether re-entrant checkpoints lie between."""
+    found: dict[Tensor, None] = {}
+    reentrant = False
+    seen, todo = set[Any](), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[variable] = None
+        reentrant = reentrant or node.name() == REENTRANT
+        todo += [following for following, _ in node.next_functions]
+    return list(found), reentrant
+
+
+def _gradients(loss: Tensor, seed: Tensor) -> dict[Tensor, Tensor]:
+    """Return the gradients of all leaves, without touching theirs."""
+    leaves, reentrant = leaves_of(loss)
+    if not leaves:
+        return {}
+    if not reentrant:
+        found = torch.autograd.grad(loss, leaves, grad_outputs=seed, allow_unused=True)
+        return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+    raise NotImplementedError("re-entrant checkpoints")
