@@ -453,11 +453,11 @@ class _Step(TrainStep):
         """Return whether there are precise values behind `parameter`."""
         return self._store is not None and parameter in self._store
 
-    def _backward(self, loss: Tensor) -> Tensor:
+    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         self.run.recorder.backward_begins()
-        scale = super()._backward(loss)
+        scale, seed = super()._backward(loss)
         self.run.backward_ended(float(scale))
-        return scale
+        return scale, seed
 
     def _update(self, count: int) -> Any:
         intended = self.run.before_update(float(self._scale))

@@ -7,14 +7,12 @@ multi_head_attention_forward are opened, so that their parts are seen.
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
+from halfstep.lens.trace import _line, _user_frame
 from halfstep.policy.operators import known, name_of
 
 __all__ = ["Call", "Paths", "Watch", "floats_of", "tensors_in"]
@@ -34,10 +33,6 @@ OPENED = {F.multi_head_attention_forward, F.normalize, F.gumbel_softmax}
 
 CONVERSIONS = {"to": "to", "type": "to", "half": "to", "bfloat16": "to"}
 """Methods that change a format where a user asks for it: not operators of a policy, but they round."""
-
-OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-"""Where a line of code is torch's or ours, and not the user's."""
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -115,8 +110,7 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """Watch the operators called in a block."""
-        before = getattr(STATE, "above", None)
-        STATE.above = self
+        before, STATE.above = STATE.above, self
         try:
             with self:
                 yield
@@ -175,14 +169,7 @@ def _other(name: str) -> tuple[str, bool]:
 
 def user_line() -> str:
     """Return "file.py:12 source text" of the innermost frame that is neither torch's nor halfstep's; "" if none is."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(OUTSIDE) and not file.startswith("<"):
-            text = linecache.getline(file, frame.f_lineno).strip()
-            return f"{Path(file).name}:{frame.f_lineno} {text}".rstrip()
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return _line(_user_frame(sys._getframe(1))[0])
 
 
 def tensors_in(values: Any) -> list[Tensor]:
