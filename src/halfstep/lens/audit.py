@@ -23,7 +23,7 @@ from torch.optim import SGD, Optimizer
 from halfstep.cast.region import suspended
 from halfstep.errors import AuditError, HalfstepError
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.findings import is_stochastic
+from halfstep.lens.findings import AVERAGES
 from halfstep.lens.record import Recorder, Reference
 from halfstep.lens.rows import Row, Tally, form_of, row_of
 from halfstep.lens.table import Audit
@@ -236,7 +236,9 @@ class _Run:
             optimizer = SGD(trained, lr=0.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "policy .* on ")  # the plan's notes say it
-            self.train = _Step(model, optimizer, self._watched, policy=policy, clip_norm=clip_norm, scaler=scaler)
+            self.train = _Step(
+                model, optimizer, self._watched, policy=policy, clip_norm=clip_norm, scaler=scaler, blackbox=False
+            )
         self.train.run = self
         self.paths = Paths(model)
         self.names = {id(p): name for name, p in model.named_parameters()}
@@ -394,7 +396,9 @@ class _Run:
                 if isinstance(found, Tensor) and key in old and found.is_floating_point():
                     tally = self.recorder.tally(Call(module, kind, 0, ""), "state", f"{name}.{key}")
                     tally.notes["stochastic"] = managed
+                    tally.pace = _pace(step.optimizer, p, key)
                     swallow(tally, old[key], value, found, form_of(found))
+                    tally.whole.add(found, value.float(), form_of(found))
 
     # ------------------------------------------------------------------ what comes out
 
@@ -464,6 +468,16 @@ class _Step(TrainStep):
         verdict = super()._update(count)
         self.run.after_update(intended, verdict[1])
         return verdict
+
+
+def _pace(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
+    """Return how much of a moving average is new at each step; 0.0 if it is not known to be one."""
+    option, place = AVERAGES.get(key, ("", None))
+    for group in optimizer.param_groups:
+        if option in group and any(p is parameter for p in group["params"]):
+            factor = group[option] if place is None else group[option][place]
+            return 1.0 - float(factor)
+    return 0.0
 
 
 def _widened(model: nn.Module) -> nn.Module:

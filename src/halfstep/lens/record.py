@@ -165,6 +165,7 @@ class Recorder(Watch):
         self._arrived: list[tuple[Tally, Tensor, Kept | None]] = []
         self._running: Tally | None = None
         self._mark = 0.0
+        self._off: dict[int, float] = {}  # storage -> how far its numbers are from the fp32 twin's
 
     def tally(self, call: Call, role: str, parameter: str = "") -> Tally:
         """Return the tally of a row."""
@@ -212,7 +213,9 @@ class Recorder(Watch):
             tally.local.exact(output.numel())
         kept = self._twin_of(call, output)
         if kept is not None:
-            tally.whole.add(output.detach(), kept.value, form)
+            off = tally.whole.add(output.detach(), kept.value, form)
+            tally.given = max([tally.given, *(self._off.get(_place(t), 0.0) for t in given)])
+            self._off[_place(output)] = off
         if output.requires_grad:
             self._hook(call, output, kept, twin)
         return result
@@ -406,6 +409,10 @@ class Recorder(Watch):
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
             if scale != 1.0 or made_in.exponent_bits < FP32.exponent_bits:
                 tally.wide = merged(tally.wide, wanted)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _copy(tensor: Tensor) -> Tensor:

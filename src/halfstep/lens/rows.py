@@ -45,8 +45,12 @@ class Comparison:
     lost: int = 0
 
     @torch.no_grad()
-    def add(self, actual: Tensor, wanted: Tensor, form: Format, scale: float = 1.0) -> None:
-        """Compare `actual`, numbers of `form` that carry a factor `scale`, with `wanted`, which carries none."""
+    def add(self, actual: Tensor, wanted: Tensor, form: Format, scale: float = 1.0) -> float:
+        """Compare `actual`, numbers of `form` that carry a factor `scale`, with `wanted`, which carries none.
+
+        Returns:
+            The relative error of this one.
+        """
         wide = torch.float64 if wanted.dtype is torch.float64 else torch.float32
         found, wanted = actual.to(wide), wanted.to(wide)
         if scale != 1.0:
@@ -67,7 +71,9 @@ class Comparison:
             difference, reference = difference / scale**2, reference / scale**2
         self.difference += difference
         self.reference += reference
-        self.worst = max(self.worst, _ratio(difference, reference))
+        error = _ratio(difference, reference)
+        self.worst = max(self.worst, error)
+        return error
 
     def exact(self, count: int) -> None:
         """Count elements that are what they should be by definition."""
@@ -124,6 +130,8 @@ class Tally:
     mass: float = 0.0
     swallowed_mass: float = 0.0
     saturated: int = 0
+    given: float = 0.0
+    pace: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
 
     def see(self, tensor: Tensor, form: Format | None = None) -> None:
@@ -178,9 +186,11 @@ class Row:
             activation gradient: of the gradients that its backward pass makes of it.
         worst: the largest such error of one call.
         accumulated: against the fp32 run of the whole model.
+        given: the same of its inputs, the worst of them; nan where they come from nowhere.
         missing: share of elements that are zero and are not in the fp32 run.
         swallowed: share of changes smaller than half an ulp of what they change; of an update or a state.
         swallowed_mass: the same, weighted by the size of the change.
+        pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
         sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
@@ -212,9 +222,11 @@ class Row:
     error: float = math.nan
     worst: float = math.nan
     accumulated: float = math.nan
+    given: float = math.nan
     missing: float = 0.0
     swallowed: float = math.nan
     swallowed_mass: float = math.nan
+    pace: float = 0.0
     saturated: float = math.nan
     scale: float = 1.0
     sketch: ExponentSketch = field(repr=False, compare=False)
@@ -259,9 +271,11 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         error=tally.local.error,
         worst=tally.local.worst if tally.local.count else math.nan,
         accumulated=tally.whole.error,
+        given=tally.given if tally.whole.count else math.nan,
         missing=tally.whole.share(tally.whole.flushed),
         swallowed=tally.swallowed / tally.moved if changes else math.nan,
         swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
+        pace=tally.pace,
         saturated=tally.saturated / tally.notes["rows"] if "rows" in tally.notes else math.nan,
         scale=tally.scale,
         sketch=sketch,

@@ -133,7 +133,7 @@ class Audit:
         Args:
             headroom: bits below the largest number of a format that are a risk.
         """
-        return diagnose(self.rows, self.policy, self.plan, headroom=headroom, scale=self.scale)
+        return diagnose(self.rows, self.policy, self.plan, headroom=headroom)
 
     def what_if(self, format: str | Format, scale: float | None = None) -> tuple[WhatIf, ...]:
         """Return what `format` would do to every row, from the sketches: nothing runs again.
