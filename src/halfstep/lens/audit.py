@@ -24,7 +24,7 @@ from halfstep.cast.region import suspended
 from halfstep.errors import AuditError, HalfstepError
 from halfstep.formats import FP32, Format, format_of
 from halfstep.lens.findings import AVERAGES
-from halfstep.lens.record import Recorder, Reference
+from halfstep.lens.record import LOWS, Recorder, Reference
 from halfstep.lens.rows import Row, Tally, form_of, row_of
 from halfstep.lens.table import Audit
 from halfstep.lens.updates import Intended, copied, stored_form, swallow
@@ -221,6 +221,7 @@ class _Run:
         self.loss_fn, self.plan, self.policy = loss_fn, plan, policy
         self.notes: list[str] = []
         self.skipped = 0
+        self.unfinished: list[str] = []  # steps that were not finite for another reason than a scale on its way down
         self.operators = dict(plan.operators)
         closed = frozenset(self.operators)
         self.fp32 = _widened(copy.deepcopy(model)) if reference else None
@@ -273,15 +274,17 @@ class _Run:
             if random[1]:
                 torch.cuda.set_rng_state_all(random[1])
             self.recorder.start(self.twin.kept if self.twin is not None else {})
+            buffers = self._low_buffers()
             result = self.train(*args, **kwargs).host()
+            self._compare_buffers(buffers)
             self.scale = result.scale
             if not result.skipped:
                 return
             self.skipped += 1
             if not self._falling(result.loss) or attempt == ATTEMPTS - 1:
-                self.notes.append(
-                    f"a step was not finite (loss {result.loss:g}, loss scale {result.scale:g}; gradients of "
-                    f"{', '.join(result.culprits[:3]) or 'no parameter'}): its rows show where; TrainStep.explain() says why"
+                self.unfinished.append(
+                    f"loss {result.loss:g}, loss scale {result.scale:g}, gradients of "
+                    f"{', '.join(result.culprits[:3]) or 'no parameter'}"
                 )
                 return
             self.recorder.tallies = before
@@ -326,6 +329,26 @@ class _Run:
         for name, buffer in self.fp32.named_buffers():
             if name in buffers and buffers[name].shape == buffer.shape:
                 buffer.copy_(buffers[name])
+
+    def _low_buffers(self) -> dict[str, Tensor]:
+        """Return copies of the low buffers of the audited model."""
+        named = self.train.model.named_buffers()
+        return {name: buffer.detach().clone() for name, buffer in named if buffer.dtype in LOWS}
+
+    def _compare_buffers(self, before: dict[str, Tensor]) -> None:
+        """Look at running averages in low formats: the fp32 twin has made the same step with them in fp32."""
+        after = dict(self.fp32.named_buffers()) if self.fp32 is not None else {}
+        found = dict(self.train.model.named_buffers()) if before else {}
+        for name, old in before.items():
+            wanted = after.get(name)
+            if wanted is None or wanted.shape != old.shape or torch.equal(wanted, old.to(wanted.dtype)):
+                continue
+            module = name.rpartition(".")[0]
+            tally = self.recorder.tally(Call(module, "buffer", 0, ""), "state", name)
+            momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
+            tally.pace = momentum if isinstance(momentum, float) else 0.0
+            swallow(tally, old.double(), wanted.double(), found[name], form_of(old))
+            tally.whole.add(found[name], wanted, form_of(old))
 
     # ------------------------------------------------------------------ what a step calls
 
@@ -409,6 +432,11 @@ class _Run:
             for tally in self.recorder.tallies.values()
             if tally.sketch is not None
         )
+        if self.unfinished:
+            self.notes.append(
+                f"{len(self.unfinished)} of {steps} steps were not finite, the first with {self.unfinished[0]}: rows show "
+                "where; hs.TrainStep(...).explain() says why"
+            )
         if self.recorder.skipped:
             self.notes.append(
                 f"{self.recorder.skipped} calls have no local error: their operator does not take "

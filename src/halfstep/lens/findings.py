@@ -160,6 +160,8 @@ class _Doctor:
 
     def wider(self, row: Row) -> tuple[str, Policy | None]:
         """Return how to keep an operator out of the low format."""
+        if row.op == "to" and not row.module and self.plan.policy.inputs == "low":
+            return "let the inputs come as they are", self.policy.replace(inputs="keep")
         if row.op == "to" or row.rule not in {"low", "keep", "widest"}:
             if format_of(row.format).bits >= FP32.bits:
                 return "its inputs are fp32 already; compute it in float64, or write it in another way", None
@@ -206,7 +208,7 @@ def _unit(form: Format) -> float:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
 # ---------------------------------------------------------------------- rules
@@ -289,14 +291,17 @@ def _low_state(doctor: _Doctor) -> Iterator[Finding]:
             continue
         buffer = row.op == "buffer"
         kind = "low buffer" if buffer else "low state"
-        slow = 0.0 < row.pace < _unit(form) * 2
+        slow = 0.0 < row.pace < _unit(form)
         stuck = row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED
         if row.missing >= FEW:
             why = f"{_percent(row.missing)} of it is zero in {form.name} and would not be in fp32"
         elif stuck:
             why = f"{_percent(row.swallowed)} of its changes are smaller than half an ulp in {form.name}"
         elif slow:
-            why = f"it moves by {row.pace:.2g} of itself a step, and half an ulp of {form.name} is {_unit(form):.2g} to {form.eps:.2g}"
+            why = (
+                f"it moves by {row.pace:.2g} of itself a step, and half an ulp of {form.name} is "
+                f"{form.eps / 4:.2g} to {form.eps / 2:.2g} of a number"
+            )
         elif row.error >= MOSTLY:
             why = f"its changes are wrong by {_percent(row.error)}"
         else:
@@ -332,11 +337,11 @@ def _low(doctor: _Doctor, form: Format) -> Format:
 
 def _drift(doctor: _Doctor) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
-    said = False
-    for row in doctor.of("activation"):
+    said = any(row.overflow > 0 for row in doctor.of("activation"))  # whatever comes after it is off
+    for row in () if said else doctor.of("activation"):
         if row.numel <= 1 or not row.accumulated >= DRIFT or row.overflow > 0:
             continue
-        if row.given < row.accumulated / AMPLIFIED and row.error < row.accumulated / 2:
+        if row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2:
             cause = (
                 f"its inputs are {_percent(row.given)} off the fp32 run and its result is "
                 f"{_percent(min(row.accumulated, 9.99))} off: the digits that are left after it were lost before it"

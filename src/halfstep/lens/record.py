@@ -27,7 +27,7 @@ from halfstep.lens.rows import Tally, form_of, merged
 from halfstep.lens.watch import Call, Paths, Watch, floats_of, tensors_in
 from halfstep.trees import map_tensors
 
-__all__ = ["Recorder", "Reference"]
+__all__ = ["LOWS", "Recorder", "Reference"]
 
 LOWS = frozenset({torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 RANDOM = frozenset(
