@@ -420,8 +420,12 @@ class _Run:
                     tally = self.recorder.tally(Call(module, kind, 0, ""), "state", f"{name}.{key}")
                     tally.notes["stochastic"] = managed
                     tally.pace = _pace(step.optimizer, p, key)
-                    swallow(tally, old[key], value, found, form_of(found))
-                    tally.whole.add(found, value.float(), form_of(found))
+                    form = form_of(found)
+                    if form.bits >= FP32.bits:  # nothing to lose
+                        tally.see(found)
+                    else:
+                        swallow(tally, old[key], value, found, form)
+                        tally.whole.add(found, value.float(), form)
 
     # ------------------------------------------------------------------ what comes out
 

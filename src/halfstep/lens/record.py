@@ -40,6 +40,9 @@ RANDOM = frozenset(
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their name does not say so."""
 
+SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hstack vstack".split())
+"""Operators that choose and copy: their backward passes round nothing."""
+
 SATURATING = {"softmax": "rows", "sigmoid": "elements", "tanh": "elements"}
 NEAR_ONE = 2.0**-12
 """A number of fp32 this far below 1 is not yet 1: fp16 and bf16 may say it is."""
@@ -263,7 +266,7 @@ class Recorder(Watch):
         random: Any,
     ) -> _Twin | None:
         """Run the operator again in the shadow format; with gradients also once more as the policy does."""
-        differentiable = output.requires_grad and not call.in_place and not output.is_complex()
+        differentiable = output.requires_grad and not call.in_place and call.op not in SELECTING
         leaves: list[tuple[Tensor, Tensor, str]] = []
 
         def wide_leaf(tensor: Tensor) -> Tensor:

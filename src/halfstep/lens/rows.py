@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.sketch import ExponentSketch
+from halfstep.lens.sketch import ExponentSketch, Sketches
 
 __all__ = ["ROLES", "Comparison", "Row", "Tally", "form_of"]
 
@@ -56,12 +56,12 @@ class Comparison:
         if scale != 1.0:
             wanted = wanted * scale
         apart = found - wanted
-        difference, reference = float(apart.square().sum()), float(wanted.square().sum())
+        difference, reference = _square(apart), _square(wanted)
         if not math.isfinite(difference) or not math.isfinite(reference):
             both = found.isfinite() & wanted.isfinite()
             self.lost += int((~found.isfinite() & wanted.isfinite()).sum())
             apart, wanted = apart[both].double(), torch.where(wanted.isfinite(), wanted, 0.0)
-            difference, reference = float(apart.square().sum()), float(wanted.double().square().sum())
+            difference, reference = _square(apart), _square(wanted.double())
         if not form.has_inf:
             self.lost += int(((found.abs() >= form.max) & (wanted.abs() > form.max)).sum())
         if form.exponent_bits < FP32.exponent_bits:
@@ -87,6 +87,11 @@ class Comparison:
     def share(self, elements: int) -> float:
         """Return `elements` as a share of those compared."""
         return elements / self.count if self.count else 0.0
+
+
+def _square(tensor: Tensor) -> float:
+    flat = tensor.reshape(-1)
+    return float(flat.dot(flat))
 
 
 def _ratio(difference: float, reference: float) -> float:
@@ -121,8 +126,8 @@ class Tally:
     cast_bytes: int = 0
     seconds: float = 0.0
     scale: float = 1.0
-    sketch: ExponentSketch | None = None
-    wide: ExponentSketch | None = None
+    sketch: Sketches | None = None
+    wide: Sketches | None = None
     local: Comparison = field(default_factory=Comparison)
     whole: Comparison = field(default_factory=Comparison)
     moved: int = 0
@@ -144,10 +149,11 @@ class Tally:
         self.sketch = merged(self.sketch, tensor)
 
 
-def merged(sketch: ExponentSketch | None, tensor: Tensor) -> ExponentSketch:
-    """Return `sketch` with `tensor` added."""
-    new = ExponentSketch.of(tensor.detach())
-    return new if sketch is None else sketch.merge_(new)
+def merged(sketch: Sketches | None, tensor: Tensor) -> Sketches:
+    """Return `sketch`, made if there is none, with `tensor` added."""
+    made = Sketches(1, tensor.device) if sketch is None else sketch
+    made.add_([tensor.detach()])
+    return made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,8 +246,8 @@ class Row:
 
 def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> Row:
     """Return the finished row of `tally` over `steps` steps whose operators took `seconds`."""
-    sketch, form = tally.sketch, tally.form
-    assert sketch is not None
+    assert tally.sketch is not None
+    (sketch,), form = tally.sketch.read(), tally.form
     count = max(sketch.count, 1)
     changes = tally.role in {"update", "state"} and tally.moved > 0
     return Row(
@@ -279,5 +285,5 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         saturated=tally.saturated / tally.notes["rows"] if "rows" in tally.notes else math.nan,
         scale=tally.scale,
         sketch=sketch,
-        wide=tally.wide,
+        wide=None if tally.wide is None else tally.wide.read()[0],
     )

@@ -1,14 +1,13 @@
 """Updates: what an optimizer step should have changed, and what of that its formats swallowed.
 
 Before the step the optimizer is copied onto float64 weights, with its states and the gradients it is about to read. The
-copy's step is the intended one; a change smaller than half an ulp of what it changes is one that a rounding to nearest
-gives back.
+copy's step is the intended one; a change smaller than half an ulp of what it changes is one after which a rounding to
+nearest gives back what was there.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from halfstep.formats import FP32, Format
 from halfstep.lens.rows import Tally, form_of
 
-__all__ = ["Intended", "copied", "swallow"]
+__all__ = ["Intended", "copied", "stored_form", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
@@ -96,23 +95,17 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
     """
     change = after - before
     size = change.abs()
-    moved = size > 0
-    half = form.ulp(before) / 2
-    small = moved & (size < half)
+    back = after.to(form.torch_dtype) if form.torch_dtype is not None else form.round(after)
+    small = (back == before) & (size > 0)
     tally.see(change.float(), FP32)
     tally.form = form
-    tally.moved += int(moved.sum())
-    tally.swallowed += int(small.sum())
+    tally.moved += int(torch.count_nonzero(size))
+    tally.swallowed += int(torch.count_nonzero(small))
     tally.mass += float(size.sum())
-    tally.swallowed_mass += float(size[small].sum())
+    tally.swallowed_mass += float((size * small).sum())
     tally.local.add((found.double() - before).float(), change.float(), FP32)
 
 
 def stored_form(parameter: Tensor, strategy: str) -> Format:
     """Return the format in which the value that an optimizer steps is kept: fp32 behind low weights, if anything is."""
     return FP32 if strategy in {"master", "split", "kahan", "stochastic"} else form_of(parameter)
-
-
-def is_finite(values: Mapping[nn.Parameter, Tensor]) -> bool:
-    """Return whether all gradients are finite."""
-    return all(math.isfinite(float(v.detach().float().sum())) for v in values.values())
