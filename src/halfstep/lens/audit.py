@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from halfstep.cast.region import suspended
-from halfstep.errors import AuditError, HalfstepError
-from halfstep.formats import FP32, Format, format_of
+from halfstep.errors import AuditError
+from halfstep.formats import FP32, format_of
 from halfstep.lens.findings import AVERAGES
 from halfstep.lens.record import LOWS, Recorder, Reference
-from halfstep.lens.rows import Row, Tally, form_of, row_of
+from halfstep.lens.rows import Tally, form_of, row_of
 from halfstep.lens.table import Audit
 from halfstep.lens.updates import Intended, copied, stored_form, swallow
 from halfstep.lens.watch import Call, Paths
@@ -67,8 +67,8 @@ def audit(
 
     Args:
         model: prepared or not; inside DistributedDataParallel or torch.compile the plain module is audited.
-        batches: an iterable of batches as `TrainStep` takes them: a tuple or list of arguments, a dict of named ones, or
-            one tensor. The first `steps` of them are used.
+        batches: an iterable of batches as `TrainStep` takes them: a tuple or list of arguments, a dict of named ones,
+            or one tensor. The first `steps` of them are used.
         loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``.
         policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed".
         optimizer: over the model's parameters, with the state it has; then rows of updates and states are made and the
@@ -182,7 +182,9 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
         return twin, None
     known = {id(p) for p in model.parameters()}
     if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-        raise AuditError(f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()")
+        raise AuditError(
+            f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()"
+        )
     return twin, copied(optimizer, memo)
 
 
@@ -382,7 +384,7 @@ class _Run:
             return None
         step = self.train
         mine = [p for group in step.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = {p: (p.grad.to_dense() if p.grad.is_sparse else p.grad).double() / scale for p in mine}  # type: ignore[union-attr]
+        gradients = {p: (p.grad.to_dense() if p.grad.is_sparse else p.grad).double() / scale for p in mine}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
             return None
@@ -438,8 +440,8 @@ class _Run:
         )
         if self.unfinished:
             self.notes.append(
-                f"{len(self.unfinished)} of {steps} steps were not finite, the first with {self.unfinished[0]}: rows show "
-                "where; hs.TrainStep(...).explain() says why"
+                f"{len(self.unfinished)} of {steps} steps were not finite, the first with {self.unfinished[0]}: rows "
+                "show where; hs.TrainStep(...).explain() says why"
             )
         if self.recorder.skipped:
             self.notes.append(

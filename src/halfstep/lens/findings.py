@@ -82,7 +82,7 @@ class Finding:
         cause: what happens, with its numbers.
         remedy: what to do, in words.
         policy: the audited policy with the remedy made, or None where no policy is the remedy.
-        diff: how that policy differs from the audited one: ``theirs.diff(audited)`` read forward.
+        diff: ``audited.diff(policy)``: what to change.
     """
 
     kind: str
@@ -100,7 +100,11 @@ class Finding:
     def __str__(self) -> str:
         """Return the finding as text of a few lines."""
         where = self.parameter or f"{self.op} in {self.module or 'the root'}"
-        lines = [f"{self.kind}: {where}{f' at {self.line}' if self.line else ''}", f"  {self.cause}", f"  {self.remedy}"]
+        lines = [
+            f"{self.kind}: {where}{f' at {self.line}' if self.line else ''}",
+            f"  {self.cause}",
+            f"  {self.remedy}",
+        ]
         lines += [f"    {line}" for line in self.diff.splitlines()]
         return "\n".join(lines)
 
@@ -173,8 +177,7 @@ class _Doctor:
             return "your code asks for the low format here: leave the cast out, and let the policy decide", None
         if row.module:
             return (
-                f"keep module {row.module!r} in fp32, or the operator everywhere: "
-                f"policy.with_ops(fp32=[{row.op!r}])",
+                f"keep module {row.module!r} in fp32, or the operator everywhere: policy.with_ops(fp32=[{row.op!r}])",
                 self.policy.with_modules({row.module: "fp32"}),
             )
         return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
@@ -187,7 +190,9 @@ class _Doctor:
         scale = self.plan.policy.scale
         if not isinstance(scale, ScaleRule):
             if self.policy.dtype != "fp32" and form.exponent_bits < FP32.exponent_bits:
-                return "scale the loss: scale='auto' starts high and adapts", self.policy.replace(scale="halfstep")
+                return "scale the loss: the rule 'halfstep' starts high and adapts", self.policy.replace(
+                    scale="halfstep"
+                )
             return "scale the loss", self.policy.replace(scale="halfstep")
         return (
             "the range of these gradients is wider than the format's: use bf16, whose exponents are fp32's, or keep "
@@ -236,7 +241,8 @@ def _gradient_underflow(doctor: _Doctor) -> Iterator[Finding]:
         if row.role == "weight gradient":
             hit = lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
         else:
-            hit = row.underflow >= FEW and row.error >= SWALLOWED
+            much = max(row.underflow, row.subnormal / 2) >= MOSTLY
+            hit = (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= FEW)
         if hit:
             below = f"{_percent(row.underflow)} of what its backward pass computes becomes zero in {form.name}"
             if row.missing > row.underflow:
@@ -277,11 +283,16 @@ def _swallowed(doctor: _Doctor) -> Iterator[Finding]:
             if form.bits >= FP32.bits:
                 remedy, policy = "the learning rate is too small for these weights: raise it", None
             elif doctor.policy.params == "low":
-                remedy, policy = "keep precise weights behind low ones: master='auto'", doctor.policy.replace(master="auto")
+                remedy, policy = (
+                    "keep precise weights behind low ones: master='auto'",
+                    doctor.policy.replace(master="auto"),
+                )
             else:
                 remedy = "these parameters stay low: leave out the rule that keeps them, or load the model in fp32"
                 policy = None
-            yield doctor.finding("swallowed update", row, max(row.swallowed_mass, min(row.error, 1.0)), cause, remedy, policy)
+            yield doctor.finding(
+                "swallowed update", row, max(row.swallowed_mass, min(row.error, 1.0)), cause, remedy, policy
+            )
 
 
 def _low_state(doctor: _Doctor) -> Iterator[Finding]:
@@ -311,7 +322,10 @@ def _low_state(doctor: _Doctor) -> Iterator[Finding]:
         if buffer:
             remedy = "keep this buffer in fp32: halfstep never lowers buffers, the model does"
         elif doctor.policy.params == "low" and doctor.policy.master == "none":
-            remedy, policy = "step fp32 values, whose state is fp32: master='auto'", doctor.policy.replace(master="auto")
+            remedy, policy = (
+                "step fp32 values, whose state is fp32: master='auto'",
+                doctor.policy.replace(master="auto"),
+            )
         else:
             remedy = "keep it in fp32, or let the policy keep it in bf16 with stochastic rounding: state='low'"
         share = max(row.missing, row.swallowed_mass if stuck else 0.0, 0.5 if slow else 0.0, 0.3)
@@ -324,7 +338,11 @@ def _large_error(doctor: _Doctor) -> Iterator[Finding]:
         limit = max(ROUNDINGS * _unit(_low(doctor, form)), 1e-3)
         if row.error < limit or row.underflow >= FEW or row.overflow > 0 or math.isnan(row.error):
             continue
-        cause = f"on the same inputs its result is {_percent(min(row.error, 9.99))} off what fp32 gives, {row.error / _unit(_low(doctor, form)):.0f} roundings"
+        roundings = row.error / _unit(_low(doctor, form))
+        cause = (
+            f"on the same inputs its result is {_percent(min(row.error, 9.99))} off what fp32 gives, the error of "
+            f"{roundings:.0f} roundings"
+        )
         remedy, policy = doctor.wider(row)
         yield doctor.finding("large error", row, row.error, cause, remedy, policy)
 
@@ -351,7 +369,8 @@ def _drift(doctor: _Doctor) -> Iterator[Finding]:
             yield doctor.finding("cancellation", row, row.accumulated, cause, remedy, policy)
             said = True
         elif not said and row.error < row.accumulated / 2:
-            cause = f"its result is {_percent(min(row.accumulated, 9.99))} off the fp32 run, by its inputs more than by itself"
+            off = _percent(min(row.accumulated, 9.99))
+            cause = f"its result is {off} off the fp32 run, by its inputs more than by itself"
             remedy = "look at the rows before it, sorted by error; residual='fp32' keeps the stream precise"
             policy = doctor.policy.replace(residual="fp32") if doctor.policy.residual == "low" else None
             yield doctor.finding("accumulated error", row, row.accumulated, cause, remedy, policy)
@@ -376,6 +395,7 @@ def _risk(doctor: _Doctor) -> Iterator[Finding]:
         if not form.has_inf or form.exponent_bits >= FP32.exponent_bits:
             continue
         cause = f"its largest number is {row.amax:.6g}, {row.headroom:.2g} bits below the end of {form.name} at {form.max:.6g}"
+        policy: Policy | None
         if row.role.endswith("gradient"):
             remedy, policy = "let the loss scale adapt: scale='auto'", doctor.policy.replace(scale="halfstep")
         elif row.role == "weight":

@@ -462,7 +462,7 @@ class _Casts(TorchDispatchMode):
     """
 
     def __init__(self, given: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.places = {t.untyped_storage().data_ptr() for t in given}
         self.made: list[tuple[torch.dtype, int]] = []
 

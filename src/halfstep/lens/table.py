@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import AuditError, did_you_mean
-from halfstep.formats import FORMATS, Format, format_of
+from halfstep.formats import Format, format_of
 from halfstep.lens.findings import Finding, diagnose
 from halfstep.lens.rows import ROLES, Row
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 
-__all__ = ["Audit", "WhatIf"]
+__all__ = ["Audit", "WhatIf", "badness"]
 
 SORTABLE = tuple(f.name for f in dataclasses.fields(Row) if f.type in {"int", "float"})
 
@@ -111,7 +111,7 @@ class Audit:
         """Return the audit with its rows sorted by a number, unknown ones (nan) last.
 
         Args:
-            by: "error", "accumulated", "underflow", "headroom", "time", "bytes", "swallowed", ...: any number of a `Row`.
+            by: "error", "accumulated", "underflow", "headroom", "time", "bytes", "swallowed": any number of a `Row`.
             descending: the largest first.
 
         Raises:
@@ -124,6 +124,11 @@ class Audit:
         unknown = [row for row in self.rows if math.isnan(getattr(row, by))]
         known.sort(key=lambda row: getattr(row, by), reverse=descending)
         return dataclasses.replace(self, rows=(*known, *unknown))
+
+    def worst(self, count: int = 20) -> Audit:
+        """Return the audit with the `count` rows that lose most, the worst first."""
+        ranked = sorted(self.rows, key=badness, reverse=True)
+        return dataclasses.replace(self, rows=tuple(ranked[:count]))
 
     # ------------------------------------------------------------------ asking
 
@@ -149,7 +154,8 @@ class Audit:
         form = format_of(format)
         if scale is not None and not (math.isfinite(scale) and scale > 0):
             raise AuditError(f"what_if: scale={scale!r}; expected a positive finite number")
-        return tuple(_if(row, form, 1.0 if scale is None else scale) for row in self.rows if row.role in ROLES[:4])
+        factor = 1.0 if scale is None else scale
+        return tuple(_if(row, form, factor) for row in self.rows if row.role in ROLES[:4] and not _is_seed(row))
 
     def records(self) -> list[dict[str, Any]]:
         """Return the rows as dicts of plain values: ``pandas.DataFrame(audit.records())``."""
@@ -176,11 +182,54 @@ class Audit:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
+    @property
+    def headline(self) -> str:
+        """What was audited, in one line."""
+        from halfstep.lens.text import headline
+
+        return headline(self)
+
+    def groups(self) -> list[tuple[Finding, list[str]]]:
+        """Return the findings with one kind and one remedy together: the gravest of them, and all their places."""
+        from halfstep.lens.text import grouped
+
+        return grouped(self.findings())
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the rows as text for people, the names of the columns first; "" is none or unknown."""
+        from halfstep.lens.text import COLUMNS, cells
+
+        return [COLUMNS, *map(cells, self.rows)]
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the audit as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
+
+        Raises:
+            MissingExtraError: jinja2 or matplotlib is not installed.
+        """
+        from halfstep.lens.page import audit_page
+        from halfstep.report import render
+
+        Path(path).write_text(render(audit_page(self)), encoding="utf-8")
+
     def __str__(self) -> str:
         """Return the findings and the rows that lose most, as text."""
         from halfstep.lens.text import text
 
         return text(self)
+
+
+def badness(row: Row) -> float:
+    """Return how much a row loses, or is about to lose, from 0 on: what tables and pictures are sorted by."""
+    error = 0.0 if math.isnan(row.error) else min(row.error, 1.0)
+    swallowed = 0.0 if math.isnan(row.swallowed_mass) or row.reason else row.swallowed_mass
+    risk = max(0.0, 4.0 - row.headroom) / 8.0
+    return max(row.overflow, row.underflow, row.subnormal / 2, error, swallowed, risk)
+
+
+def _is_seed(row: Row) -> bool:
+    """Return whether a row is the gradient of the loss with respect to itself: the loss scale."""
+    return row.role == "activation gradient" and row.numel == 1
 
 
 def unscaled(row: Row) -> tuple[ExponentSketch, float]:
@@ -212,6 +261,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-KNOWN = tuple(FORMATS)

@@ -34,6 +34,7 @@ OPENED = {F.multi_head_attention_forward, F.normalize, F.gumbel_softmax}
 CONVERSIONS = {"to": "to", "type": "to", "half": "to", "bfloat16": "to"}
 """Methods that change a format where a user asks for it: not operators of a policy, but they round."""
 
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of an operator.
