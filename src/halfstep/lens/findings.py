@@ -224,8 +224,8 @@ def _overflow(doctor: _Doctor) -> Iterator[Finding]:
         if row.overflow > 0:
             form = format_of(row.format)
             cause = (
-                f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}, and would "
-                "be finite in fp32"
+                f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}, and "
+                "would be finite in fp32"
             )
             remedy, policy = doctor.wider(row)
             yield doctor.finding("overflow", row, 1.0, cause, remedy, policy)
@@ -394,7 +394,8 @@ def _risk(doctor: _Doctor) -> Iterator[Finding]:
             continue
         if not form.has_inf or form.exponent_bits >= FP32.exponent_bits:
             continue
-        cause = f"its largest number is {row.amax:.6g}, {row.headroom:.2g} bits below the end of {form.name} at {form.max:.6g}"
+        ends = f"the end of {form.name} at {form.max:.6g}"
+        cause = f"its largest number is {row.amax:.6g}, {row.headroom:.2g} bits below {ends}"
         policy: Policy | None
         if row.role.endswith("gradient"):
             remedy, policy = "let the loss scale adapt: scale='auto'", doctor.policy.replace(scale="halfstep")

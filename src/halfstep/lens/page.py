@@ -106,8 +106,8 @@ def _pictures(audit: Audit) -> Section:
         _figure(audit.filter(role="weight"), "Weights", "as they are stored"),
     ]
     how = Paragraph(
-        text="Each strip is one operator of one module: how many of its numbers have which power of two, zeros apart at "
-        "the left. Behind it the range of its format: paler where numbers are subnormal, with marks at its smallest "
+        text="Each strip is one operator of one module: how many of its numbers have which power of two, zeros apart "
+        "at the left. Behind it the range of its format: paler where numbers are subnormal, with marks at its smallest "
         "number, its smallest of full precision and its largest (those of bf16 and fp32 lie far outside). The other "
         "colour is what lies below full precision or outside. What loses most comes first."
     )
@@ -227,8 +227,8 @@ def _what_if(audit: Audit) -> Section:
         rows,
     )
     text = (
-        "From the sketches, without another run. Hit: a hundredth of its numbers would become zero, or any would be too "
-        "large. The scale is the largest power of two that lets no gradient overflow."
+        "From the sketches, without another run. Hit: a hundredth of its numbers would become zero, or any would be "
+        "too large. The scale is the largest power of two that lets no gradient overflow."
     )
     return Section(heading="What if", blocks=(Paragraph(text=text), table) if rows else ())
 
