@@ -38,7 +38,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
 }
 """Part -> part that the layers forbid and the design allows, with the reason."""
 
-ROOT_IMPORTS = frozenset({"cast", "errors", "events", "optim", "policy", "scale", "step", "tasks", "trees"})
+ROOT_IMPORTS = frozenset({"cast", "errors", "events", "lens", "optim", "policy", "scale", "step", "tasks", "trees"})
 """Parts whose names `halfstep/__init__.py` re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {

@@ -69,20 +69,22 @@ def run_audit(
         if html_path is not None:
             require_extra("--html")
             writable(html_path, "--html")
+        empty = hs.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
+        _asked(empty, module, role, sort, questions)  # what makes no sense is said before anything runs
         audit = _audited(loaded, chosen, where, steps, after)
-        shown = audit.filter(module=module, role=role)
-        shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
-        answers = [(text, audit.what_if(form, scale)) for text, (form, scale) in zip(what_if, questions, strict=True)]
+        shown, answers = _asked(audit, module, role, sort, questions)
     except (hs.HalfstepError, NotImplementedError) as error:
         return complain(error)
     _print_findings(out, audit)
     _print_rows(out, shown, rows)
-    for text, answer in answers:
+    for text, answer in zip(what_if, answers, strict=True):
         _print_answer(out, text, answer, rows)
     words = {"--policy": policy, "--steps": str(steps), "--after": str(after) if after else "", "--device": device}
     command = ["halfstep", "audit", task, *(w for option, value in words.items() if value for w in (option, value))]
     report: dict[str, Any] = {"command": shlex.join(command), "halfstep": hs.__version__, **audit.to_dict()}
-    report["what_if"] = [{"question": text, "rows": [a.record() for a in answer]} for text, answer in answers]
+    report["what_if"] = [
+        {"question": text, "rows": [a.record() for a in answer]} for text, answer in zip(what_if, answers, strict=True)
+    ]
     write_json(out, json_path, report)
     if html_path is not None:
         audit.save_html(html_path)
@@ -132,6 +134,19 @@ def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int)
     return hs.audit(
         model, batches, task.loss_fn, policy, optimizer, steps=steps, clip_norm=task.clip_norm, scaler=scaler
     )
+
+
+def _asked(
+    audit: hs.Audit, module: str, role: str, sort: str, questions: Sequence[tuple[str, float | None]]
+) -> tuple[hs.Audit, list[tuple[Any, ...]]]:
+    """Return the rows to print, and the answers to ``--what-if``.
+
+    Raises:
+        HalfstepError: no such role, number or format.
+    """
+    shown = audit.filter(module=module, role=role)
+    shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
+    return shown, [audit.what_if(form, scale) for form, scale in questions]
 
 
 # ------------------------------------------------------------------ printing

@@ -19,6 +19,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from halfstep.report.charts import COLOURS, Bar, BarChart, Chart, Dot, DotChart, HeatMap, Key, LineChart, Series, Strip
@@ -296,22 +297,31 @@ def _heat(figure: Figure, chart: HeatMap) -> None:
     axes.xaxis.set_major_locator(FixedLocator([gone + 0.5, *(e for e in range(-240, 240, 8) if first <= e <= last)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if x < first else f"2{_superscript(round(x))}"))
     for place, strip in enumerate(chart.strips):
-        span = (_middle(place) - STRIP / 2, STRIP)
+        top = _middle(place) - STRIP / 2
+
+        def box(left: float, right: float, colour: str, strength: float = 1.0, top: float = top) -> None:
+            look: dict[str, Any] = {"color": colour, "alpha": None if strength == 1.0 else strength}
+            axes.add_patch(Rectangle((left, top), right - left, STRIP, linewidth=0, **look))
+
         least, normal, most = (min(max(limit, first), last + 1) for limit in strip.limits)
-        axes.broken_barh([(least, most - least)], span, color=BAND, linewidth=0, alpha=0.5)
-        axes.broken_barh([(normal, most - normal)], span, color=BAND, linewidth=0)
-        cells = [(gone, strip.zeros), *_clipped(strip.cells, first, last)]
+        box(least, most, BAND, 0.5)
+        box(normal, most, BAND)
+        cells = _clipped(strip.cells, first, last)
         peak = max((share for _, share in cells), default=0.0)
         for exponent, share in cells:
             if share > 0.0:
-                outside = exponent != gone and not strip.limits[0] <= exponent <= strip.limits[2]
-                weak = exponent < strip.limits[1] or exponent == gone
-                colour = MUTED if exponent == gone else HUES[1] if outside or weak else HUES[0]
-                strength = 0.12 + 0.88 * math.sqrt(share / peak)
-                axes.broken_barh([(exponent, 1)], span, color=colour, linewidth=0, alpha=round(strength, 2))
-        for limit, exact in zip((least, normal, most), strip.limits, strict=True):
-            if first <= exact <= last + 1:
-                axes.plot([limit] * 2, [span[0] - 2, span[0] + STRIP + 2], color=INK, linewidth=1.2)
+                full = strip.limits[1] <= exponent <= strip.limits[2]
+                box(exponent, exponent + 1, HUES[0] if full else HUES[1], _strength(share / peak))
+        if strip.zeros > 0.0:
+            box(gone, gone + 1, MUTED, _strength(strip.zeros))
+        for limit in strip.limits:
+            if first <= limit <= last + 1:
+                axes.plot([limit] * 2, [top - 2, top + STRIP + 2], color=INK, linewidth=1.2)
+
+
+def _strength(share: float) -> float:
+    """Return the opacity of a cell; roots keep small shares in sight."""
+    return round(0.12 + 0.88 * math.sqrt(share), 2)
 
 
 def _exponents(chart: HeatMap) -> tuple[int, int]:
