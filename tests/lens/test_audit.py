@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import AuditError, FormatError
@@ -222,6 +223,34 @@ def test_the_audited_run_is_the_run_that_training_is() -> None:
         step(*batch)
 
 
+@pytest.mark.parametrize("policy", [BF16, FP16, hs.Policy.of("O2", dtype="fp16")], ids=lambda p: f"{p.name} {p.dtype}")
+def test_activation_checkpointing_and_shared_casts_are_undisturbed(policy: hs.Policy) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = (layer(x) for layer in self.inner)  # one cast of x for three layers
+            return torch.sigmoid(a @ b.T) @ c  # type: ignore[no-any-return]
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.block, self.head = nn.Linear(16, 16), Block(), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.block, self.first(x).float(), use_reentrant=False))  # type: ignore[no-any-return]
+
+    audit = hs.audit(Checkpointed(), data(), loss_fn, policy)
+    assert only(audit, module="block.inner.0", op="linear", role="activation").calls == 3
+    casts = [only(audit, module=f"block.inner.{i}", op="linear", role="activation").casts for i in range(3)]
+    shared = {"O2 fp16": 0, "mixed fp16": 2, "mixed bf16": 3}  # torch.autocast's own cast of x is not shared
+    assert casts[1:] == [shared[f"{policy.name} {policy.dtype}"]] * 2
+    assert not audit.findings()
+
+
 def test_without_an_optimizer_weights_stay_and_there_are_no_rows_of_updates() -> None:
     audit = hs.audit(mlp(), data(), loss_fn, BF16)
     assert {row.role for row in audit} == set(ROLES[:4])
@@ -389,6 +418,25 @@ def test_a_softmax_that_only_the_format_makes_one_hot_is_found() -> None:
     audit = hs.audit(Pick(), data(), lambda m, x, y: m(x)[:, 0].float().mean(), hs.Policy.of("O3", dtype="bf16"))
     row = only(audit, op="softmax", role="activation")
     assert row.saturated == 1.0 and "saturation" in kinds(audit)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_that_are_zero_but_for_rounding_and_masks_are_no_findings(dtype: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.query(x) @ self.key(x).T / 4
+            mask = torch.where(torch.ones_like(scores).tril() > 0, 0.0, torch.finfo(scores.dtype).min)
+            return self.head(F.softmax(scores + mask, -1) @ self.value(x))  # type: ignore[no-any-return]
+
+    audit = hs.audit(Attention(), data(), loss_fn, hs.Policy.of("O2", dtype=dtype))
+    assert only(audit, parameter="key.bias", role="weight gradient").cancels
+    assert audit.findings() == ()
 
 
 @pytest.mark.parametrize("policy", ["O1", "torch", "mixed", "O2", "pure"])

@@ -92,7 +92,7 @@ def audit(
     wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
     if is_bound(twin):
         unprepare(twin)
-    with torch.random.fork_rng(_devices(twin)), suspended():
+    with torch.random.fork_rng(_devices(twin)):
         notes = _materialised(twin, taken[0], loss_fn)
         plan = resolve(wanted, twin)
         run = _Run(twin, stepper, loss_fn, wanted, plan, clip_norm, copy.deepcopy(scaler), SHADOWS[shadow], reference)
@@ -197,7 +197,7 @@ def _materialised(model: nn.Module, batch: tuple[Any, Any], loss_fn: Callable[..
     """Give lazily created parameters their values."""
     if not any(is_lazy(p) for p in model.parameters()):
         return []
-    with torch.no_grad():
+    with torch.no_grad(), suspended():
         loss_fn(model, *batch[0], **batch[1])
     return ["parameters that are created by the first batch were created in the copy: the model's own will differ"]
 
@@ -305,10 +305,11 @@ class _Run:
         self.twin.kept, self.twin.weights = {}, {}
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
-            with self.twin.on():
-                returned = self.loss_fn(self.fp32, *args, **kwargs)
-            loss = returned[0] if isinstance(returned, tuple) else returned
-            loss.backward()
+            with suspended():
+                with self.twin.on():
+                    returned = self.loss_fn(self.fp32, *args, **kwargs)
+                loss = returned[0] if isinstance(returned, tuple) else returned
+                loss.backward()
         except Exception as error:  # of the user's model, which may insist on a low format
             self.fp32 = None
             self.twin.kept = {}

@@ -235,14 +235,15 @@ def _gradient_underflow(doctor: _Doctor) -> Iterator[Finding]:
     for row in doctor.of("activation gradient", "weight gradient"):
         lost = max(row.underflow, row.missing)
         form = _narrow(doctor, row)
-        if form.exponent_bits >= FP32.exponent_bits or max(lost, row.subnormal) < FEW:
+        if form.exponent_bits >= FP32.exponent_bits or max(lost, row.subnormal) < FEW or row.cancels:
             continue
+        drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW
         imprecise = row.error >= ROUNDINGS * _unit(form) and row.error >= 0.02
         if row.role == "weight gradient":
-            hit = lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
+            hit = drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
         else:
             much = max(row.underflow, row.subnormal / 2) >= MOSTLY
-            hit = (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= FEW)
+            hit = drowned or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= FEW)
         if hit:
             below = f"{_percent(row.underflow)} of what its backward pass computes becomes zero in {form.name}"
             if row.missing > row.underflow:
@@ -392,8 +393,8 @@ def _risk(doctor: _Doctor) -> Iterator[Finding]:
         form = format_of(row.format)
         if row.headroom >= doctor.headroom or row.overflow > 0 or (row.role.endswith("gradient") and dynamic):
             continue
-        if not form.has_inf or form.exponent_bits >= FP32.exponent_bits:
-            continue
+        if not form.has_inf or form.exponent_bits >= FP32.exponent_bits or row.amax == form.max:
+            continue  # exactly the largest number is a mask
         ends = f"the end of {form.name} at {form.max:.6g}"
         cause = f"its largest number is {row.amax:.6g}, {row.headroom:.2g} bits below {ends}"
         policy: Policy | None

@@ -159,16 +159,23 @@ def _table(caption: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) 
     return Table(caption=caption, headers=tuple(headers), rows=made)
 
 
+HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "accumulated", "headroom", "amax", "zero",
+           "time", "casts", "kB", "rule")  # fmt: skip
+
+
+def _words(row: Row) -> tuple[str, ...]:
+    """Return a row for a table that is as wide as a page: what matters most stands first."""
+    where = row.parameter or f"{row.module} {row.op}".strip()
+    by_name = dict(zip(COLUMNS, cells(row), strict=True))
+    middle = (by_name[name] for name in HEADERS[1:-3])
+    casts = str(row.casts) if row.casts else ""
+    return (where, *middle, casts, f"{row.bytes / 1e3:.3g}", row.rule)
+
+
 def _rows(audit: Audit) -> Section:
-    headers = (*COLUMNS, "casts", "kB", "rule")
     rest = audit.filter(lambda row: row.role not in {"update", "state"})
-
-    def words(row: Row) -> tuple[str, ...]:
-        casts = str(row.casts) if row.casts else ""
-        return (*cells(row), casts, f"{row.bytes / 1e3:.3g}", row.rule)
-
-    worst = _table("What loses most", headers, map(words, rest.worst(WORST)))
-    every = _table("In the order in which operators ran", headers, map(words, rest))
+    worst = _table("What loses most", HEADERS, map(_words, rest.worst(WORST)))
+    every = _table("In the order in which operators ran", HEADERS, map(_words, rest))
     reasons = dict.fromkeys((row.op, row.rule, row.reason) for row in rest if row.reason and row.role == "activation")
     why = _table("Why each operator has its format", ("operator", "rule", "reason"), reasons)
     blocks: tuple[Block, ...] = (
@@ -193,19 +200,17 @@ def _updates(audit: Audit) -> Section:
             "largest change",
             "swallowed",
             "of their size",
-            "error of what is stored",
-            "rounding",
+            "error",
         ),
         (
             (
                 row.parameter,
                 row.role,
-                row.format,
+                f"{row.format}, stochastic" if row.reason else row.format,
                 number(row.amax),
                 percent(row.swallowed) or "0 %",
                 percent(row.swallowed_mass) or "0 %",
                 percent(row.error),
-                "stochastic" if row.reason else "",
             )
             for row in shown
         ),

@@ -12,8 +12,8 @@ before the update, because the update changes in place what the shadows have sav
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.cast.cache import WeightCasts
 from halfstep.cast.emulate import plain
+from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
 from halfstep.lens.rows import Tally, form_of, merged
 from halfstep.lens.watch import Call, Paths, Watch, floats_of, tensors_in
@@ -46,6 +48,9 @@ SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hsta
 SATURATING = {"softmax": "rows", "sigmoid": "elements", "tanh": "elements"}
 NEAR_ONE = 2.0**-12
 """A number of fp32 this far below 1 is not yet 1: fp16 and bf16 may say it is."""
+
+CANCELLED = 2.0**-9
+"""Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
 
 Key = tuple[str, str, int]
 
@@ -242,7 +247,7 @@ class Recorder(Watch):
         return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     @contextmanager
-    def _same_numbers(self, state: Any) -> Any:
+    def _same_numbers(self, state: Any) -> Iterator[None]:
         """Draw the random numbers of `state` in a block, and go on as if nothing had been drawn."""
         if state is None:
             yield
@@ -285,7 +290,12 @@ class Recorder(Watch):
         if name in {"half", "bfloat16"}:
             func, wide_args = torch.Tensor.to, (wide_args[0], self.shadow)
         try:
-            with self._same_numbers(random), torch.set_grad_enabled(differentiable), _without_rules(self.devices):
+            with (
+                _unseen_by_checkpointing(),
+                self._same_numbers(random),
+                torch.set_grad_enabled(differentiable),
+                _without_rules(self.devices),
+            ):
                 wide = floats_of(func(*wide_args, **wide_kwargs))[0]
         except (RuntimeError, TypeError, IndexError, NotImplementedError):
             self.skipped += 1
@@ -325,7 +335,7 @@ class Recorder(Watch):
             return made[id(tensor)]
 
         low_args, low_kwargs = map_tensors((args, kwargs), leaf)
-        with self._same_numbers(random), torch.enable_grad():
+        with _unseen_by_checkpointing(), self._same_numbers(random), torch.enable_grad(), _own_casts():
             low = floats_of(func(*low_args, **low_kwargs))[0]
         if not low.requires_grad:
             return None
@@ -397,6 +407,8 @@ class Recorder(Watch):
             if name:
                 module, op, line = self.users.get(name, (tally.module, tally.op, tally.line))
                 tally = self.tally(Call(module, op, 0, line), "weight gradient", name)
+                if wanted.dim() == 1 and gradient.dim() > 1:
+                    tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(gradient.float().abs().sum())
             tally.local.add(found, wanted, form)
 
     def _weight_gradient(self, name: str, gradient: Tensor, scale: float, wanted: Tensor | None) -> None:
@@ -434,8 +446,29 @@ def _set_random(state: Any) -> None:
         torch.cuda.set_rng_state_all(cuda)
 
 
+def _unseen_by_checkpointing() -> AbstractContextManager[Any]:
+    """Keep what a block saves for backward from hooks that count it, as those of activation checkpointing do."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
 @contextmanager
-def _without_rules(devices: tuple[str, ...]) -> Any:
+def _own_casts() -> Iterator[None]:
+    """Leave the low copies alone that the audited run shares between its operators."""
+    shared, STATE.casts = STATE.casts, WeightCasts()
+    try:
+        yield
+    finally:
+        STATE.casts = shared
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def _without_rules(devices: tuple[str, ...]) -> Iterator[None]:
     """Run operators as they are: no autocast, no rule, no mode."""
     if not devices:
         with torch._C.DisableTorchFunction():

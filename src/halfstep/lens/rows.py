@@ -16,6 +16,9 @@ from halfstep.lens.sketch import ExponentSketch, Sketches
 
 __all__ = ["ROLES", "Comparison", "Row", "Tally", "form_of"]
 
+MASKED = 1e30
+"""Numbers beyond it are masks: the most negative number of fp32, where the audited run has that of its low format."""
+
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
 
@@ -58,6 +61,7 @@ class Comparison:
         apart = found - wanted
         difference, reference = _square(apart), _square(wanted)
         if not math.isfinite(difference) or not math.isfinite(reference):
+            wanted = torch.where(wanted.abs() > MASKED, math.inf, wanted)
             both = found.isfinite() & wanted.isfinite()
             self.lost += int((~found.isfinite() & wanted.isfinite()).sum())
             apart, wanted = apart[both].double(), torch.where(wanted.isfinite(), wanted, 0.0)
@@ -137,6 +141,7 @@ class Tally:
     saturated: int = 0
     given: float = 0.0
     pace: float = 0.0
+    cancels: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
 
     def see(self, tensor: Tensor, form: Format | None = None) -> None:
@@ -197,6 +202,7 @@ class Row:
         swallowed: share of changes smaller than half an ulp of what they change; of an update or a state.
         swallowed_mass: the same, weighted by the size of the change.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
+        cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
         sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
@@ -233,6 +239,7 @@ class Row:
     swallowed: float = math.nan
     swallowed_mass: float = math.nan
     pace: float = 0.0
+    cancels: bool = False
     saturated: float = math.nan
     scale: float = 1.0
     sketch: ExponentSketch = field(repr=False, compare=False)
@@ -282,6 +289,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         swallowed=tally.swallowed / tally.moved if changes else math.nan,
         swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
         pace=tally.pace,
+        cancels=tally.cancels,
         saturated=tally.saturated / tally.notes["rows"] if "rows" in tally.notes else math.nan,
         scale=tally.scale,
         sketch=sketch,
