@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.errors import HalfstepError
-from halfstep.events import HostStepResult, StepResult
+from halfstep.events import Cure, HostStepResult, StepResult, Verdict
 from halfstep.optim import Lion
 from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
 from halfstep.policy.operators import expand as operators
@@ -23,12 +23,15 @@ from halfstep.trees import map_tensors
 if TYPE_CHECKING:
     from halfstep.lens.audit import audit
     from halfstep.lens.table import Audit
+    from halfstep.lens.blackbox import BlackBox, replay
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
     "Audit",
+    "BlackBox",
+    "Cure",
     "GradScaler",
     "HalfstepError",
     "HostStepResult",
@@ -42,6 +45,7 @@ __all__ = [
     "Task",
     "TrainStep",
     "Units",
+    "Verdict",
     "audit",
     "autocast",
     "edit_weights",
@@ -52,13 +56,19 @@ __all__ = [
     "operators",
     "prepare",
     "prepared_policy",
+    "replay",
     "resolve",
     "suspended",
     "units",
     "unprepare",
 ]
 
-LAZY = {"Audit": "halfstep.lens.table", "audit": "halfstep.lens.audit"}
+LAZY = {
+    "Audit": "halfstep.lens.table",
+    "BlackBox": "halfstep.lens.blackbox",
+    "audit": "halfstep.lens.audit",
+    "replay": "halfstep.lens.blackbox",
+}
 """Names that are imported when somebody asks for them: name -> module."""
 
 

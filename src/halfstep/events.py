@@ -148,7 +148,9 @@ class Verdict:
     def _sentence(self) -> str:
         what = f"{self.phase} of {self.where}" if self.where else self.phase
         if self.kind == "overflow":
-            limit = f"; the largest input is {self.value:.6g}, the format ends at {self.limit:.6g}" if self.limit else ""
+            limit = (
+                f"; the largest input is {self.value:.6g}, the format ends at {self.limit:.6g}" if self.limit else ""
+            )
             return f"overflow in {what}{limit}"
         if self.kind == "invalid":
             return f"invalid operation in {what}: the result is not a number for finite inputs"

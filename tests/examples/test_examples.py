@@ -291,6 +291,12 @@ def test_a_policy_file_decides_for_every_module() -> None:
     assert out["scale"] == 2048.0
 
 
+def test_a_step_that_overflows_is_located_and_its_first_cure_trains() -> None:
+    out = run("why_nan")
+    assert (out["op"], out["module"]) == ("matmul", "1") and "why_nan.py:" in out["line"]
+    assert out["verified"] and out["steps"] == 60 and out["last"] < out["first"]
+
+
 @pytest.mark.dist
 def test_two_ranks_skip_together_and_stay_equal() -> None:
     out = run("data_parallel")

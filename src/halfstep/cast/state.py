@@ -23,7 +23,7 @@ class _State(threading.local):
         visit: called with every prepared model before it runs in this thread, or None.
         frames: the open regions, innermost last.
         casts: the weight casts of the open regions.
-        above: a function mode that stays above the modes of all regions (it sees operators as they are called), or None.
+        above: a function mode that stays above those of all regions (it sees operators as they are called), or None.
     """
 
     def __init__(self) -> None:

@@ -180,6 +180,19 @@ def ops(
     )
 
 
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A halfstep-blackbox-STEP.pt.")],
+    model: Annotated[
+        str, typer.Option("--model", help="path/to/file.py:function, which returns the hs.Task of that run.")
+    ],
+) -> None:
+    """Replay a step that was not finite, from its evidence, and say which operator did it and what to change."""
+    from halfstep.cli.replay import run_replay
+
+    raise typer.Exit(run_replay(file, model))
+
+
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
     script: Annotated[Path, typer.Argument(help="A Python file that says `from apex import amp`.")],

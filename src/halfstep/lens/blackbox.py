@@ -1,166 +1,213 @@
-"""Black box: why a step was not finite, and under which policy it would have been.
-
-`StepBox` looks after a `TrainStep`. A step that is not finite only because a dynamic scale is on its way down is left
-alone; any other is replayed with instruments (`trace`), its first cause named, and small changes of policy are tried by
-replay (`cures`).
-"""
+"""Black box: the box of a loop written by hand, and replays from evidence files. `stepbox` says what a box does."""
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.errors import StepError
-from halfstep.events import Cure, Verdict
-from halfstep.lens.replay import Attempt, Replay
-from halfstep.lens.trace import Source, Trace
-from halfstep.step.prepare import unwrap
+from halfstep.events import Verdict
+from halfstep.lens.cures import rebound, with_rules
+from halfstep.lens.diagnose import Subject
+from halfstep.lens.evidence import load_evidence, window_of
+from halfstep.lens.replay import Replay
+from halfstep.lens.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
+from halfstep.lens.values import extremes
+from halfstep.policy.policy import Policy
+from halfstep.step.memory import Kept, Memory, Window
+from halfstep.step.prepare import prepared_policy, unwrap
+from halfstep.step.train_step import TrainStep
 
-if TYPE_CHECKING:
-    from halfstep.step.train_step import TrainStep
-
-__all__ = ["StepBox", "judge"]
-
-LOG = logging.getLogger("halfstep")
-
-LOW_SCALE = 2.0**8
-"""A dynamic scale above it is on its way down; no remark on a step that overflows under it."""
-
-MOST_REPLAYS = 16
-"""Explanations made without being asked, in the life of one TrainStep."""
+__all__ = ["BlackBox", "replay"]
 
 
-class StepBox:
-    """The black box of one TrainStep.
+class BlackBox(Box):
+    """The black box of a loop written by hand, with halfstep's regions and scalers, with torch's, or with none.
+
+    It calls the loss function in the loop's place, remembers what it was called with, and looks at the gradients once
+    when the backward pass of the loss ends (one reading pass). What it saw is read at the next call, or, with
+    `optimizer`, before that steps, so that weights are still those of the bad step.
+
+    Example:
+        >>> box = hs.BlackBox(model, loss_fn, optimizer)
+        >>> for x, y in batches:
+        ...     loss = box(x, y)  # loss_fn(model, x, y), which holds the `with torch.autocast(...)`
+        ...     scaler.scale(loss).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        ...     optimizer.zero_grad()
+
+    Args:
+        model: the model, prepared or not.
+        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; a region belongs inside it.
+        optimizer: what steps the model; looked at before it does.
+        evidence: a folder for evidence files; None for none.
 
     Attributes:
         verdict: the last one, or None.
     """
 
-    def __init__(self, step: TrainStep) -> None:
-        self.step = step
-        self.verdict: Verdict | None = None
-        self._for = 0  # the step `verdict` is about
-        self._streak = 0
-        self._replays = 0
-        self._said: set[str] = set()
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: Optimizer | None = None,
+        *,
+        evidence: str | Path | None = None,
+    ) -> None:
+        if not callable(loss_fn):
+            raise StepError(f"BlackBox: loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
+        super().__init__(None if evidence is None else Path(evidence))
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.step = 0
+        self._memory = Memory(unwrap(model))
+        self._flag: Tensor | None = None
+        self._for = 0
+        self._versions = 0
+        if optimizer is not None:
+            self._handle = optimizer.register_step_pre_hook(self._before_update)
 
-    def fine(self) -> None:
-        """Take note of an applied step."""
-        self._streak = 0
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """Return ``loss_fn(model, *batch, **named)`` and remember the call."""
+        self._read()
+        self.step += 1
+        self._memory.begin()
+        kept = self._memory.keep(self.step, batch, named)
+        returned = self.loss_fn(self.model, *batch, **named)
+        loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            kept.loss = loss.detach()
+            self._versions = self._written_to()
+            loss.register_hook(lambda gradient: self._begin(kept, gradient))
+        return returned
 
-    def bad(self) -> None:
-        """Look at a step that was not applied; training goes on whatever happens here."""
-        self._streak += 1
-        if self._for == self.step._step:  # somebody asked already
+    def explain(self) -> Verdict:
+        """Say why the last step was not finite; ``print(box.explain())`` is a report.
+
+        Raises:
+            StepError: the last step was finite, or nothing has run backward.
+        """
+        if self._for == self.step and self.verdict is not None:
+            return self.verdict
+        if self._flag is None or not bool(self._flag):
+            if self.verdict is not None:
+                return self.verdict
+            raise StepError("explain(): there is no step to explain: the last one was finite, or has not run backward")
+        return self._explained()
+
+    def _begin(self, kept: Kept, gradient: Tensor) -> None:
+        """Remember what a backward pass begins with, and look at the gradients when it ends."""
+        if self._memory.window.batches and self._memory.window.batches[0] is kept:
+            kept.seed = gradient.detach()
+            torch.autograd.Variable._execution_engine.queue_callback(self._look)
+
+    def _look(self) -> None:
+        kept = self._memory.window.batches[0]
+        gradients = [p.grad for p in unwrap(self.model).parameters() if p.grad is not None and not p.grad.is_sparse]
+        flags = [] if kept.loss is None else [kept.loss.float().abs()]
+        with torch.no_grad():
+            flags += [n.float() for n in torch._foreach_norm([g for g in gradients if g.is_floating_point()])]
+            device = flags[0].device
+            self._flag = ~torch.isfinite(torch.stack([f.reshape(()).to(device) for f in flags])).all()
+        self._memory.end(self._flag, self._flag)
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._read()
+
+    def _read(self) -> None:
+        """Look at what the last backward pass left, once."""
+        flag = self._flag
+        if flag is None or self._for == self.step:
+            return
+        if not bool(flag):
+            self._flag = None
+            self._trouble.fine()
             return
         try:
-            if self._streak == 1 and self._replays < MOST_REPLAYS and self._matters():
+            self._trouble.streak += 1
+            if self._trouble.streak == 1 and self._replays < MOST_REPLAYS and self._matters():
                 self._replays += 1
                 self._announce(self._explained())
         except Exception as error:
-            self._say("failed", f"a step was not finite, and its replay failed: {type(error).__name__}: {error}")
+            self._say("failed", f"step {self.step} was not finite, and {type(error).__name__}: {error}")
+        self._flag = None
 
     def _matters(self) -> bool:
-        """Return whether there is more to the last step than a dynamic scale on its way down."""
-        step = self.step
-        memory = step._memory
-        if memory is None:
-            return False
-        if not step.scaler.is_enabled() or step.scaler.rule.is_static:
+        kept = self._memory.window.batches[0]
+        if kept.loss is not None and not extremes(kept.loss)[1]:
             return True
-        if float(step._scale) <= LOW_SCALE:
-            return True
-        return any(kept.loss is not None and not bool(torch.isfinite(kept.loss)) for kept in memory.window)
+        return abs(float(kept.seed)) <= LOW_SCALE if kept.seed is not None else True
 
-    def explain(self) -> Verdict:
-        """Return the verdict on the last step that was not applied."""
-        step = self.step
-        if step._memory is None:
-            raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
-        pending = step._pending
-        if pending is not None and bool(pending):
-            return self._explained() if self.verdict is None or self._for != step._step else self.verdict
-        if self.verdict is None:
-            raise StepError(
-                "explain(): no step to explain: the last one was applied; call it after a step whose result.skipped is "
-                "true, before the next step"
-            )
-        return self.verdict
+    def _written_to(self) -> int:
+        return sum(p._version for p in unwrap(self.model).parameters() if not p.is_inference())
 
     def _explained(self) -> Verdict:
-        step = self.step
-        memory = step._memory
-        assert memory is not None
-        model = unwrap(step.model)
+        model = unwrap(self.model)
+        seen = self
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-            return step._forward(model, batch, named)[0]
+            returned = seen.loss_fn(model, *batch, **named)
+            loss: Tensor = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
+            return loss
 
-        replay = Replay(model, forward, memory.window, memory.buffers)
-        self.verdict = replace(judge(replay, model), step=step._step)
-        self._for = step._step
-        return self.verdict
-
-    def _announce(self, verdict: Verdict) -> None:
-        self._say(f"{verdict.kind} {verdict.op} {verdict.module}", f"{verdict.headline} (step.explain() says more)")
-
-    def _say(self, key: str, text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            LOG.warning("black box: %s", text)
-
-
-def judge(replay: Replay, model: nn.Module) -> Verdict:
-    """Replay with instruments and name the first cause; without cures."""
-    attempt = replay.run(traced=True)
-    if not attempt.bad:
-        return Verdict(kind="not_reproducible")
-    names = {id(p): n for n, p in model.named_parameters()}
-    trace = attempt.trace
-    if trace is None:
-        return Verdict(kind="overflow", op="add", phase="backward", parameter=names.get(id(attempt.added), ""))
-    return verdict_of(trace, names)
-
-
-def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
-    """Return what the instruments say."""
-    assert trace.loss is not None
-    if not bool(torch.isfinite(trace.loss)):
-        source = trace.accused(trace.loss)[0]
-        return _verdict(source, "")
-    found: list[tuple[Source, Tensor]] = []
-    for leaf, gradient in trace.gradients.items():
-        if not bool(torch.isfinite(gradient).all()):
-            found += [(source, leaf) for source in trace.accused(gradient)]
-    source, leaf = min(found, key=lambda pair: (pair[0].innocent, pair[0].kind == "operator", pair[0].order))
-    return _verdict(source, names.get(id(leaf), ""))
+        seed = self._memory.window.batches[0].seed
+        scale = 1.0 if seed is None else abs(float(seed))
+        policy = prepared_policy(model)
+        under: Callable[[Policy], AbstractContextManager[None]]
+        if policy is None:
+            under = lambda p: with_rules(model, p)  # noqa: E731
+        else:
+            under = lambda p: rebound(model, p)  # noqa: E731
+        subject = Subject(
+            replay=Replay(model, forward, self._memory.window.batches, self._memory.window.buffers),
+            model=model,
+            optimizer=self.optimizer,
+            policy=policy,
+            under=under,
+            scaling="dynamic" if scale > 1 else "none",
+            scale=scale,
+            step=self.step,
+            rank=rank(),
+            foreign=policy is None,
+        )
+        self._for = self.step
+        verdict = self.explain_subject(subject)
+        if self._written_to() != self._versions:
+            note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
+            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+        return verdict
 
 
-def _verdict(source: Source, culprit: str) -> Verdict:
-    call = source.call
-    kinds = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}
-    kind = kinds.get(source.kind) or ("invalid" if source.invalid else "overflow")
-    if source.innocent:
-        kind = "invalid"
-    if call is None:
-        return Verdict(kind=kind, parameter=source.name or culprit)
-    return Verdict(
-        kind=kind,
-        op=call.site.op,
-        module=call.site.module,
-        phase=call.site.phase,
-        line=call.site.line,
-        parameter=source.name if kind.startswith("bad") else "",
-        dtypes=call.dtypes,
-        shapes=call.shapes,
-        value=call.largest,
-        limit=source.limit,
-    )
+def replay(file: str | Path, task: Any) -> Verdict:
+    """Replay the evidence in `file` on a new model of `task` and return the verdict.
+
+    Args:
+        file: a ``halfstep-blackbox-STEP.pt``.
+        task: an `hs.Task`, whose model, loss function and optimizer are those of the run.
+
+    Raises:
+        StepError: no evidence, or weights that do not fit the task's model.
+    """
+    content = load_evidence(file)
+    model = task.model()
+    policy = None if content["policy"] is None else Policy.from_toml(content["policy"])
+    step = TrainStep(model, task.optimizer(model), task.loss_fn, policy=policy or "O0")
+    if content["model"]:
+        try:
+            model.load_state_dict(content["model"])
+        except RuntimeError as error:
+            raise StepError(f"the weights in {str(file)!r} do not fit the task's model: {error}") from error
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    modules = dict(model.named_modules())
+    buffers = [(modules[m], n, v.to(device)) for m, n, v in content["buffers"] if m in modules]
+    scale = torch.tensor(float(content["scale"]))
+    return StepBox(step)._explained(Window(window_of(content, device), buffers, int(content["step"]), scale))

@@ -1,8 +1,8 @@
 """Replay: run kept micro-batches again, exactly, and leave everything as it was.
 
-What a forward or backward pass may change is put back: generators, buffers, plain attributes of modules, gradients. Where
-it can, the backward pass of a replay goes through `torch.autograd.grad`, which touches no ``.grad`` and runs no hook
-that would step an optimizer or reduce over ranks; only re-entrant checkpointing needs ``backward()``.
+What a forward or backward pass may change is put back: generators, buffers, plain attributes of modules, gradients.
+Where it can, the backward pass of a replay goes through `torch.autograd.grad`, which touches no ``.grad`` and runs no
+hook that would step an optimizer or reduce over ranks; only re-entrant checkpointing needs ``backward()``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.lens.trace import Trace, extremes
+from halfstep.lens.trace import Trace
+from halfstep.lens.values import extremes
 from halfstep.step.memory import Kept, put_random, random_states
 from halfstep.trees import map_tensors
 
@@ -100,7 +101,7 @@ class Replay:
                 seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
                 if factor is not None:
                     seed = seed * factor
-            gradients = _gradients(loss, seed)
+            gradients = _gradients(loss, seed, self.model)
         attempt.losses.append(loss.detach())
         culprits = [leaf for leaf, gradient in gradients.items() if not extremes(gradient)[1]]
         bad = bool(culprits) or not extremes(loss)[1]
@@ -135,9 +136,9 @@ class Replay:
                 yield
             finally:
                 with torch.no_grad():
-                    for buffer, value in buffers:
-                        if not torch.equal(buffer, value) or not extremes(value)[1]:
-                            buffer.copy_(value)
+                    for buffer, kept in buffers:
+                        if not torch.equal(buffer, kept) or not extremes(kept)[1]:
+                            buffer.copy_(kept)
                 for module, held, values in plain:
                     module._buffers.update(held)
                     for name, value in values.items():
@@ -170,12 +171,27 @@ def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
     return list(found), reentrant
 
 
-def _gradients(loss: Tensor, seed: Tensor) -> dict[Tensor, Tensor]:
-    """Return the gradients of all leaves, without touching theirs."""
+def _gradients(loss: Tensor, seed: Tensor, model: nn.Module) -> dict[Tensor, Tensor]:
+    """Return the gradients of all leaves; theirs are as before afterwards."""
     leaves, reentrant = leaves_of(loss)
-    if not leaves:
+    if not leaves and not reentrant:
         return {}
     if not reentrant:
         found = torch.autograd.grad(loss, leaves, grad_outputs=seed, allow_unused=True)
         return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
-    raise NotImplementedError("re-entrant checkpoints")
+    leaves = list(dict.fromkeys([*leaves, *(p for p in model.parameters() if p.requires_grad)]))
+    held = [(leaf, leaf.grad) for leaf in leaves]
+    hooks = [h for h in (getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves) if h]
+    copies = [dict(h) for h in hooks]
+    try:
+        for hook in hooks:
+            hook.clear()
+        for leaf in leaves:
+            leaf.grad = None
+        loss.backward(gradient=seed)
+        return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+    finally:
+        for leaf, gradient in held:
+            leaf.grad = gradient
+        for hook, copy in zip(hooks, copies, strict=True):
+            hook.update(copy)

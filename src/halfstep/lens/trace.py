@@ -13,15 +13,11 @@ nothing but those is.
 
 from __future__ import annotations
 
-import linecache
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -29,21 +25,28 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
-from halfstep.policy.operators import canonical, known, name_of
+from halfstep.lens.sites import TAG, Site, line_of, name_of_node, ours, pointwise, public, spelled, tag, user_frame
+from halfstep.lens.values import (
+    constant_infinity,
+    copied,
+    described,
+    extremes,
+    floats,
+    held,
+    in_float64,
+    storage,
+    writes,
+)
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["Call", "Site", "Source", "Trace", "extremes"]
+__all__ = ["Call", "Source", "Trace"]
 
-TAG = "halfstep.site"
-TORCH = str(Path(torch.__file__).parent) + os.sep
-HERE = str(Path(__file__).parent.parent) + os.sep
-OWN = tuple(HERE + part for part in ("cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights"))
-ENGINE = "_engine_run_backward"
 CALLS_KEPT = 20_000  # of the newest calls; a call takes about 300 bytes
 SOURCES_EXAMINED = 32  # of the first sources; each is computed again in float64
 
@@ -58,27 +61,18 @@ SILENT = frozenset(
 RUNS_BACKWARD = frozenset({"backward", "grad"})
 """Functions of torch.autograd that report themselves to modes as operators do, and call everything else."""
 
-UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted"})
+UNWRITTEN = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted"}
+)
 
 OPENED = frozenset({"multi_head_attention_forward"})
 """Composites that hold so much that their parts are the operators worth naming."""
 
 POLES = frozenset(
     "div reciprocal log log2 log10 log1p rsqrt pow true_divide floor_divide remainder fmod atanh logit xlogy digamma "
-    "lgamma tan special.xlog1py divide batch_norm layer_norm normalize linalg.inv linalg.solve cosine_similarity".split()
+    "lgamma tan special.xlog1py batch_norm layer_norm normalize linalg.inv linalg.solve cosine_similarity".split()
 )
 """Operators that are infinite at a point: an infinity they give in float64 too is no overflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where an operator was called: its public short name, the module, the user's line, the phase."""
-
-    op: str
-    module: str
-    line: str
-    phase: str = "forward"
-    call: int = 0  # how often the module had been entered, for modules called several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,106 +118,15 @@ class Source:
     limit: float = 0.0
     masks: bool = False
 
+    def rank(self) -> tuple[bool, bool, bool, int]:
+        """Return what puts first causes first: state and batch, then operators; what may be meant comes last."""
+        kernels = self.kind == "constant" and self.call is not None and self.call.site.phase == "backward"
+        return self.innocent, kernels, self.kind == "operator", self.order
+
     @property
     def innocent(self) -> bool:
         """Whether it may be meant."""
         return self.kind in {"deliberate", "unwritten"} or self.masks
-
-
-def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
-    """Return (largest finite magnitude, all finite, any nan) of a tensor's values; integers are finite and 0.0."""
-    values = tensor.detach()
-    if values.layout is not torch.strided:
-        values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
-    if hasattr(values, "to_local"):
-        values = values.to_local()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if not values.is_floating_point() or not values.numel():
-        return 0.0, True, False
-    if values.element_size() == 1:
-        values = values.float()
-    low, high = (float(v) for v in torch.aminmax(values))
-    if math.isfinite(low) and math.isfinite(high):
-        return max(-low, high), True, False
-    nan = math.isnan(low)
-    finite = values[torch.isfinite(values)]
-    return (float(finite.abs().max()) if finite.numel() else 0.0), False, nan
-
-
-@lru_cache(maxsize=4096)
-def _spelled(func: Callable[..., Any]) -> str:
-    """Return the public short name of a function that a mode received."""
-    name = name_of(func)
-    if name is not None:
-        return name
-    raw = getattr(func, "__name__", str(func))
-    if raw.startswith("__i") and raw.endswith("__"):
-        raw = raw[3:-2]
-    return _public(raw)
-
-
-def _public(raw: str) -> str:
-    """Return the operator that an in-place, private or aten name belongs to."""
-    for word in (raw, raw.strip("_"), raw.strip("_").removesuffix("_backward")):
-        if word in known():
-            return word
-        try:
-            return canonical(word)
-        except Exception:  # no operator of this name
-            continue
-    return raw.strip("_") or raw
-
-
-@lru_cache(maxsize=1024)
-def _pointwise(op: str) -> bool:
-    packet = getattr(torch.ops.aten, op, None)
-    if packet is None:
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
-
-
-@cache
-def _ours(filename: str) -> bool:
-    return filename.startswith((TORCH, "<frozen")) or filename.startswith(OWN) or filename == HERE + "trees.py"
-
-
-def _user_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
-    """Return the innermost frame of the user above `frame`, and whether the autograd engine lies between."""
-    engine = False
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not _ours(name):
-            return frame, engine
-        engine = engine or frame.f_code.co_name == ENGINE
-        frame = frame.f_back
-    return None, engine
-
-
-def _line(frame: FrameType | None) -> str:
-    if frame is None:
-        return ""
-    filename, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(filename, number).strip()
-    return f"{os.path.basename(filename)}:{number} {text}".rstrip()
-
-
-def _floats(tree: Any) -> list[Tensor]:
-    return [t for t in tensors(tree) if t.is_floating_point() or t.is_complex()]
-
-
-def _described(found: list[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    return tuple(str(t.dtype).removeprefix("torch.") for t in found), tuple(tuple(t.shape) for t in found)
-
-
-def _constant_infinity(values: Any) -> bool:
-    """Return whether a plain number among arguments is not finite."""
-    for value in values:
-        if isinstance(value, float) and not math.isfinite(value):
-            return True
-        if isinstance(value, (list, tuple)) and _constant_infinity(value):
-            return True
-    return False
 
 
 class _Functions(TorchFunctionMode):
@@ -243,7 +146,7 @@ class _Kernels(TorchDispatchMode):
     """Hands what the backward pass runs to the trace."""
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
         self.trace = trace
 
     def __torch_dispatch__(
@@ -262,15 +165,19 @@ class Trace:
     Attributes:
         calls: operator calls in order, the newest `CALLS_KEPT`.
         count: how many there were.
+        sources: operators that made values that are not finite, in order.
         loss: what came out, if it or a gradient is not finite.
         gradients: of the leaves.
+        low: the low format of the last torch.autocast region that was on, or None.
     """
 
     model: nn.Module
     calls: list[Call] = field(default_factory=list)
     count: int = 0
+    sources: list[Source] = field(default_factory=list)
     loss: Tensor | None = None
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    low: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         self._names = {id(m): name for name, m in reversed(list(self.model.named_modules()))}
@@ -284,6 +191,7 @@ class Trace:
         self._made: dict[str, str] = {}  # custom Function -> the line that applied it last
         self._sources = 0
         self._seen_modules: set[int] = set()
+        self._outsiders: list[nn.Module] = []
         self._functions = _Functions(self)
         self._know(self.model, "")
 
@@ -292,7 +200,7 @@ class Trace:
     def expect(self, batch: Any) -> None:
         """Take note of what the batch is."""
         for index, tensor in enumerate(tensors(batch)):
-            self._outside.setdefault(_storage(tensor), ("batch", f"input {index}"))
+            self._outside.setdefault(storage(tensor), ("batch", f"input {index}"))
 
     def _know(self, module: nn.Module, prefix: str) -> None:
         """Take note of the state of `module`."""
@@ -301,8 +209,8 @@ class Trace:
         self._seen_modules.update(id(m) for m in module.modules())
         for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
             for name, tensor in named:
-                if not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-                    self._outside.setdefault(_storage(tensor), (kind, prefix + name))
+                if not is_lazy(tensor):
+                    self._outside.setdefault(storage(tensor), (kind, prefix + name))
 
     @contextmanager
     def watching(self) -> Iterator[Trace]:
@@ -325,11 +233,22 @@ class Trace:
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
         if name is None:
-            kind = type(module)
-            name = getattr(kind, "_halfstep_original", kind).__name__
-            self._know(module, name + ".")
+            name = self._name_outsider(module)
         self._entered[id(module)] = self._entered.get(id(module), 0) + 1
         self._stack.append((name, self._entered[id(module)]))
+
+    def _name_outsider(self, module: nn.Module) -> str:
+        """Name a module that is not in the model: by its class if it has parts, else by what calls it."""
+        above = self._stack[-1][0] if self._stack else ""
+        kind = type(module)
+        own = getattr(kind, "_halfstep_original", kind).__name__
+        self._know(module, own + ".")
+        if next(module.children(), None) is None:
+            return above
+        for name, part in module.named_modules():
+            self._names.setdefault(id(part), f"{own}.{name}" if name else own)
+        self._outsiders.append(module)  # so that no address comes twice
+        return own
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
@@ -339,7 +258,7 @@ class Trace:
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function the user called and keep what it did to its tensors."""
-        op = _spelled(func)
+        op = spelled(func)
         if op in RUNS_BACKWARD and not self._depth and isinstance(func, FunctionType):
             with self._functions:
                 return unreported(func)(*args, **kwargs)
@@ -347,23 +266,25 @@ class Trace:
             return func(*args, **kwargs)
         if op in OPENED and _opens(func):
             with self._functions:
-                return unreported(func)(*args, **kwargs)  # type: ignore[arg-type]
-        return self._watched(func, op, args, kwargs, self._site_of(op))
+                return unreported(func)(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            self.low = torch.get_autocast_dtype("cuda" if torch.is_autocast_enabled("cuda") else "cpu")
+        return self._watched(func, args, kwargs, self._site_of(op))
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel; those of the backward pass that no function is under way for are kept."""
         if self._depth:
             result = func(*args, **kwargs)
-            self._inner += [t for t in _floats(result) if t.layout is torch.strided]
+            self._inner += [t for t in floats(result) if held(t)]
             return result
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None and torch._C._current_graph_task_id() == -1:
             return func(*args, **kwargs)
-        return self._watched(func, "", args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
+        return self._watched(func, args, kwargs, self._site_of_node(node, str(func).split(".")[1]))
 
     def _site_of(self, op: str) -> Site:
-        frame, engine = _user_frame(sys._getframe(3))
-        node = torch._C._current_autograd_node()
+        frame, engine = user_frame(sys._getframe(3))
+        node: Any = torch._C._current_autograd_node()
         if node is not None and (engine or frame is None):
             return self._site_of_node(node, op)
         self._heed_custom(frame)
@@ -372,62 +293,54 @@ class Trace:
             known = node.metadata.get(TAG)
             recomputed = bool(self._stack)
             if known is not None and not recomputed:
-                return Site(op, known.module, _line(frame), "backward", known.call)
-            return Site(op, module, _line(frame), "forward" if recomputed else "backward", call)
-        return Site(op, module, _line(frame), "forward", call)
+                return Site(op, known.module, line_of(frame), "backward", known.call)
+            return Site(op, module, line_of(frame), "forward" if recomputed else "backward", call)
+        return Site(op, module, line_of(frame), "forward", call)
 
     def _heed_custom(self, frame: FrameType | None) -> None:
         """Remember which line applied the custom Function that is running, if one is."""
         above = None if frame is None else frame.f_back
-        if frame is None or above is None or above.f_code.co_name != "apply" or not _ours(above.f_code.co_filename):
+        if frame is None or above is None or above.f_code.co_name != "apply" or not ours(above.f_code.co_filename):
             return
         kind = above.f_locals.get("cls")
-        caller, _ = _user_frame(above)
+        caller, _ = user_frame(above)
         if kind is not None:
-            self._made[kind.__name__] = _line(caller)
+            self._made[kind.__name__] = line_of(caller)
 
     def _site_of_node(self, node: Any, op: str) -> Site:
         known = None if node is None else node.metadata.get(TAG)
         if known is not None:
             return Site(known.op, known.module, known.line, "backward", known.call)
-        name = _public(op) if node is None else _of_node(node.name())
+        name = public(op) if node is None else name_of_node(node.name())
         return Site(name, "", "", "backward")
 
-    def _watched(
-        self, func: Callable[..., Any], op: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site
-    ) -> Any:
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         self._depth += 1
-        self._inner = []
         try:
-            found = _floats((args, kwargs))
-            in_place = _writes(func)
-            before = []
-            for tensor in found:
-                before.append(self._look(tensor))
+            found = floats((args, kwargs))
+            in_place = writes(func)
+            before = [extremes(tensor) for tensor in found]
             copies = None
             if in_place and all(finite for _, finite, _ in before):
-                copies = map_tensors((args, kwargs), _copied)
+                copies = map_tensors((args, kwargs), copied)
             for tensor in found:
                 self._tag_custom(tensor, site)
+            self._inner = []
             result = func(*args, **kwargs)
-            if func is Tensor.__setitem__:
-                outputs = [args[0]]
-            else:
-                outputs = _floats(result)
+            inner, self._inner = self._inner, []  # what follows are kernels of our own
+            outputs = [args[0]] if func is Tensor.__setitem__ else floats(result)
             if not outputs:
                 return result
-            self._judge(func, op, args, kwargs, site, found, before, outputs, copies)
+            self._judge(func, args, kwargs, site, found, before, outputs, copies, inner)
             for tensor in outputs:
-                _tag(tensor, site)
+                tag(tensor, site)
             return result
         finally:
             self._depth -= 1
-            self._inner = []
 
     def _judge(
         self,
         func: Callable[..., Any],
-        op: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         site: Site,
@@ -435,12 +348,13 @@ class Trace:
         before: list[tuple[float, bool, bool]],
         outputs: list[Tensor],
         copies: Any,
+        inner: list[Tensor],
     ) -> None:
         after = [extremes(tensor) for tensor in outputs]
         finite_in = all(finite for _, finite, _ in before)
         finite_out = all(finite for _, finite, _ in after)
         self.count += 1
-        dtypes, shapes = _described(found)
+        dtypes, shapes = described(found)
         call = Call(site, dtypes, shapes, max((v for v, _, _ in before), default=0.0), finite_in, finite_out)
         self.calls.append(call)
         if len(self.calls) > CALLS_KEPT:
@@ -448,7 +362,7 @@ class Trace:
         if finite_out:
             for tensor in outputs:
                 self._clear(tensor)
-            self._keep_insides(call, frozenset())
+            self._keep_insides(inner, call, frozenset())
             return
         inherited = frozenset[Source]()
         for tensor, (_, finite, _) in zip(found, before, strict=True):
@@ -456,26 +370,27 @@ class Trace:
                 inherited |= self._of(tensor, call)
         origins = inherited
         if finite_in:
-            if _constant_infinity((*args, *kwargs.values())):
+            constant = constant_infinity((*args, *kwargs.values()))
+            if constant and not any(nan for _, _, nan in after):  # 0 * -inf is not what anybody means
                 origins = frozenset({Source("deliberate", self.count, call=call)})
             elif site.op in UNWRITTEN:
                 origins = frozenset({Source("unwritten", self.count, call=call)})
             else:
-                origins = frozenset({self._source(func, args, kwargs, call, outputs, copies)})
+                origins = frozenset({self._source(func, args, kwargs, call, found, outputs, copies)})
         elif self._adds(site.op, found, before, outputs, after, inherited):
-            source = self._source(func, args, kwargs, call, outputs, None)
+            source = self._source(func, args, kwargs, call, found, outputs, None)
             origins = frozenset({source}) if all(s.innocent for s in inherited) else inherited | {source}
         for tensor, (_, finite, _) in zip(outputs, after, strict=True):
             if finite:
                 self._clear(tensor)
             else:
                 self._set(tensor, origins)
-        self._keep_insides(call, origins)
+        self._keep_insides(inner, call, origins)
 
-    def _keep_insides(self, call: Call, origins: frozenset[Source]) -> None:
+    def _keep_insides(self, inner: list[Tensor], call: Call, origins: frozenset[Source]) -> None:
         """Remember whose the tensors are that an operator keeps for its backward pass and shows nobody."""
-        for tensor in self._inner:
-            self._insides[_storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), call, origins)
+        for tensor in inner:
+            self._insides[storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), call, origins)
 
     def _adds(
         self,
@@ -493,13 +408,13 @@ class Trace:
                 return not all(s.kind == "batch" for s in inherited) or op in {
                     "softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "cross_entropy",
                 }  # fmt: skip
-        if not _pointwise(op) or len(outputs) != 1:
+        if not pointwise(op) or len(outputs) != 1:
             return False
         try:
-            held = torch.zeros_like(outputs[0], dtype=torch.bool)
+            spoiled = torch.zeros_like(outputs[0], dtype=torch.bool)
             for tensor in found:
-                held = held | ~torch.isfinite(tensor)
-            return bool((~torch.isfinite(outputs[0]) & ~held).any()) if held.shape == outputs[0].shape else False
+                spoiled = spoiled | ~torch.isfinite(tensor)
+            return bool((~torch.isfinite(outputs[0]) & ~spoiled).any()) if spoiled.shape == outputs[0].shape else False
         except RuntimeError:
             return False
 
@@ -509,6 +424,7 @@ class Trace:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: Call,
+        found: list[Tensor],
         outputs: list[Tensor],
         copies: Any,
     ) -> Source:
@@ -518,28 +434,33 @@ class Trace:
         floating = [t.dtype for t in outputs if t.is_floating_point()]
         if floating:
             limit = torch.finfo(floating[0]).max
-        nan_only = any(bool(torch.isnan(t).any()) for t in outputs) and not any(bool(torch.isinf(t).any()) for t in outputs)
+        nan_only = any(bool(torch.isnan(t).any()) for t in outputs) and not any(
+            bool(torch.isinf(t).any()) for t in outputs
+        )
         invalid = nan_only
-        if self._sources <= SOURCES_EXAMINED and (copies is not None or not _writes(func)):
-            wide = _in_float64(func, *(copies if copies is not None else (args, kwargs)))
+        if self._sources <= SOURCES_EXAMINED and (copies is not None or not writes(func)):
+            wide = in_float64(func, *(copies if copies is not None else (args, kwargs)))
             if wide is not None:
-                states = [extremes(t) for t in _floats(wide)]
+                states = [extremes(t) for t in floats(wide)]
                 if all(finite for _, finite, _ in states):
                     invalid = False
                 else:
                     invalid = any(nan for _, _, nan in states) or call.site.op in POLES
         elif call.site.op in POLES:
             invalid = True
-        return Source("operator", self.count, call=call, invalid=invalid, limit=limit)
+        name = ""
+        for tensor in found:  # a weight, or an input, that the format of the result cannot hold
+            if limit and not invalid and extremes(tensor)[0] > limit:
+                name = self._outside.get(storage(tensor), ("", ""))[1]
+        source = Source("operator", self.count, name, call, invalid, limit)
+        self.sources.append(source)
+        return source
 
     # ------------------------------------------------------------------ origins
 
-    def _look(self, tensor: Tensor) -> tuple[float, bool, bool]:
-        return extremes(tensor)
-
     def _of(self, tensor: Tensor, call: Call | None) -> frozenset[Source]:
         """Return the sources of a tensor that is not finite."""
-        key = _storage(tensor)
+        key = storage(tensor)
         kept = self._origins.get(key)
         if kept is not None:
             return kept[1]
@@ -556,96 +477,32 @@ class Trace:
         return source
 
     def _set(self, tensor: Tensor, sources: frozenset[Source]) -> None:
-        self._origins[_storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), sources)
+        if held(tensor):
+            self._origins[storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), sources)
 
     def _clear(self, tensor: Tensor) -> None:
-        if self._origins and tensor.layout is torch.strided:
+        if self._origins and held(tensor):
             storage = tensor.untyped_storage()
             if storage.nbytes() <= tensor.numel() * tensor.element_size():
                 self._origins.pop(storage._cdata, None)
 
     def accused(self, tensor: Tensor) -> list[Source]:
         """Return the sources of `tensor`, a loss or a gradient that is not finite: the first cause first."""
-        sources = self._of(tensor, None)
-        return sorted(sources, key=lambda s: (s.innocent, s.kind == "operator", s.order))
+        found = [s for s in self._of(tensor, None) if s.kind != "constant" or s.call is not None]
+        found = found or [s for s in self.sources if not s.innocent]  # somebody copied it where nobody looks
+        return sorted(found or self._of(tensor, None), key=Source.rank)
 
     def _tag_custom(self, tensor: Tensor, site: Site) -> None:
         """Give a custom Function's node, which no call of the user's showed, the place it was applied at."""
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
         if node is not None and TAG not in node.metadata:
-            name = _of_node(node.name())
+            name = name_of_node(node.name())
             line = self._made.get(name, "")
             if line:
                 node.metadata[TAG] = Site(name, site.module, line, site.phase, site.call)
-
-
-def _storage(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 def _opens(func: Callable[..., Any]) -> bool:
     """Return whether the region has no rule for `func` itself, so that its parts may be shown."""
     handler = None if STATE.mode is None else STATE.mode.handlers.get(func)
     return handler is None or handler.__qualname__.startswith("of_composite.")
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i") or name == "__setitem__"
-    if isinstance(func, torch._ops.OpOverload):
-        return func._schema.is_mutable
-    return name.endswith("_")
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
-
-
-def _in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return what `func` gives in float64 without casts, or None if it cannot; the generators go on as if it had not."""
-    saved = torch.get_rng_state()
-    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    for device in devices:
-        torch.set_autocast_enabled(device, False)
-    try:
-        with torch.no_grad():
-            wide_args = map_tensors([a for a in args], _widened)
-            wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
-            wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
-            return func(*wide_args, **wide_kwargs)
-    except Exception:  # no float64 kernel, or an argument that says which format
-        return None
-    finally:
-        torch.set_rng_state(saved)
-        for device in devices:
-            torch.set_autocast_enabled(device, True)
-
-
-def _of_node(name: str) -> str:
-    """Return what an autograd node belongs to: "MulBackward0" -> "mul"; a custom Function's name stays."""
-    stem = name.rsplit("::", 1)[-1].rstrip("0123456789")
-    stem = stem.removesuffix("Backward")
-    word = "".join(("_" if c.isupper() and i else "") + c.lower() for i, c in enumerate(stem))
-    public = _public(word)
-    return public if public in known() else stem
-
-
-def _tag(tensor: Tensor, site: Site) -> None:
-    """Write `site` into the autograd nodes that lead to `tensor` and that no earlier call made."""
-    todo = [tensor.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or TAG in node.metadata or node.name().endswith("AccumulateGrad"):
-            continue
-        node.metadata[TAG] = site
-        todo += [following for following, _ in node.next_functions]

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
-from halfstep.lens.trace import _line, _user_frame
+from halfstep.lens.sites import line_of, user_frame
 from halfstep.policy.operators import known, name_of
 
 __all__ = ["Call", "Paths", "Watch", "floats_of", "tensors_in"]
@@ -170,7 +170,7 @@ def _other(name: str) -> tuple[str, bool]:
 
 def user_line() -> str:
     """Return "file.py:12 source text" of the innermost frame that is neither torch's nor halfstep's; "" if none is."""
-    return _line(_user_frame(sys._getframe(1))[0])
+    return line_of(user_frame(sys._getframe(1))[0])
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Memory: what it takes to run the last update's micro-batches again: references, two small random states, versions.
 
-Nothing is copied but the CPU generator's state (5 KB, under a microsecond), a CUDA generator's (16 bytes, on the host) and
-buffers that a forward pass is known to change; BatchNorm's statistics are kept by `Statistics` anyway. Python's and
+Nothing is copied but the CPU generator's state (5 KB, under a microsecond), a CUDA generator's (16 bytes, on the host)
+and buffers that a forward pass is known to change; BatchNorm's statistics are kept by `Statistics` anyway. Python's and
 NumPy's generators are not kept (9 and 34 microseconds a step).
 """
 
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels.host import peek
 from halfstep.trees import tensors
 
-__all__ = ["Kept", "Memory", "put_random", "random_states"]
+__all__ = ["Kept", "Memory", "Window", "put_random", "random_states"]
 
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -42,47 +43,108 @@ class Kept:
     seed: Tensor | None = None
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
+class Window:
+    """The micro-batches of one update, and the verdict on it.
+
+    Attributes:
+        batches: the micro-batches.
+        buffers: (module, name, value before the window) of buffers that forward passes change.
+        last: number of the last micro-batch.
+        scale: 0-dim, the loss scale.
+        flag: 0-dim bool on the device: the update was not applied; None before it.
+        bad: that flag, as soon as it has been read.
+    """
+
+    batches: list[Kept] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    last: int = 0
+    scale: Tensor | None = None
+    flag: Tensor | None = None
+    bad: bool | None = None
+
+
 class Memory:
-    """Remembers the micro-batches of one window.
+    """Remembers the micro-batches of the window under way, and of the last update until its verdict is known.
 
     Args:
         model: the user's model.
 
     Attributes:
-        window: its micro-batches so far.
-        buffers: (module, name, value before the window) of buffers that forward passes change.
-        first: number of the window's first micro-batch.
+        window: the one under way.
+        judged: the one of the last update, until its verdict was read and was good, or the next window begins.
     """
 
-    model: nn.Module
-    window: list[Kept] = field(default_factory=list)
-    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-    first: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.window = Window()
+        self.judged: Window | None = None
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._watched: list[tuple[nn.Module, str, Tensor, int]] | None = None
+        self._landed: Tensor | None = None  # pinned, on the host
+        self._event: torch.cuda.Event | None = None
 
-    def begin(self, first: int) -> None:
-        """Begin a window with micro-batch number `first`."""
-        self.window = []
-        self.first = first
-        self.buffers = []
+    def begin(self) -> None:
+        """Begin a window."""
+        if self.judged is not None and self.judged.bad is not None:
+            self.judged = None
+        self.window = Window()
         if self._watched is None:
             self._watch()
         for module, name in self._changing.values():
             value = module._buffers.get(name)
             if value is not None:
-                self.buffers.append((module, name, value.clone()))
+                self.window.buffers.append((module, name, value.clone()))
 
-    def keep(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Kept:
-        """Remember a micro-batch and the generators before its forward pass."""
-        kept = Kept(batch, named, random_states(), [t._version for t in tensors((batch, named)) if not t.is_inference()])
-        self.window.append(kept)
+    def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> Kept:
+        """Remember micro-batch `number` and the generators before its forward pass."""
+        self.window.last = number
+        versions = [t._version for t in tensors((batch, named)) if not t.is_inference()]
+        kept = Kept(batch, named, random_states(), versions)
+        self.window.batches.append(kept)
         return kept
 
-    def end(self) -> None:
+    def end(self, bad: Tensor, scale: Tensor) -> None:
+        """End the window: `bad`, a 0-dim bool on the device, says whether its update was applied; waits for nothing."""
+        window = self.window
+        self._find_changing()
+        window.scale = scale
+        if type(bad) is not Tensor or (bad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        window.flag = bad
+        if bad.is_cuda:
+            with torch.cuda.device(bad.device):
+                if self._landed is None or self._event is None:
+                    self._landed = torch.zeros((), dtype=torch.bool, pin_memory=True)
+                    self._event = torch.cuda.Event()
+                self._landed.copy_(bad, non_blocking=True)
+                self._event.record()
+        self.judged = window
+
+    def arrived(self, *, wait: bool) -> Window | None:
+        """Return the window of the last update if its verdict has just become known.
+
+        Args:
+            wait: whether to wait for a verdict under way: for that alone, not for what the device was given since.
+        """
+        window = self.judged
+        if window is None or window.bad is not None or window.flag is None:
+            return None
+        if window.flag.device.type == "cpu":
+            window.bad = peek(window.flag)
+        elif window.flag.is_cuda and self._event is not None and self._landed is not None:
+            if not self._event.query():
+                if not wait:
+                    return None
+                self._event.synchronize()
+            window.bad = peek(self._landed)
+        else:  # no event to ask: whoever wants to know calls explain()
+            return None
+        if not window.bad:
+            self.judged = None
+        return window
+
+    def _find_changing(self) -> None:
         """Find out which buffers the window's forward passes have changed."""
         changed = False
         for module, name, value, version in self._watched or ():
@@ -107,7 +169,7 @@ class Memory:
                 size = value.numel() * value.element_size()
                 if first and copied + size <= FIRST_COPY:
                     copied += size
-                    self.buffers.append((module, name, value.detach().clone()))
+                    self.window.buffers.append((module, name, value.detach().clone()))
 
 
 def random_states() -> dict[str, Tensor]:

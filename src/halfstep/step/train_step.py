@@ -25,7 +25,6 @@ from halfstep.cast.recipe import opened
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult, Verdict
-from halfstep.kernels.host import peek
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
@@ -144,8 +143,8 @@ class TrainStep:
             self._drop_gradients()
             self._statistics.keep()
             if self._memory is not None:
-                self._memory.begin(self._step + 1)
-        kept = None if self._memory is None else self._memory.keep(batch, named)
+                self._memory.begin()
+        kept = None if self._memory is None else self._memory.keep(self._step + 1, batch, named)
         last = self._window + 1 == self.accumulate
         try:
             with self._gradient_sync(last):
@@ -257,6 +256,7 @@ class TrainStep:
                 parameter.grad.div_(torch.distributed.get_world_size(group))
 
     def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+        self._heed(wait=True)  # after this update the parameters are no longer those of the last one
         parameters = self._with_gradients()
         self._window = 0
         device = parameters[0].device
@@ -285,7 +285,7 @@ class TrainStep:
         self._pending = verdict.bad
         norms, names = verdict.norms, self._names
         if self._memory is not None:
-            self._memory.end()
+            self._memory.end(verdict.bad, self._scale)
 
         def culprits() -> tuple[str, ...]:
             finite = torch.isfinite(norms).tolist()
@@ -351,11 +351,10 @@ class TrainStep:
 
     def _settle(self) -> None:
         """Read the verdict of the last update and advance the scheduler if it was applied."""
+        self._heed(wait=False)
         if self._pending is None:
             return
         bad, self._pending = self._pending, None
-        if self._memory is not None and type(bad) is Tensor:
-            self._heed(bad)
         if self.scheduler is not None:
             self.host_reads += 1
             if not bool(bad):
@@ -372,23 +371,21 @@ class TrainStep:
         Raises:
             StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.
         """
-        return self._black_box().explain()
+        verdict: Verdict = self._black_box().explain()
+        return verdict
 
     def _black_box(self) -> Any:
         if self._box is None:
-            from halfstep.lens.blackbox import StepBox
+            from halfstep.lens.stepbox import StepBox
 
             self._box = StepBox(self)
         return self._box
 
-    def _heed(self, bad: Tensor) -> None:
-        """Read the verdict of the last update where that waits for nothing, and have a bad one looked at."""
-        if bad.device.type == "cpu" and not peek(bad):
-            if self._box is not None:
-                self._box.fine()
-            return
-        if bad.device.type == "cpu":
-            self._black_box().bad()
+    def _heed(self, *, wait: bool) -> None:
+        """Have the last update looked at if it was not applied, as soon as that is known."""
+        window = None if self._memory is None else self._memory.arrived(wait=wait)
+        if window is not None and (window.bad or self._box is not None):
+            self._black_box().see(window)
 
     # ------------------------------------------------------------------ state
 

@@ -1,0 +1,258 @@
+"""Diagnose: from a replay with instruments to a `Verdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.events import Cure, Verdict
+from halfstep.lens.replay import Attempt, Replay
+from halfstep.lens.trace import Source, Trace
+from halfstep.lens.values import extremes
+from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import resolved
+from halfstep.trees import tensors
+
+__all__ = ["Subject", "diagnose", "verdict_of"]
+
+FP32_MAX = float(torch.finfo(torch.float32).max)
+
+
+@dataclass(eq=False)
+class Subject:
+    """A step to look at.
+
+    Attributes:
+        replay: how to run it again.
+        model: the user's model.
+        optimizer: what would have updated it, or None.
+        policy: the policy it ran under, or None where nobody said.
+        under: ``with under(policy):`` replays run under another policy.
+        scaling: "none", "static" or "dynamic".
+        scale: the loss scale.
+        step: its number.
+        rank: of this process.
+        foreign: whether regions are opened by the loss function: then rules are tried by doing what they would do.
+    """
+
+    replay: Replay
+    model: nn.Module
+    optimizer: Optimizer | None
+    policy: Policy | None
+    under: Callable[[Policy], AbstractContextManager[None]]
+    scaling: str = "none"
+    scale: float = 1.0
+    step: int = 0
+    rank: int = 0
+    foreign: bool = False
+
+    @property
+    def low(self) -> str:
+        """The low format, "" if nobody said."""
+        if self.policy is None or self.policy.dtype != "auto":
+            return "" if self.policy is None else self.policy.dtype
+        return resolved(self.policy, next((p.device.type for p in self.model.parameters()), "cpu")).dtype
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of parameters by identity."""
+        return {id(p): n for n, p in self.model.named_parameters()}
+
+
+def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
+    """Replay a step with instruments and name the first cause; without cures.
+
+    Returns:
+        The verdict and the replay it was drawn from.
+    """
+    attempt = subject.replay.run(traced=True)
+    notes = list(_differences(subject, attempt))
+    if not attempt.bad:
+        verdict = _of_update(subject, attempt)
+        if verdict.kind == "not_reproducible":
+            notes = [*notes, *_reasons(subject)]
+    elif attempt.trace is None:
+        verdict = Verdict(
+            kind="overflow", op="add", phase="backward", parameter=subject.names.get(id(attempt.added), "")
+        )
+        notes.append("the gradients of each micro-batch are finite, and their sum is not")
+    else:
+        verdict = verdict_of(attempt.trace, subject.names)
+        if verdict.kind == "bad_state":
+            notes += [f"{name} is not finite either" for name in _bad_states(subject)][:3]
+        elif verdict.kind in {"overflow", "invalid"} and _only_gradients(attempt):
+            verdict, more = _of_scale(subject, attempt, verdict)
+            notes += more
+    if len(subject.replay.window) > 1 and attempt.index is not None:
+        notes.append(f"micro-batch {attempt.index + 1} of {len(subject.replay.window)} of its window")
+    if _compiled(subject.model):
+        notes.append("the model is compiled; the replay ran it eagerly")
+    return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
+
+
+def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
+    """Return what the instruments of a replay that was not finite say."""
+    assert trace.loss is not None
+    if not extremes(trace.loss)[1]:
+        return _accusation(trace.accused(trace.loss)[0], "", trace)
+    found: list[tuple[Source, Tensor]] = []
+    for leaf, gradient in trace.gradients.items():
+        if not extremes(gradient)[1]:
+            found += [(source, leaf) for source in trace.accused(gradient)]
+    source, leaf = min(found, key=lambda pair: pair[0].rank())
+    return _accusation(source, names.get(id(leaf), ""), trace)
+
+
+def _accusation(source: Source, culprit: str, trace: Trace) -> Verdict:
+    call = source.call
+    kind = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}.get(
+        source.kind
+    ) or ("invalid" if source.invalid or source.kind == "unwritten" else "overflow")
+    notes: tuple[str, ...] = ()
+    parameter = source.name
+    if source.kind == "constant":
+        parameter = "a tensor that is neither batch nor state"
+    elif source.kind == "deliberate":
+        kind = "invalid"
+        notes = ("an infinity written on purpose reaches the loss",)
+    elif source.kind == "unwritten":
+        notes = ("memory that nothing was written to is read",)
+    if call is None:
+        return Verdict(kind=kind, parameter=parameter or culprit, notes=notes)
+    if call.site.call > 1:
+        notes = (*notes, f"in call {call.site.call} of this module")
+    if kind in {"overflow", "invalid"} and call.site.phase == "backward" and culprit:
+        notes = (*notes, f"reaches the gradient of {culprit}")
+    return Verdict(
+        kind=kind,
+        op=call.site.op,
+        module=call.site.module,
+        phase="update" if source.kind == "parameter" else call.site.phase,
+        line=call.site.line,
+        parameter=parameter,
+        dtypes=call.dtypes,
+        shapes=call.shapes,
+        value=call.largest,
+        limit=source.limit,
+        notes=notes,
+    )
+
+
+def _only_gradients(attempt: Attempt) -> bool:
+    return all(extremes(loss)[1] for loss in attempt.losses)
+
+
+def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Verdict, list[str]]:
+    """Find out whether the loss scale alone makes the gradients overflow."""
+    if subject.scale <= 1.0 or subject.scaling == "none":
+        return verdict, []
+    without = subject.replay.run(factor=1.0 / subject.scale, only=attempt.index)
+    if without.bad:
+        return verdict, ["it is no scaling problem: with scale 1 it is the same"]
+    return replace(verdict, kind="scale_too_high", value=verdict.value), [
+        f"at scale 1 the step is finite; the scale was {subject.scale:g}"
+        + (", and adapts by itself" if subject.scaling == "dynamic" else ", and is fixed")
+    ]
+
+
+def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
+    """Return the verdict on a step whose forward and backward passes are finite."""
+    bad = _bad_states(subject)
+    for name in bad:
+        return Verdict(kind="bad_state", phase="update", parameter=name)
+    gradients = list(attempt.gradients.values())
+    if gradients:
+        norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float32)
+                 for g in gradients if g.is_floating_point()]  # fmt: skip
+        norm = torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros(())
+        if not bool(torch.isfinite(norm)):
+            largest = max(extremes(g)[0] for g in gradients)
+            return Verdict(
+                kind="overflow", op="linalg.vector_norm", phase="update", dtypes=("float32",), shapes=((),),
+                value=largest, limit=FP32_MAX, notes=("every gradient is finite; the sum of their squares is not",),
+            )  # fmt: skip
+    return Verdict(kind="not_reproducible")
+
+
+def _bad_states(subject: Subject) -> list[str]:
+    """Return names of what the optimizer keeps that is not finite."""
+    found = []
+    if subject.optimizer is not None:
+        names = subject.names
+        kind = type(subject.optimizer).__name__
+        for parameter, state in subject.optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and not extremes(value)[1]:
+                    found.append(f"{key} of {names.get(id(parameter), '?')} in {kind}")
+    return found
+
+
+def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
+    """Say where the replay is not what the step was."""
+    for index, (kept, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False)):
+        if kept.loss is not None and not torch.equal(kept.loss.cpu(), loss.float().cpu().to(kept.loss.dtype)):
+            first, second = float(kept.loss), float(loss)
+            if first == first or second == second:
+                yield f"the loss of micro-batch {index + 1} was {first!r} and is {second!r} in the replay"
+    for index, kept in enumerate(subject.replay.window):
+        now = [t._version for t in tensors((kept.batch, kept.named)) if not t.is_inference()]
+        if now != kept.versions:
+            yield f"micro-batch {index + 1} has been written to since its forward pass began"
+
+
+def _reasons(subject: Subject) -> Iterator[str]:
+    """Say what a replay cannot bring back."""
+    for kept in subject.replay.window:
+        for value in (*kept.batch, *kept.named.values()):
+            if isinstance(value, Iterator):
+                yield f"the batch holds a {type(value).__name__}, which can be read once"
+    yield (
+        "torch's generators, buffers and batch were as in the step; Python's and NumPy's generators and a model's "
+        "own attributes were not"
+    )
+
+
+def _compiled(model: nn.Module) -> bool:
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
+    """Return what to do where no policy helps; `everywhere`: the step is not finite in fp32 either."""
+    text = ADVICE.get(verdict.kind, "")
+    if verdict.kind == "overflow":
+        text = OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
+    if verdict.kind == "invalid":
+        text = INVALID.get(verdict.op, INVALID[""])
+    return (Cure(policy=None, text=text, verified=False),) if text else ()
+
+
+ADVICE = {
+    "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
+    "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
+    "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
+    "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
+}
+
+OVERFLOW = {
+    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
+    "low format by name (.half(), dtype=); scale them down, or take the cast out",
+    "else": "none of the rules that were tried makes it finite; look at the value: scale it down where it is made",
+    "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
+}
+
+INVALID = {
+    "": "keep the argument away from the point where the function has no value, by an eps that the format can hold",
+    "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
+    "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
+    "sqrt": "add an eps under the root: its slope at 0 is infinite",
+    "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
+    "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
+    "something, scale queries and keys down, or normalise them",
+    "linalg.vector_norm": "add an eps under the root: its slope at 0 is infinite",
+    "norm": "add an eps under the root: its slope at 0 is infinite",
+}

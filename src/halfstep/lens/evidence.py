@@ -1,0 +1,150 @@
+"""Evidence: a bad step in one file, to be looked at later or elsewhere.
+
+``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy and seeds, as
+plain containers and tensors (``torch.load(weights_only=True)`` reads it), and ``.txt`` the report. Number and size are
+bounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import StepError
+from halfstep.events import Verdict
+from halfstep.lens.diagnose import Subject
+from halfstep.step.memory import Kept
+from halfstep.trees import map_tensors, tensors
+
+__all__ = ["load_evidence", "save_evidence", "window_of"]
+
+VERSION = 1
+MOST_FILES = 4
+MOST_BYTES = 1 << 30
+PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
+
+
+def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: list[Path]) -> str:
+    """Write the evidence of a step into `folder`; return the file's name, or in words why there is none.
+
+    Args:
+        folder: made if it is not there.
+        subject: the step.
+        verdict: what it came to.
+        written: files written so far, the oldest first; beyond `MOST_FILES` the oldest are removed.
+    """
+    rank = f"-rank{subject.rank}" if subject.rank else ""
+    path = folder / f"halfstep-blackbox-{subject.step}{rank}.pt"
+    part = path.with_suffix(".part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        content, notes = _content(subject, verdict)
+        path.with_suffix(".txt").write_text("\n".join([str(verdict), *notes]) + "\n", encoding="utf-8")
+        torch.save(content, part)
+        part.replace(path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        _remove(part)
+        return f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}"
+    if path in written:
+        written.remove(path)
+    written.append(path)
+    while len(written) > MOST_FILES:
+        old = written.pop(0)
+        _remove(old)
+        _remove(old.with_suffix(".txt"))
+    return str(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass  # it stays
+
+
+def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any], list[str]]:
+    notes: list[str] = []
+    window = []
+    for kept in subject.replay.window:
+        batch = _portable([kept.batch, kept.named], notes)
+        window.append({
+            "batch": list(batch[0]), "named": dict(batch[1]), "random": {k: v.clone() for k, v in kept.random.items()},
+            "loss": _cpu(kept.loss), "seed": _cpu(kept.seed),
+        })  # fmt: skip
+    names = {id(m): n for n, m in subject.model.named_modules()}
+    buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
+    state = {n: _cpu(v) for n, v in subject.model.state_dict().items() if isinstance(v, Tensor)}
+    size = sum(t.numel() * t.element_size() for t in tensors((window, state)))
+    if size > MOST_BYTES:
+        notes.append(f"weights are left out: with them it is {size >> 20} MiB, more than {MOST_BYTES >> 20}")
+        state = {}
+    fields = {f.name: getattr(verdict, f.name) for f in dataclasses.fields(verdict) if f.name != "cures"}
+    fields["cures"] = [
+        {"policy": None if c.policy is None else c.policy.to_toml(), "text": c.text, "verified": c.verified}
+        for c in verdict.cures
+    ]
+    return {
+        "halfstep_blackbox": VERSION,
+        "torch": str(torch.__version__),
+        "verdict": fields,
+        "policy": None if subject.policy is None else subject.policy.to_toml(),
+        "scaling": subject.scaling,
+        "scale": subject.scale,
+        "step": subject.step,
+        "window": window,
+        "buffers": buffers,
+        "model": state,
+    }, notes
+
+
+def _cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu().clone()
+
+
+def _portable(tree: Any, notes: list[str]) -> Any:
+    """Return `tree` on the CPU, in lists, dicts and tuples; what is no plain value becomes its repr."""
+    if isinstance(tree, Tensor):
+        return _cpu(tree)
+    if isinstance(tree, PLAIN):
+        return tree
+    if isinstance(tree, (list, tuple)):
+        items = [_portable(item, notes) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, Mapping):
+        return {_portable(k, notes): _portable(v, notes) for k, v in tree.items()}
+    notes.append(f"a {type(tree).__name__} of the batch is kept as text")
+    return repr(tree)
+
+
+def load_evidence(path: str | Path) -> dict[str, Any]:
+    """Return what `save_evidence` wrote.
+
+    Raises:
+        StepError: the file is not there or is no evidence.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StepError(
+            f"cannot read {str(path)!r} as evidence of a black box: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
+        raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
+    return content
+
+
+def window_of(content: Mapping[str, Any], device: torch.device) -> list[Kept]:
+    """Return the micro-batches of an evidence file on `device`."""
+    window = []
+    for item in content["window"]:
+        batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
+        random = {d: s for d, s in item["random"].items() if d == "cpu" or torch.cuda.is_available()}
+        versions = [t._version for t in tensors((batch, named))]
+        loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
+        window.append(Kept(tuple(batch), dict(named), random, versions, loss, seed))
+    return window

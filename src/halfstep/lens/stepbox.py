@@ -1,0 +1,242 @@
+"""Step boxes: what a black box does about one bad step, and the box that looks after a `TrainStep`.
+
+A step that is not finite only because a dynamic scale is on its way down is left alone; any other is replayed with
+instruments (`trace`), its first cause named (`diagnose`), small changes of policy are tried by replay (`cures`), and
+evidence is kept if somebody gave a folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import StepError
+from halfstep.events import Verdict
+from halfstep.kernels.host import number
+from halfstep.lens.cures import cures, rebound
+from halfstep.lens.diagnose import Subject, diagnose
+from halfstep.lens.evidence import save_evidence
+from halfstep.lens.replay import Replay
+from halfstep.lens.trouble import Seen, Trouble
+from halfstep.lens.values import extremes
+from halfstep.policy.policy import Policy
+from halfstep.step.memory import Window
+from halfstep.step.prepare import prepared_policy, unwrap
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+__all__ = ["LOW_SCALE", "MOST_REPLAYS", "Box", "StepBox", "rank"]
+
+LOG = logging.getLogger("halfstep")
+
+LOW_SCALE = 2.0**8
+"""A dynamic scale above it is on its way down; no remark on a step that overflows under it."""
+
+MOST_REPLAYS = 16
+"""Explanations made without being asked, in the life of one box."""
+
+LOOK_EVERY = 10
+"""Steps of a streak between two looks at weights and optimizer state."""
+
+
+class Box:
+    """What both boxes do."""
+
+    def __init__(self, evidence: Path | None) -> None:
+        self.verdict: Verdict | None = None
+        self._evidence = evidence
+        self._written: list[Path] = []
+        self._trouble = Trouble()
+        self._replays = 0
+        self._said: set[str] = set()
+
+    def explain_subject(self, subject: Subject) -> Verdict:
+        """Replay, name the cause, look for cures, keep the evidence."""
+        try:
+            verdict, attempt = diagnose(subject)
+        except Exception as error:
+            raise StepError(f"the replay of step {subject.step} failed: {type(error).__name__}: {error}") from error
+        if subject.foreign and attempt.trace is not None:
+            low = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(attempt.trace.low)  # type: ignore[arg-type]
+            subject.policy = None if low is None else Policy.of("torch", dtype=low)
+        try:
+            verdict = replace(verdict, cures=cures(subject, verdict, attempt))
+        except Exception as error:  # the cause is known; what would help is not
+            verdict = replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
+        self.verdict = verdict
+        if self._evidence is not None:
+            said = save_evidence(self._evidence, subject, verdict, self._written)
+            if not said.endswith(".pt"):
+                self._say("evidence", said)
+        return verdict
+
+    def _announce(self, verdict: Verdict) -> None:
+        self._say(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", verdict.headline)
+
+    def _say(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            LOG.warning("black box: %s", text)
+
+
+class StepBox(Box):
+    """The black box of one TrainStep, made when one of its steps is not finite.
+
+    Attributes:
+        verdict: the last one, or None.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__(step._evidence)
+        self._step = weakref.ref(step)
+        self._for = 0  # the step `verdict` is about
+
+    @property
+    def step(self) -> TrainStep:
+        """The TrainStep."""
+        step = self._step()
+        assert step is not None
+        return step
+
+    def see(self, window: Window) -> None:
+        """Take note of an update; look at one that was not applied. Training goes on whatever happens here."""
+        if not window.bad:
+            self._trouble.fine()
+            return
+        try:
+            matters = self._together(self._matters(window))
+            for text in self._trouble.see(self._seen(window)):
+                LOG.warning("black box: %s", f"step {window.last}: {text}")
+            if matters and self._trouble.streak == 1 and self._replays < MOST_REPLAYS:
+                self._replays += 1
+                self._unasked(window)
+        except Exception as error:
+            self._say("failed", f"step {window.last} was not finite, and {type(error).__name__}: {error}")
+
+    def _unasked(self, window: Window) -> None:
+        """Explain a step that nobody asked about, in one line; all ranks come here together or not at all."""
+        known = self.verdict if self._for == window.last else None  # somebody on this rank has asked
+        try:
+            mine = known or self._explained(window)
+        except Exception as error:
+            if self._group() is None:
+                raise
+            mine = Verdict(kind="not_reproducible", step=window.last, rank=rank(), notes=(str(error),))
+        verdict = self._shared(mine)
+        if known is None:
+            self._announce(verdict)
+
+    def explain(self) -> Verdict:
+        """Return the verdict on the last step that was not applied."""
+        memory = self.step._memory
+        if memory is None:
+            raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
+        window = memory.judged
+        if window is not None and window.flag is not None and (window.bad or bool(window.flag)):
+            known = self.verdict if self._for == window.last else None
+            return known or self._explained(window)
+        if self.verdict is None:
+            raise StepError(
+                "explain(): there is no step to explain: the last one was applied, or nothing has run; call it after a "
+                "step whose result.skipped is true, before the next one"
+            )
+        return self.verdict
+
+    # ------------------------------------------------------------------ what is known without a replay
+
+    def _scaling(self) -> str:
+        scaler = self.step.scaler
+        return "none" if not scaler.is_enabled() else "static" if scaler.rule.is_static else "dynamic"
+
+    def _matters(self, window: Window) -> bool:
+        """Return whether there is more to a step than a dynamic scale on its way down."""
+        return self._scaling() != "dynamic" or _scale(window) <= LOW_SCALE or not _losses_finite(window)
+
+    def _seen(self, window: Window) -> Seen:
+        step = self.step
+        state, finite = True, _losses_finite(window)
+        if not finite and self._trouble.streak % LOOK_EVERY == 1:  # the first bad loss is explained anyway
+            held = [v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+            state = all(extremes(t)[1] for t in (*unwrap(step.model).parameters(), *held))
+        return Seen(
+            loss_finite=finite,
+            scaling=self._scaling(),
+            scale=_scale(window),
+            floor=step.scaler.rule.floor,
+            low=step.policy.dtype,
+            state_finite=state,
+        )
+
+    # ------------------------------------------------------------------ replay
+
+    def _explained(self, window: Window) -> Verdict:
+        step = self.step
+        model = unwrap(step.model)
+        if any(hasattr(p, "placements") for p in model.parameters()):
+            raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
+
+        def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+            return step._forward(model, batch, named)[0]
+
+        subject = Subject(
+            replay=Replay(model, forward, window.batches, window.buffers),
+            model=model,
+            optimizer=step.optimizer,
+            policy=prepared_policy(model),
+            under=lambda policy: rebound(model, policy),
+            scaling=self._scaling(),
+            scale=_scale(window),
+            step=window.last,
+            rank=rank(),
+        )
+        self._for = window.last
+        return self.explain_subject(subject)
+
+    # ------------------------------------------------------------------ ranks
+
+    def _together(self, matters: bool) -> bool:
+        """Let the ranks of DistributedDataParallel, which all know of the step, agree on whether to look at it."""
+        group = self._group()
+        if group is None:
+            return matters
+        flag = torch.tensor(float(matters), device=next(self.step.model.parameters()).device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group[0])
+        return bool(flag)
+
+    def _shared(self, mine: Verdict) -> Verdict:
+        """Return the verdict of the first rank whose own replay was not finite."""
+        group = self._group()
+        if group is None:
+            return mine
+        found: list[Any] = [None] * torch.distributed.get_world_size(group[0])
+        torch.distributed.all_gather_object(found, mine, group=group[0])
+        bad = [v for v in found if v is not None and v.kind != "not_reproducible"]
+        self.verdict = bad[0] if bad else mine
+        return self.verdict
+
+    def _group(self) -> tuple[Any] | None:
+        if not isinstance(self.step.model, nn.parallel.DistributedDataParallel):
+            return None
+        return (self.step.model.process_group,)
+
+
+def _scale(window: Window) -> float:
+    return 1.0 if window.scale is None else number(window.scale)
+
+
+def _losses_finite(window: Window) -> bool:
+    return all(kept.loss is None or math.isfinite(number(kept.loss)) for kept in window.batches)
+
+
+def rank() -> int:
+    """Return the rank of this process, 0 where there are no others."""
+    here = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if here else 0

@@ -1,0 +1,86 @@
+"""Trouble: what many steps have in common: named diagnoses, each said once, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Seen", "Trouble"]
+
+STREAK = 10  # steps in a row: a scale on its way down from 2**24 to 1 takes 24, most begin at 2**16 and need few
+LONG_STREAK = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of a step that was not applied, without a replay."""
+
+    loss_finite: bool
+    scaling: str  # "none", "static" or "dynamic"
+    scale: float
+    floor: float
+    low: str  # the low format
+    state_finite: bool  # weights and optimizer state; looked at now and then
+
+
+@dataclass(eq=False)
+class Trouble:
+    """Recognises repeated trouble.
+
+    Attributes:
+        said: names of the diagnoses made so far.
+        streak: steps in a row that were not applied.
+    """
+
+    said: set[str] = field(default_factory=set)
+    streak: int = 0
+
+    def fine(self) -> None:
+        """Take note of an applied step."""
+        self.streak = 0
+
+    def see(self, seen: Seen) -> list[str]:
+        """Take note of a step that was not applied; return what has not been said before."""
+        self.streak += 1
+        found = []
+        for name, text in self._diagnoses(seen):
+            if name not in self.said:
+                self.said.add(name)
+                found.append(f"{name}: {text}")
+        return found
+
+    def _diagnoses(self, seen: Seen) -> Iterator[tuple[str, str]]:
+        if not seen.state_finite:
+            yield (
+                "weights or optimizer state are not finite",
+                "no step can be finite any more; load the last good checkpoint, and find the update that wrote them",
+            )
+            return
+        dynamic = seen.scaling == "dynamic"
+        if dynamic and seen.scale <= seen.floor * (1 + 1e-6):
+            yield (
+                "the scale is at its floor",
+                f"{seen.scale:g} cannot get lower and gradients still overflow: the numbers do not fit fp16; use bf16, "
+                "or give what overflows fp32 (step.explain() names it)",
+            )
+        elif dynamic and seen.scale <= 1.0 and self.streak >= 2:
+            yield (
+                "not a scaling problem",
+                f"gradients are not finite at scale {seen.scale:g}; a lower one does not help (explain() says why)",
+            )
+        if self.streak == (LONG_STREAK if dynamic and seen.scale > 1.0 else STREAK):
+            yield (
+                f"{self.streak} steps in a row were skipped",
+                "training stands still; if the scale is not the reason, step.explain() names it",
+            )
+        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none":
+            yield (
+                "bf16 skips steps",
+                "bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid: lower the learning "
+                "rate, clip gradients, look at the data",
+            )
+        if not seen.loss_finite and self.streak >= 2:
+            yield (
+                "the loss is not finite",
+                "skipping leaves weights as they are, so the same data gives the same; look at the loss and the batch",
+            )

@@ -1,0 +1,109 @@
+"""Values: what the numbers in a tensor are, and what an operator would have made of them in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from halfstep.trees import map_tensors, tensors
+
+__all__ = ["constant_infinity", "copied", "described", "extremes", "floats", "held", "in_float64", "storage", "writes"]
+
+
+def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
+    """Return (largest finite magnitude, all finite, any nan) of a tensor's values; integers are finite and 0.0."""
+    if is_functorch_wrapped_tensor(tensor):  # inside torch.func; the kernels below see what is in it
+        return 0.0, True, False
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
+    if hasattr(values, "to_local"):
+        values = values.to_local()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point() or not values.numel():
+        return 0.0, True, False
+    if values.element_size() == 1:
+        values = values.float()
+    low, high = (float(v) for v in torch.aminmax(values))
+    if math.isfinite(low) and math.isfinite(high):
+        return max(-low, high, 0.0), True, False
+    nan = math.isnan(low)
+    finite = values[torch.isfinite(values)]
+    return (float(finite.abs().max()) if finite.numel() else 0.0), False, nan
+
+
+def floats(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree that may hold what is not finite."""
+    return [t for t in tensors(tree) if t.is_floating_point() or t.is_complex()]
+
+
+def described(found: list[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Return the formats and the shapes of tensors."""
+    return tuple(str(t.dtype).removeprefix("torch.") for t in found), tuple(tuple(t.shape) for t in found)
+
+
+def constant_infinity(values: Any) -> bool:
+    """Return whether a plain number among arguments is not finite."""
+    for value in values:
+        if isinstance(value, float) and not math.isfinite(value):
+            return True
+        if isinstance(value, (list, tuple)) and constant_infinity(value):
+            return True
+    return False
+
+
+def held(tensor: Tensor) -> bool:
+    """Return whether `tensor` has a storage of its own, by which its values are known."""
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
+def storage(tensor: Tensor) -> int:
+    """Return what tensors that share memory have in common, as long as one of them, or a weak reference, lives."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    return int(tensor.untyped_storage()._cdata) if held(tensor) else id(tensor)
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Return whether `func` changes an argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name == "__setitem__"
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.is_mutable
+    return name.endswith("_")
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy outside autograd."""
+    return tensor.detach().clone()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
+
+
+def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
+    saved = torch.get_rng_state()
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    for device in devices:
+        torch.set_autocast_enabled(device, False)
+    try:
+        with torch.no_grad():
+            wide_args = map_tensors(list(args), _widened)
+            wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
+            wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
+            return func(*wide_args, **wide_kwargs)
+    except Exception:  # no float64 kernel, or an argument that says which format
+        return None
+    finally:
+        torch.set_rng_state(saved)
+        for device in devices:
+            torch.set_autocast_enabled(device, True)
