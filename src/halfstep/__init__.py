@@ -22,8 +22,8 @@ from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
     from halfstep.lens.audit import audit
-    from halfstep.lens.table import Audit
     from halfstep.lens.blackbox import BlackBox, replay
+    from halfstep.lens.table import Audit
 
 __version__ = "0.1.0"
 
