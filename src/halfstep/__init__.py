@@ -21,15 +21,18 @@ from halfstep.tasks import Task
 from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
+    from halfstep.lens.audit import audit
     from halfstep.lens.blackbox import BlackBox, replay
     from halfstep.lens.monitor import Monitor
     from halfstep.lens.sketch import ExponentSketch
+    from halfstep.lens.table import Audit
     from halfstep.lens.tensorboard import SketchWriter
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Audit",
     "BlackBox",
     "Cure",
     "ExponentSketch",
@@ -49,6 +52,7 @@ __all__ = [
     "TrainStep",
     "Units",
     "Verdict",
+    "audit",
     "autocast",
     "edit_weights",
     "linear_cross_entropy",
@@ -66,10 +70,12 @@ __all__ = [
 ]
 
 _LATER = {
+    "Audit": "lens.table",
     "BlackBox": "lens.blackbox",
     "ExponentSketch": "lens.sketch",
     "Monitor": "lens.monitor",
     "SketchWriter": "lens.tensorboard",
+    "audit": "lens.audit",
     "replay": "lens.blackbox",
 }
 """Name -> module that is imported when somebody first asks for it."""

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "AuditError",
     "BannedOperatorError",
     "BindError",
     "FormatError",
@@ -50,6 +51,10 @@ class BannedOperatorError(RegionError, NotImplementedError):
 
 class LossError(HalfstepError, RuntimeError):
     """A loss called with tensors or settings that do not belong together."""
+
+
+class AuditError(HalfstepError, ValueError):
+    """An audit that cannot be made of these arguments, or a question about it that makes no sense."""
 
 
 class ScaleError(HalfstepError, RuntimeError):

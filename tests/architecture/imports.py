@@ -30,6 +30,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("blocks", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("blocks", "formats"): "a block format is made of an element format",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("lens", "report"): "an audit is written as a page",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
     ("cli", "tasks"): "the command line works on tasks",
     ("cli", "report"): "the command line composes documents and has them rendered",

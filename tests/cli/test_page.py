@@ -67,6 +67,7 @@ def test_a_policy_looks_the_same_in_every_picture_and_its_second_format_is_paler
     looks = []
     for figure in figures(page(comparison(5, *rows))):
         chart = figure.chart
+        assert isinstance(chart, DotChart | BarChart | LineChart)
         parts = (
             chart.dots if isinstance(chart, DotChart) else chart.bars if isinstance(chart, BarChart) else chart.series
         )

@@ -61,6 +61,12 @@ def test_large_vocabulary() -> None:
         assert in_one["last"] == pytest.approx(scores["last"], rel=1e-2)
 
 
+def test_an_audit_finds_what_nothing_else_says_and_its_remedy_cures_it(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("audit")
+    assert out["before"] > 4 and out["after"] == 0
+    assert "gradient underflow: " in capsys.readouterr().out
+
+
 def test_every_recipe_is_run_here() -> None:
     calls = re.findall(r'run\("(\w+)"', Path(__file__).read_text())
     assert sorted(set(calls)) == [file.stem for file in FILES]

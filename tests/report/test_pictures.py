@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from halfstep.report import Bar, BarChart, Dot, DotChart, Key, LineChart, Series
+from halfstep.report import Bar, BarChart, Dot, DotChart, HeatMap, Key, LineChart, Series, Strip
 from halfstep.report.charts import COLOURS, Chart
 from halfstep.report.pictures import PAINT, Drawing, draw
 
@@ -39,6 +39,15 @@ DOTS = DotChart(
     ),
     margin=1.0,
 )
+HEAT = HeatMap(
+    x_label="magnitude",
+    strips=(
+        Strip(label="inside", text="fp16", cells=((-4, 0.2), (0, 0.6)), zeros=0.2, limits=(-24.0, -14.0, 16.0)),
+        Strip(label="below", text="fp16", cells=((-30, 0.9), (-20, 0.1)), zeros=0.0, limits=(-24.0, -14.0, 16.0)),
+        Strip(label="wide", text="bf16", cells=((-90, 0.5), (3, 0.5)), zeros=0.0, limits=(-133.0, -126.0, 128.0)),
+        Strip(label="nothing", text="", cells=(), zeros=0.0, limits=(-24.0, -14.0, 16.0)),
+    ),
+)
 
 
 def parsed(drawing: Drawing) -> ElementTree.Element:
@@ -60,7 +69,7 @@ def widths(drawing: Drawing) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("chart", [LINES, BARS, DOTS], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("chart", [LINES, BARS, DOTS, HEAT], ids=lambda c: type(c).__name__)
 def test_a_picture_has_no_colour_font_or_style_of_its_own(chart: Chart) -> None:
     drawing = draw(chart)
     root = parsed(drawing)
@@ -73,7 +82,7 @@ def test_a_picture_has_no_colour_font_or_style_of_its_own(chart: Chart) -> None:
     assert all(e.get("href", "")[1:] in named for e in root.iter("use"))
 
 
-@pytest.mark.parametrize("chart", [LINES, BARS, DOTS], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("chart", [LINES, BARS, DOTS, HEAT], ids=lambda c: type(c).__name__)
 def test_equal_charts_give_equal_pictures(chart: Chart) -> None:
     assert draw(chart) == draw(chart)
 
@@ -151,3 +160,20 @@ def test_long_labels_are_shortened_before_they_meet_the_number() -> None:
         w for w in words(draw(BarChart(x_label="x", bars=(Bar(label="n" * 90, text="1.000", value=1.0),)))) if "n" in w
     )
     assert label.endswith("…") and len(label) == 40
+
+
+def test_a_heat_map_shows_zeros_apart_and_numbers_below_full_precision_in_another_colour() -> None:
+    def strip(exponent: int, zeros: float) -> HeatMap:
+        cells = ((exponent, 1.0 - zeros),)
+        limits = (-24.0, -14.0, 16.0)
+        return HeatMap(x_label="", strips=(Strip(label="a", text="", cells=cells, zeros=zeros, limits=limits),))
+
+    assert {"var(--hue1)"} == {paint for paint in widths(draw(strip(0, 0.0))) if "hue" in paint}
+    for exponent in (-20, -30, 17):
+        assert {"var(--hue2)"} == {paint for paint in widths(draw(strip(exponent, 0.0))) if "hue" in paint}
+    assert "var(--muted)" in widths(draw(strip(0, 0.5))) and "var(--muted)" not in widths(draw(strip(0, 0.0)))
+
+
+def test_the_axis_of_a_heat_map_has_powers_of_two_and_the_ends_of_near_formats() -> None:
+    found = words(draw(HEAT))
+    assert {"0", "2⁻²⁴", "2⁰", "2¹⁶", "inside", "bf16"} <= set(found) and "2⁻¹²⁸" not in found

@@ -594,3 +594,15 @@ def test_a_region_around_the_step_does_not_keep_it_on_old_weights(region: Any) -
             told.append([float(step(*batch(i)).loss) for i in range(3)])
             told[-1].append(float(loss_fn(model, *batch(0)).detach()))
     assert told[0][:3] == told[1][:3] and told[0][3] == pytest.approx(told[1][3], rel=1e-2)
+
+
+@pytest.mark.parametrize("outer", [hs.suspended, lambda: torch.autocast("cpu", dtype=BF16, enabled=False)])
+def test_steps_inside_an_outer_region_see_the_weights_of_the_last_update(outer: Callable[[], Any]) -> None:
+    def losses(around: Any) -> list[float]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        step = hs.TrainStep(model, optimizer, loss_fn, policy=hs.Policy.of("mixed", dtype="bf16"))
+        with around:
+            return [step(*batch(0)).host().loss for _ in range(3)]
+
+    assert losses(outer()) == losses(nullcontext())

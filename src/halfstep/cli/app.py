@@ -86,6 +86,56 @@ def compare(
 
 
 @app.command()
+def audit(
+    task: Annotated[
+        str, typer.Argument(help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.")
+    ],
+    policy: Annotated[
+        str, typer.Option("--policy", help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.")
+    ] = "mixed",
+    steps: Annotated[int, typer.Option(min=1, help="Steps to look at.")] = 3,
+    after: Annotated[int, typer.Option(min=0, help="Training steps before them.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 24,
+    sort: Annotated[
+        str, typer.Option("--sort", help="error, accumulated, headroom, time, bytes, ... Default: what loses most.")
+    ] = "",
+    module: Annotated[str, typer.Option("--module", help="Pattern of the modules to print.")] = "*",
+    role: Annotated[
+        str, typer.Option("--role", help="activation, 'activation gradient', weight, 'weight gradient', update, state.")
+    ] = "*",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")] = "",
+    json: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures: one file.")] = None,
+) -> None:
+    """Run a few steps of a task under a policy and show what precision does to every operator, weight and gradient.
+
+    Findings come first: underflow, overflow, swallowed updates, low states, large errors, each with its remedy.
+    """
+    from halfstep.cli.audit import run_audit
+
+    raise typer.Exit(
+        run_audit(
+            task=task,
+            policy=policy,
+            steps=steps,
+            after=after,
+            rows=rows,
+            sort=sort,
+            module=module,
+            role=role,
+            what_if=what_if or (),
+            device=device,
+            json_path=json,
+            html_path=html,
+        )
+    )
+
+
+@app.command()
 def doctor(
     device: Annotated[
         str, typer.Option(help="The only device type to look at. Default: the accelerator, if any, and the CPU.")

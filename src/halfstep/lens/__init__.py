@@ -1,1 +1,1 @@
-"""Lens: what is in the tensors of a run, and why a step went wrong."""
+"""Lens: what is in the numbers of a run, what is wrong with them, and why a step went wrong."""

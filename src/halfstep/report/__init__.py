@@ -1,6 +1,6 @@
 """Reports: documents and charts as plain data, and the one HTML file they become. Knows nothing of training."""
 
-from halfstep.report.charts import Bar, BarChart, Dot, DotChart, Key, LineChart, Series
+from halfstep.report.charts import Bar, BarChart, Dot, DotChart, HeatMap, Key, LineChart, Series, Strip
 from halfstep.report.document import (
     Block,
     Bullets,
@@ -34,6 +34,7 @@ __all__ = [
     "Facts",
     "Figure",
     "Gallery",
+    "HeatMap",
     "Key",
     "LineChart",
     "MissingExtraError",
@@ -41,6 +42,7 @@ __all__ = [
     "Paragraph",
     "Section",
     "Series",
+    "Strip",
     "Table",
     "picture_file",
     "render",

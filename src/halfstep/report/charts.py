@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COLOURS", "Bar", "BarChart", "Chart", "Dot", "DotChart", "Key", "LineChart", "Series"]
+__all__ = ["COLOURS", "Bar", "BarChart", "Chart", "Dot", "DotChart", "HeatMap", "Key", "LineChart", "Series", "Strip"]
 
 COLOURS = 6  # hues that stay apart for colour-blind readers; colour 0 is the text's own, for the reference
 
@@ -120,4 +120,31 @@ class DotChart:
     margin: float
 
 
-Chart = LineChart | BarChart | DotChart
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strip:
+    """One row of a heat map: how many of its numbers lie in each binade.
+
+    Attributes:
+        label: what it is of.
+        text: what is written beside it.
+        cells: (exponent, share of all numbers), rising; shares from 0 to 1.
+        zeros: share of zeros, drawn apart at the left end.
+        limits: exponents of the smallest number, the smallest with full precision and the largest of its format.
+    """
+
+    label: str
+    text: str
+    cells: tuple[tuple[int, float], ...]
+    zeros: float
+    limits: tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeatMap:
+    """Strips below each other over a common axis of exponents; the range of each one's format lies behind it."""
+
+    x_label: str
+    strips: tuple[Strip, ...]
+
+
+Chart = LineChart | BarChart | DotChart | HeatMap

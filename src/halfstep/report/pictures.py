@@ -19,9 +19,10 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from halfstep.report.charts import COLOURS, Bar, BarChart, Chart, Dot, DotChart, Key, LineChart, Series
+from halfstep.report.charts import COLOURS, Bar, BarChart, Chart, Dot, DotChart, HeatMap, Key, LineChart, Series, Strip
 
 __all__ = ["PAINT", "Drawing", "draw"]
 
@@ -32,6 +33,10 @@ FOOT = 42  # px below the axes: numbers and what they count
 LINES_HEIGHT = 250
 TRACK = 17  # px of that for the bar and what lies behind it
 FONT = 12  # px
+STRIP = 15  # px of a heat map's row for its cells
+ZEROS_APART = 5  # binades between the zeros of a heat map and its first exponent
+NEAR_END = 40  # exponents: limits of a format beyond it, as those of bf16 and fp32, are not shown
+FARTHEST = 60  # exponents: numbers beyond it are drawn in the outermost binade
 OFF_SCALE = 3.0  # a bar this many times longer than the median bar is cut, so that the others can be told apart
 WIDEST = 4.0  # margins that the axis of a dot chart shows on either side; what lies beyond becomes an arrow
 
@@ -80,6 +85,8 @@ def draw(chart: Chart) -> Drawing:
             return _drawn(LINES_HEIGHT, lambda figure: _lines(figure, chart))
         if isinstance(chart, BarChart):
             return _drawn(_height(len(chart.bars)), lambda figure: _bars(figure, chart))
+        if isinstance(chart, HeatMap):
+            return _drawn(_height(len(chart.strips)), lambda figure: _heat(figure, chart))
         return _drawn(_height(len(chart.dots)), lambda figure: _dots(figure, chart))
 
 
@@ -175,7 +182,7 @@ def _height(rows: int) -> int:
     return PITCH * max(rows, 1) + FOOT + 4
 
 
-def _rows(figure: Figure, rows: Sequence[Bar | Dot], x_label: str) -> Axes:
+def _rows(figure: Figure, rows: Sequence[Bar | Dot | Strip], x_label: str) -> Axes:
     """Return axes, y in px from the top, with the words of each row written above the place of its bar or dot."""
     axes = _axes(figure, left=SIDE, right=SIDE, top=4, bottom=FOOT)
     axes.set_ylim(PITCH * max(len(rows), 1), 0)
@@ -277,6 +284,66 @@ def _dots(figure: Figure, chart: DotChart) -> None:
             mark = "<" if at < 0.0 else ">"
         face = PAPER if dot.mark == "hollow" else colour
         axes.plot([at], [y], mark, color=colour, markerfacecolor=face, markersize=8, markeredgewidth=1.6, clip_on=False)
+
+
+# ------------------------------------------------------------------ heat maps
+
+
+def _heat(figure: Figure, chart: HeatMap) -> None:
+    axes = _rows(figure, chart.strips, chart.x_label)
+    first, last = _exponents(chart)
+    gone = first - ZEROS_APART  # where zeros are drawn
+    axes.set_xlim(gone - 0.6, last + 1.1)
+    axes.xaxis.set_major_locator(FixedLocator([gone + 0.5, *(e for e in range(-240, 240, 8) if first <= e <= last)]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if x < first else f"2{_superscript(round(x))}"))
+    for place, strip in enumerate(chart.strips):
+        top = _middle(place) - STRIP / 2
+
+        def box(left: float, right: float, colour: str, strength: float = 1.0, top: float = top) -> None:
+            look: dict[str, Any] = {"color": colour, "alpha": None if strength == 1.0 else strength}
+            axes.add_patch(Rectangle((left, top), right - left, STRIP, linewidth=0, **look))
+
+        least, normal, most = (min(max(limit, first), last + 1) for limit in strip.limits)
+        box(least, most, BAND, 0.5)
+        box(normal, most, BAND)
+        cells = _clipped(strip.cells, first, last)
+        peak = max((share for _, share in cells), default=0.0)
+        for exponent, share in cells:
+            if share > 0.0:
+                full = strip.limits[1] <= exponent <= strip.limits[2]
+                box(exponent, exponent + 1, HUES[0] if full else HUES[1], _strength(share / peak))
+        if strip.zeros > 0.0:
+            box(gone, gone + 1, MUTED, _strength(strip.zeros))
+        for limit in strip.limits:
+            if first <= limit <= last + 1:
+                axes.plot([limit] * 2, [top - 2, top + STRIP + 2], color=INK, linewidth=1.2)
+
+
+def _strength(share: float) -> float:
+    """Return the opacity of a cell; roots keep small shares in sight."""
+    return round(0.12 + 0.88 * math.sqrt(share), 2)
+
+
+def _exponents(chart: HeatMap) -> tuple[int, int]:
+    """Return the first and the last binade of the axis: where the numbers are, with their formats' ends if near."""
+    found = [e for strip in chart.strips for e, share in strip.cells if share > 0.0] or [0]
+    ends = [limit for strip in chart.strips for limit in strip.limits if abs(limit) <= NEAR_END]
+    first = min([max(min(found), -FARTHEST), *(math.floor(end) for end in ends)])
+    last = max([min(max(found), FARTHEST), *(math.ceil(end) for end in ends)])
+    return first, max(last, first + 8)
+
+
+def _clipped(cells: Sequence[tuple[int, float]], first: int, last: int) -> list[tuple[int, float]]:
+    """Return cells with what lies beyond the axis in its outermost binades."""
+    sums: dict[int, float] = {}
+    for exponent, share in cells:
+        inside = min(max(exponent, first), last)
+        sums[inside] = sums.get(inside, 0.0) + share
+    return sorted(sums.items())
+
+
+def _superscript(exponent: int) -> str:
+    return str(exponent).translate(SUPERSCRIPTS)
 
 
 def _plain(number: float, _: float | None = None, form: str = ".6g") -> str:

@@ -1,0 +1,203 @@
+"""``halfstep audit``: what a policy does to every operator, weight and gradient of a task's model."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+
+import halfstep as hs
+from halfstep.cli.terminal import complain, console, device_type, item, say, table, writable, write_json
+from halfstep.report import require_extra
+from halfstep.tasks import Task, TaskError, load_task
+from halfstep.tasks.candidates import candidates
+
+__all__ = ["run_audit"]
+
+PLACES = 4
+"""Places named of each group of findings."""
+
+HIT = 0.01
+"""Share of a row's numbers whose loss counts."""
+
+COLOURS = {"overflow risk": "yellow", "accumulated error": "yellow", "saturation": "yellow"}
+
+
+def run_audit(
+    *,
+    task: str,
+    policy: str,
+    steps: int,
+    after: int,
+    rows: int,
+    sort: str,
+    module: str,
+    role: str,
+    what_if: Sequence[str],
+    device: str,
+    json_path: Path | None,
+    html_path: Path | None,
+) -> int:
+    """Run the command; return its exit code: 0, or 2 for bad input.
+
+    Args:
+        task: name or ``file.py:function``.
+        policy: label of a policy, as in ``halfstep compare``.
+        steps: how many to look at.
+        after: training steps before them.
+        rows: how many to print.
+        sort: a number of a row, or "" for what loses most.
+        module: pattern of modules to print.
+        role: pattern of roles to print.
+        what_if: formats to ask about, each with ``:scale`` for gradients.
+        device: device type, "" for the accelerator, if any.
+        json_path: where to write everything, or None.
+        html_path: where to write the page, or None.
+    """
+    out = console()
+    try:
+        where = device_type(device)
+        chosen = _policy(policy, where)
+        loaded = load_task(task)
+        questions = [_question(text) for text in what_if]
+        writable(json_path)
+        if html_path is not None:
+            require_extra("--html")
+            writable(html_path, "--html")
+        empty = hs.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
+        _asked(empty, module, role, sort, questions)  # what makes no sense is said before anything runs
+        audit = _audited(loaded, chosen, where, steps, after)
+        shown, answers = _asked(audit, module, role, sort, questions)
+    except (hs.HalfstepError, NotImplementedError) as error:
+        return complain(error)
+    _print_findings(out, audit)
+    _print_rows(out, shown, rows)
+    for text, answer in zip(what_if, answers, strict=True):
+        _print_answer(out, text, answer, rows)
+    words = {"--policy": policy, "--steps": str(steps), "--after": str(after) if after else "", "--device": device}
+    command = ["halfstep", "audit", task, *(w for option, value in words.items() if value for w in (option, value))]
+    report: dict[str, Any] = {"command": shlex.join(command), "halfstep": hs.__version__, **audit.to_dict()}
+    report["what_if"] = [
+        {"question": text, "rows": [a.record() for a in answer]} for text, answer in zip(what_if, answers, strict=True)
+    ]
+    write_json(out, json_path, report)
+    if html_path is not None:
+        audit.save_html(html_path)
+        say(out, f"written: {html_path}")
+    return 0
+
+
+def _policy(label: str, device: str) -> hs.Policy:
+    found = [c.policy for c in candidates([label], device) if c.policy is not None]
+    if not found:
+        raise TaskError(
+            f"{label!r} is a training loop without halfstep; audit a preset ('torch' has torch.amp's lists)"
+        )
+    return found[0]
+
+
+def _question(text: str) -> tuple[str, float | None]:
+    """Return format and scale of ``fp16`` or ``fp16:1024``.
+
+    Raises:
+        TaskError: the scale is no number.
+    """
+    form, colon, scale = text.partition(":")
+    try:
+        return form, float(scale) if colon else None
+    except ValueError:
+        raise TaskError(f"--what-if {text!r}: {scale!r} is no loss scale; write fp16 or fp16:1024") from None
+
+
+def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int) -> hs.Audit:
+    """Train a new model of `task` for `after` steps under `policy`, and audit the steps that follow."""
+    torch.manual_seed(0)
+    model = task.model().to(device)
+    optimizer = task.optimizer(model)
+
+    def batch(step: int) -> Any:
+        return hs.map_tensors(task.batches(0, step), lambda tensor: tensor.to(device))
+
+    scaler = None
+    if after:
+        train = hs.TrainStep(model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm)
+        for step in range(after):
+            train(*batch(step))
+        train.flush()
+        scaler = train.scaler
+    batches = [batch(after + step) for step in range(steps)]
+    return hs.audit(
+        model, batches, task.loss_fn, policy, optimizer, steps=steps, clip_norm=task.clip_norm, scaler=scaler
+    )
+
+
+def _asked(
+    audit: hs.Audit, module: str, role: str, sort: str, questions: Sequence[tuple[str, float | None]]
+) -> tuple[hs.Audit, list[tuple[Any, ...]]]:
+    """Return the rows to print, and the answers to ``--what-if``.
+
+    Raises:
+        HalfstepError: no such role, number or format.
+    """
+    shown = audit.filter(module=module, role=role)
+    shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
+    return shown, [audit.what_if(form, scale) for form, scale in questions]
+
+
+# ------------------------------------------------------------------ printing
+
+
+def _print_findings(out: Any, audit: hs.Audit) -> None:
+    say(out, audit.headline, style="bold")
+    for note in audit.notes:
+        item(out, note, style="yellow")
+    groups = audit.groups()
+    if not groups:
+        say(out, "no findings: nothing underflows, overflows, is swallowed or far off", style="green")
+    for finding, places in groups:
+        more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
+        say(out)
+        say(out, f"{finding.kind}: {', '.join(places[:PLACES])}{more}", style=COLOURS.get(finding.kind, "red"))
+        if finding.line:
+            say(out, f"  at {finding.line}")
+        say(out, f"  {finding.cause}")
+        say(out, f"  remedy: {finding.remedy}")
+        for line in finding.diff.splitlines():
+            say(out, f"    {line}")
+    say(out)
+
+
+def _print_rows(out: Any, audit: hs.Audit, count: int) -> None:
+    headers, *lines = audit.table()
+    made = table(out, *headers, right=tuple(range(4, len(headers))))
+    for line in lines[:count]:
+        made.add_row(*map(Text, line))
+    out.print(made)
+    if len(lines) > count:
+        say(out, f"{len(lines) - count} more rows; --rows {len(lines)} prints them all, --json and --html write them")
+
+
+def _print_answer(out: Any, question: str, answers: Sequence[Any], count: int) -> None:
+    """Print the rows that a format would hit hardest."""
+    hit = [a for a in answers if a.underflow[1] >= HIT or a.overflow[1] > 0]
+    hit.sort(key=lambda a: (a.overflow[1], a.underflow[1]), reverse=True)
+    say(out)
+    say(out, f"what if {question}: {len(hit)} of {len(answers)} rows would lose numbers", style="bold")
+    if not hit:
+        return
+    made = table(out, "module", "operator", "role", "underflow", "overflow", "best scale", right=(3, 4, 5))
+    for a in hit[:count]:
+        name = f"{a.op} {a.parameter.rpartition('.')[2]}".strip()
+        made.add_row(*map(Text, (a.module or "(root)", name, a.role, _bounds(a.underflow), _bounds(a.overflow))),
+                     f"2**{round(math.log2(a.best_scale))}")  # fmt: skip
+    out.print(made)
+
+
+def _bounds(bounds: tuple[float, float]) -> str:
+    low, high = (f"{100 * share:.2g} %" for share in bounds)
+    return low if low == high else f"{low} to {high}"

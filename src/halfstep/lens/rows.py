@@ -1,0 +1,297 @@
+"""Rows: what an audit says about one operator of one module in one role, and how that is added up over calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import FP32, Format, format_of
+from halfstep.lens.sketch import ExponentSketch, Sketches
+
+__all__ = ["ROLES", "Comparison", "Row", "Tally", "form_of"]
+
+MASKED = 1e30
+"""Numbers beyond it are masks: the most negative number of fp32, where the audited run has that of its low format."""
+
+ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
+
+
+def form_of(tensor: Tensor, otherwise: Format = FP32) -> Format:
+    """Return the format whose numbers `tensor` holds; `otherwise` for float64, which has none here."""
+    return otherwise if tensor.dtype is torch.float64 else format_of(tensor.dtype)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """How far tensors are from what they should be: sums over elements, added up over calls.
+
+    Attributes:
+        difference: sum of squared differences, where both are finite.
+        reference: sum of squares of what should be there.
+        worst: largest relative error of one call.
+        count: elements compared.
+        flushed: elements that are zero and should not be: too small for the format.
+        lost: elements that are not finite, or at the format's limit, and should be finite and within it.
+    """
+
+    difference: float = 0.0
+    reference: float = 0.0
+    worst: float = 0.0
+    count: int = 0
+    flushed: int = 0
+    lost: int = 0
+
+    @torch.no_grad()
+    def add(self, actual: Tensor, wanted: Tensor, form: Format, scale: float = 1.0) -> float:
+        """Compare `actual`, numbers of `form` that carry a factor `scale`, with `wanted`, which carries none.
+
+        Returns:
+            The relative error of this one.
+        """
+        wide = torch.float64 if wanted.dtype is torch.float64 else torch.float32
+        found, wanted = actual.to(wide), wanted.to(wide)
+        if scale != 1.0:
+            wanted = wanted * scale
+        apart = found - wanted
+        difference, reference = _square(apart), _square(wanted)
+        if not math.isfinite(difference) or not math.isfinite(reference):
+            wanted = torch.where(wanted.abs() > MASKED, math.inf, wanted)
+            both = found.isfinite() & wanted.isfinite()
+            self.lost += int((~found.isfinite() & wanted.isfinite()).sum())
+            apart, wanted = apart[both].double(), torch.where(wanted.isfinite(), wanted, 0.0)
+            difference, reference = _square(apart), _square(wanted.double())
+        if not form.has_inf:
+            self.lost += int(((found.abs() >= form.max) & (wanted.abs() > form.max)).sum())
+        if form.exponent_bits < FP32.exponent_bits:
+            self.flushed += int(((found == 0) & (wanted != 0) & (wanted.abs() < form.smallest_normal)).sum())
+        self.count += actual.numel()
+        if scale != 1.0:
+            difference, reference = difference / scale**2, reference / scale**2
+        self.difference += difference
+        self.reference += reference
+        error = _ratio(difference, reference)
+        self.worst = max(self.worst, error)
+        return error
+
+    def exact(self, count: int) -> None:
+        """Count elements that are what they should be by definition."""
+        self.count += count
+
+    @property
+    def error(self) -> float:
+        """Return the relative error: the norm of all differences over that of what should be there; nan of nothing."""
+        return _ratio(self.difference, self.reference) if self.count else math.nan
+
+    def share(self, elements: int) -> float:
+        """Return `elements` as a share of those compared."""
+        return elements / self.count if self.count else 0.0
+
+
+def _square(tensor: Tensor) -> float:
+    flat = tensor.reshape(-1)
+    return float(flat.dot(flat))
+
+
+def _ratio(difference: float, reference: float) -> float:
+    if reference:
+        return math.sqrt(difference / reference)
+    return math.inf if difference else 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """One row while it is made.
+
+    Attributes:
+        form: the format of its numbers.
+        local: against the same operator in a wide format on the same inputs.
+        whole: against the fp32 run of the whole model.
+        sketch: of the numbers as they are stored.
+        wide: of the numbers as they should be, without a loss scale, where the format may have lost some.
+    """
+
+    module: str
+    op: str
+    role: str
+    parameter: str = ""
+    line: str = ""
+    form: Format = FP32
+    dtypes: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    numel: int = 0
+    bytes: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
+    seconds: float = 0.0
+    scale: float = 1.0
+    sketch: Sketches | None = None
+    wide: Sketches | None = None
+    local: Comparison = field(default_factory=Comparison)
+    whole: Comparison = field(default_factory=Comparison)
+    moved: int = 0
+    swallowed: int = 0
+    mass: float = 0.0
+    swallowed_mass: float = 0.0
+    saturated: int = 0
+    given: float = 0.0
+    pace: float = 0.0
+    cancels: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def see(self, tensor: Tensor, form: Format | None = None) -> None:
+        """Add one tensor."""
+        self.form = form or form_of(tensor)
+        self.dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
+        self.calls += 1
+        self.numel += tensor.numel()
+        self.bytes += tensor.numel() * tensor.element_size()
+        self.sketch = merged(self.sketch, tensor)
+
+
+def merged(sketch: Sketches | None, tensor: Tensor) -> Sketches:
+    """Return `sketch`, made if there is none, with `tensor` added."""
+    made = Sketches(1, tensor.device) if sketch is None else sketch
+    made.add_([tensor.detach()])
+    return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What an audit found about one operator of one module in one role.
+
+    Shares are fractions from 0 to 1; errors are relative: the norm of the differences over the norm of what should be
+    there. nan: not known.
+
+    Attributes:
+        module: dotted name, "" for the root or code outside of it.
+        op: public short name of the operator; for "update" and "state" the optimizer's class.
+        role: one of `ROLES`: activation (what the operator gives), activation gradient (what comes back to it), weight,
+            weight gradient, update (of a weight), state (of the optimizer, or a low buffer).
+        parameter: dotted name of the parameter, or "".
+        calls: tensors seen in all steps.
+        dtype: torch's, as in "bfloat16"; several with a comma where calls differ.
+        format: the format of the numbers; differs from dtype where a format is simulated.
+        rule: the policy's rule for the operator, "" for none.
+        reason: why it has that rule.
+        line: the user's line that calls it, "file.py:12 source text".
+        numel: elements a step.
+        bytes: bytes a step.
+        casts: casts of its arguments a step.
+        cast_bytes: bytes written by these casts a step.
+        time: share of the time of all operators, forward (activation) or backward (activation gradient).
+        amax: largest finite magnitude.
+        smallest: smallest magnitude that is not zero.
+        headroom: bits between amax and the largest number of the format.
+        zeros: share of zeros.
+        subnormal: share of numbers below the format's smallest normal one.
+        underflow: share of elements that are zero and would not be in a wide format, on the same inputs.
+        overflow: share of elements that are not finite, or saturated, and would not be in a wide format.
+        nonfinite: share of elements that are inf or nan, deliberate ones (masks) included.
+        error: against the same operator in the shadow format on the same inputs: what this operator alone loses. Of an
+            activation gradient: of the gradients that its backward pass makes of it.
+        worst: the largest such error of one call.
+        accumulated: against the fp32 run of the whole model.
+        given: the same of its inputs, the worst of them; nan where they come from nowhere.
+        missing: share of elements that are zero and are not in the fp32 run.
+        swallowed: share of changes smaller than half an ulp of what they change; of an update or a state.
+        swallowed_mass: the same, weighted by the size of the change.
+        pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
+        cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
+        saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
+        scale: the loss scale that gradients carry.
+        sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
+    """
+
+    module: str
+    op: str
+    role: str
+    parameter: str = ""
+    calls: int
+    dtype: str
+    format: str
+    rule: str = ""
+    reason: str = ""
+    line: str = ""
+    numel: int
+    bytes: int
+    casts: int = 0
+    cast_bytes: int = 0
+    time: float = 0.0
+    amax: float
+    smallest: float
+    headroom: float
+    zeros: float
+    subnormal: float
+    underflow: float = 0.0
+    overflow: float = 0.0
+    nonfinite: float = 0.0
+    error: float = math.nan
+    worst: float = math.nan
+    accumulated: float = math.nan
+    given: float = math.nan
+    missing: float = 0.0
+    swallowed: float = math.nan
+    swallowed_mass: float = math.nan
+    pace: float = 0.0
+    cancels: bool = False
+    saturated: float = math.nan
+    scale: float = 1.0
+    sketch: ExponentSketch = field(repr=False, compare=False)
+    wide: ExponentSketch | None = field(default=None, repr=False, compare=False)
+
+    def record(self) -> dict[str, Any]:
+        """Return the row as plain values, without sketches: a record for a DataFrame."""
+        names = (f.name for f in dataclasses.fields(self) if f.name not in {"sketch", "wide"})
+        return {name: getattr(self, name) for name in names}
+
+
+def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> Row:
+    """Return the finished row of `tally` over `steps` steps whose operators took `seconds`."""
+    assert tally.sketch is not None
+    (sketch,), form = tally.sketch.read(), tally.form
+    count = max(sketch.count, 1)
+    changes = tally.role in {"update", "state"} and tally.moved > 0
+    return Row(
+        module=tally.module,
+        op=tally.op,
+        role=tally.role,
+        parameter=tally.parameter,
+        calls=tally.calls,
+        dtype=", ".join(sorted(tally.dtypes)),
+        format=form.name,
+        rule=rule,
+        reason=reason,
+        line=tally.line,
+        numel=round(tally.numel / steps),
+        bytes=round(tally.bytes / steps),
+        casts=round(tally.casts / steps),
+        cast_bytes=round(tally.cast_bytes / steps),
+        time=tally.seconds / seconds if seconds else 0.0,
+        amax=sketch.largest,
+        smallest=sketch.smallest if sketch.largest else 0.0,
+        headroom=sketch.headroom(form),
+        zeros=sketch.zeros / count,
+        subnormal=sum(sketch.subnormal(form)) / 2,
+        underflow=tally.local.share(tally.local.flushed),
+        overflow=tally.local.share(tally.local.lost),
+        nonfinite=(sketch.infs + sketch.nans) / count,
+        error=tally.local.error,
+        worst=tally.local.worst if tally.local.count else math.nan,
+        accumulated=tally.whole.error,
+        given=tally.given if tally.whole.count else math.nan,
+        missing=tally.whole.share(tally.whole.flushed),
+        swallowed=tally.swallowed / tally.moved if changes else math.nan,
+        swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
+        pace=tally.pace,
+        cancels=tally.cancels,
+        saturated=tally.saturated / tally.notes["rows"] if "rows" in tally.notes else math.nan,
+        scale=tally.scale,
+        sketch=sketch,
+        wide=None if tally.wide is None else tally.wide.read()[0],
+    )

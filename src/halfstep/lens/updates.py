@@ -1,0 +1,111 @@
+"""Updates: what an optimizer step should have changed, and what of that its formats swallowed.
+
+Before the step the optimizer is copied onto float64 weights, with its states and the gradients it is about to read. The
+copy's step is the intended one; a change smaller than half an ulp of what it changes is one after which a rounding to
+nearest gives back what was there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.formats import FP32, Format
+from halfstep.lens.rows import Tally, form_of
+
+__all__ = ["Intended", "copied", "stored_form", "swallow"]
+
+FORMS = {"foreach": False, "fused": False, "capturable": False}
+"""Of torch's optimizers: the for-loop form takes float64 everywhere."""
+
+
+def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a copy of `optimizer` without its hooks, over the parameters that `memo` has for its own.
+
+    Args:
+        optimizer: any torch optimizer; not changed.
+        memo: as of copy.deepcopy, id -> what takes its place.
+    """
+    made = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name == "step" or name.startswith("_halfstep"):  # a scheduler's wrapper; a weight store's mark
+            continue
+        vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+    return made
+
+
+class Intended:
+    """The step that an optimizer is about to make, in float64.
+
+    Args:
+        optimizer: about to step; not changed.
+        precise: parameter -> its precise value, for every parameter that has a gradient.
+        gradients: parameter -> unscaled gradient.
+
+    Attributes:
+        before: parameter -> float64 value.
+        after: parameter -> float64 value after the intended step.
+        states: parameter -> (state before, state after), float64, of states in the shape of the parameter.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, precise: Mapping[nn.Parameter, Tensor], gradients: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        self.before = {p: value.detach().double() for p, value in precise.items()}
+        twins = {p: nn.Parameter(value.clone()) for p, value in self.before.items()}
+        wide = copied(optimizer, {id(p): twin for p, twin in twins.items()})
+        for group in (wide.defaults, *wide.param_groups):
+            group.update({name: value for name, value in FORMS.items() if name in group})
+        for state in wide.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                    state[name] = value.double()
+                elif isinstance(value, Tensor) and name == "step":
+                    state[name] = value.cpu()
+        for p, twin in twins.items():
+            twin.grad = gradients[p].detach().double()
+        old = {p: dict(_states(wide, twin)) for p, twin in twins.items()}
+        old = {p: {name: value.clone() for name, value in states.items()} for p, states in old.items()}
+        wide.step()
+        self.after = {p: twin.detach() for p, twin in twins.items()}
+        self.states = {p: (old[p], dict(_states(wide, twin))) for p, twin in twins.items()}
+
+
+def _states(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+    state = optimizer.state.get(parameter, {})
+    return [(n, v) for n, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape and v.dim()]
+
+
+@torch.no_grad()
+def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Format) -> None:
+    """Add to `tally` the intended change of one tensor, and how much of it a format loses.
+
+    Args:
+        tally: of role "update" or "state".
+        before: float64, what is stored.
+        after: float64, what it should become.
+        found: what it has become.
+        form: the format it is stored in.
+    """
+    change = after - before
+    size = change.abs()
+    back = after.to(form.torch_dtype) if form.torch_dtype is not None else form.round(after)
+    small = (back == before) & (size > 0)
+    tally.see(change.float(), FP32)
+    tally.form = form
+    tally.moved += int(torch.count_nonzero(size))
+    tally.swallowed += int(torch.count_nonzero(small))
+    tally.mass += float(size.sum())
+    tally.swallowed_mass += float((size * small).sum())
+    tally.local.add((found.double() - before).float(), change.float(), FP32)
+
+
+def stored_form(parameter: Tensor, strategy: str) -> Format:
+    """Return the format in which the value that an optimizer steps is kept: fp32 behind low weights, if anything is."""
+    return FP32 if strategy in {"master", "split", "kahan", "stochastic"} else form_of(parameter)

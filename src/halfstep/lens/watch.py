@@ -1,0 +1,189 @@
+"""Watch: a function mode that sees every operator a model calls, before any rule, with its module and its line.
+
+It stands above the rules of a region (`STATE.above` keeps it there where regions nest): what it is given are the
+arguments as the user's code has them, and what it gets back is what the policy made of them. Composites such as
+multi_head_attention_forward are opened, so that their parts are seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from halfstep.cast.composites import unreported
+from halfstep.cast.state import STATE
+from halfstep.lens.sites import line_of, user_frame
+from halfstep.policy.operators import known, name_of
+
+__all__ = ["Call", "Paths", "Watch", "floats_of", "tensors_in"]
+
+OPENED = {F.multi_head_attention_forward, F.normalize, F.gumbel_softmax}
+"""Python functions of torch that report themselves as one operator and are made of several."""
+
+CONVERSIONS = {"to": "to", "type": "to", "half": "to", "bfloat16": "to"}
+"""Methods that change a format where a user asks for it: not operators of a policy, but they round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        module: dotted name of the innermost module that runs.
+        op: public short name of the operator.
+        nth: which call of this operator in this module it is, from 0.
+        line: "file.py:12 source text" of the innermost frame that is neither torch's nor halfstep's.
+        in_place: whether it writes into its first argument.
+    """
+
+    module: str
+    op: str
+    nth: int
+    line: str
+    in_place: bool = False
+
+
+class Paths:
+    """Knows which module of a model runs: hooks on every module keep a stack of dotted names.
+
+    A module that occurs at several places goes by its first name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stack: list[str] = []
+        self._handles = []
+        for path, module in model.named_modules():
+            self._handles += self._follow(path, module)
+
+    def _follow(self, path: str, module: nn.Module) -> list[Any]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.stack.append(path)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self.stack and self.stack[-1] == path:
+                self.stack.pop()
+
+        before = module.register_forward_pre_hook(enter, prepend=True)
+        return [before, module.register_forward_hook(leave, always_call=True)]
+
+    @property
+    def current(self) -> str:
+        """The module that runs; "" outside of all of them."""
+        return self.stack[-1] if self.stack else ""
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Watch(TorchFunctionMode):
+    """Calls `seen` for every operator; subclasses say what becomes of it.
+
+    Args:
+        paths: knows the module that runs.
+        closed: composites that the policy has a rule for, and which are therefore seen whole.
+    """
+
+    def __init__(self, paths: Paths, closed: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.paths = paths
+        self.closed = closed
+        self.begin()
+
+    def begin(self) -> None:
+        """Count calls from zero again."""
+        self._counts = Counter[tuple[str, str]]()
+        self._busy = False
+        self._lines: dict[tuple[str, str], str] = getattr(self, "_lines", {})
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch the operators called in a block."""
+        before, STATE.above = STATE.above, self
+        try:
+            with self:
+                yield
+        finally:
+            STATE.above = before
+
+    def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func(*args, **kwargs)``, look at it, and return its result."""
+        raise NotImplementedError
+
+    def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is no operator: views, factories, questions."""
+        return func(*args, **kwargs)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._busy or peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)
+        op, in_place = named(func)
+        if not op:
+            return self.unseen(func, args, kwargs)
+        if func in OPENED and op not in self.closed:
+            with self:
+                return unreported(func)(*args, **kwargs)
+        key = (self.paths.current, op)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = user_line()
+        call = Call(*key, self._counts[key], line, in_place)
+        self._counts[key] += 1
+        self._busy = True
+        try:
+            return self.seen(call, func, args, kwargs)
+        finally:
+            self._busy = False
+
+
+def named(func: Callable[..., Any]) -> tuple[str, bool]:
+    """Return the operator that `func` is a spelling of, "" for none, and whether it works in place."""
+    op = name_of(func)
+    if op is not None:
+        return op, False
+    return _other(getattr(func, "__name__", ""))
+
+
+@cache
+def _other(name: str) -> tuple[str, bool]:
+    if name in CONVERSIONS:
+        return CONVERSIONS[name], False
+    stem = name.removeprefix("__i").removesuffix("__") if name.startswith("__i") else name.removesuffix("_")
+    stem = {"truediv": "div"}.get(stem, stem)
+    return (stem, True) if stem != name and not stem.endswith("_") and stem in known() else ("", False)
+
+
+def user_line() -> str:
+    """Return "file.py:12 source text" of the innermost frame that is neither torch's nor halfstep's; "" if none is."""
+    return line_of(user_frame(sys._getframe(1))[0])
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors among `values` and in lists, tuples and dicts among them."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def floats_of(values: Any) -> list[Tensor]:
+    """Return the floating tensors among `values` whose numbers can be looked at."""
+    return [t for t in tensors_in(values) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
