@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.kernels.pick import cannot_update
+from halfstep.kernels.reference import split_bf16
 from halfstep.step import fused
 from halfstep.step.prepare import store_of
+from halfstep.weights import SplitWeights
 
 pytestmark = pytest.mark.skipif(bool(cannot_update([torch.zeros(1)])), reason=cannot_update([torch.zeros(1)]))
 
@@ -96,6 +98,26 @@ def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str, monke
             bound = max(bound, 2.0**-16) if policy == "kahan" and key in step.model.state_dict() else bound
             largest = float(want[key].abs().max())
             assert float((value.float() - want[key].float()).abs().max()) <= bound * largest, key
+
+
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "lion"])
+def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str) -> None:
+    """The same update on fp32 weights, from the same gradients; the model's weights are their upper halves."""
+    wide = nn.Parameter(torch.randn(300, generator=torch.Generator().manual_seed(1)))
+    low = nn.Parameter(wide.detach().clone())
+    optimizers = [OPTIMIZERS[name]([p]) for p in (wide, low)]
+    store = SplitWeights([("p", low)], torch.bfloat16)
+    store.attach(optimizers[1])
+    target = torch.randn(300, generator=torch.Generator().manual_seed(2))
+    noise = torch.randn(5_000, generator=torch.Generator().manual_seed(3)).tolist()
+    one, good = torch.ones(()), torch.zeros((), dtype=torch.bool)
+    for factor in noise:
+        gradient = (low.detach() - target).mul_(1 + 0.5 * factor).to(torch.bfloat16)
+        wide.grad, low.grad = gradient.float(), gradient
+        fused.update(optimizers[0], None, None, one, good)
+        fused.update(optimizers[1], store, None, one, good)
+    assert torch.equal(store.read(low), wide.detach())
+    assert torch.equal(low.detach(), split_bf16(wide.detach())[0])
 
 
 @pytest.mark.parametrize("state", ["fp32", "low"])

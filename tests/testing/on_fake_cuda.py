@@ -18,6 +18,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {}),
     "AdamW": (torch.optim.AdamW, {}),
     "Adagrad": (torch.optim.Adagrad, {}),
+    "Lion": (hs.Lion, {}),
     "RMSprop": (torch.optim.RMSprop, {}),
 }
 

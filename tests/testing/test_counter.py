@@ -21,6 +21,7 @@ DEVICE_PREDICATE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.Adam, {}),
     (torch.optim.AdamW, {}),
     (torch.optim.Adagrad, {}),
+    (hs.Lion, {}),
 ]
 
 

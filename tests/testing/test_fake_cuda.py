@@ -96,7 +96,7 @@ def test_pure_casts_nothing_on_its_way_but_logits(counted: dict[str, Any], form:
 def test_no_preset_waits_for_the_device(found: dict[str, Any]) -> None:
     others = ("RMSprop",) if torch.__version__ >= "2.13" else ("RMSprop", "Adagrad")  # torch has no fused one before
     waits = {key: where for key, where in found["syncs"].items() if not key.endswith(others)}
-    assert len(waits) == 5 * 2 * (5 - len(others)) and not any(waits.values()), waits
+    assert len(waits) == 5 * 2 * (6 - len(others)) and not any(waits.values()), waits
 
 
 @device
