@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -477,6 +478,16 @@ def test_models_that_take_and_give_dictionaries_integers_and_complex_numbers() -
     assert step(**inputs).host().skipped
     verdict = step.explain()
     assert (verdict.op, verdict.kind) == ("log", "invalid")
+
+
+def test_on_a_cpu_the_batch_of_a_good_step_is_let_go_at_once() -> None:
+    model = nn.Linear(4, 2)
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, x: m(x).square().mean())
+    x = torch.ones(3, 4)
+    gone = weakref.ref(x)
+    step(x)
+    del x
+    assert gone() is None
 
 
 @pytest.mark.parametrize("scaled", [True, False])

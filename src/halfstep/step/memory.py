@@ -104,8 +104,14 @@ class Memory:
         self.window.batches.append(kept)
         return kept
 
-    def end(self, bad: Tensor, scale: Tensor) -> None:
-        """End the window: `bad`, a 0-dim bool on the device, says whether its update was applied; waits for nothing."""
+    def end(self, bad: Tensor, scale: Tensor, *, watched: bool = True) -> None:
+        """End the window; waits for nothing.
+
+        Args:
+            bad: 0-dim bool on the device: its update was not applied.
+            scale: 0-dim, the loss scale.
+            watched: whether somebody wants to hear of good updates too; else a CPU lets go of their batches at once.
+        """
         window = self.window
         self._find_changing()
         window.scale = scale
@@ -119,7 +125,10 @@ class Memory:
                     self._event = torch.cuda.Event()
                 self._landed.copy_(bad, non_blocking=True)
                 self._event.record()
-        self.judged = window
+        if not watched and bad.device.type == "cpu" and not peek(bad):
+            self.judged, self.window = None, Window()
+        else:
+            self.judged = window
 
     def arrived(self, *, wait: bool) -> Window | None:
         """Return the window of the last update if its verdict has just become known.

@@ -342,7 +342,7 @@ class TrainStep:
         self._pending = verdict.bad
         culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
         if self._memory is not None:
-            self._memory.end(verdict.bad, self._scale)
+            self._memory.end(verdict.bad, self._scale, watched=self._box is not None)
         return verdict.norm, verdict.bad, culprits
 
     def _refused(self, parameters: list[nn.Parameter]) -> bool:
