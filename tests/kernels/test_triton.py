@@ -20,7 +20,7 @@ ROOT = HERE.parents[1]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 
 
-def python(*arguments: str, **environment: str) -> str:
+def output_of(*arguments: str, **environment: str) -> str:
     """Run Python in a process of its own and return what it printed; fail with that if it fails."""
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -40,12 +40,15 @@ def python(*arguments: str, **environment: str) -> str:
 @needs_triton
 @pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_exponents_interpreted.py"])
 def test_the_kernels_are_their_reference_in_triton_s_interpreter(file: str) -> None:
-    python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file), TRITON_INTERPRET="1")
+    said = output_of("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file), TRITON_INTERPRET="1")
+    assert " passed" in said and "skipped" not in said
 
 
 @needs_triton
 def test_compiled_kernels_round_every_operation_and_load_many_bytes_at_once(tmp_path: Path) -> None:
-    found = json.loads(python(str(HERE / "triton_compiled.py"), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
+    found = json.loads(
+        output_of(str(HERE / "triton_compiled.py"), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    )
     for kernel, counts in found.items():
         assert not counts["contracted"], kernel
         assert not counts["approximate"], kernel
@@ -63,12 +66,14 @@ def test_without_a_device_the_kernels_say_so() -> None:
 
 
 def test_triton_is_not_imported_before_a_kernel_runs() -> None:
-    python(
+    said = output_of(
         "-c",
         "import sys, halfstep, halfstep.kernels.triton as kernels\n"
         "kernels.why_not()\n"
-        "assert not [name for name in sys.modules if name.split('.')[0] == 'triton']",
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'triton']\n"
+        "print('not imported')",
     )
+    assert said.endswith("not imported\n")
 
 
 # ------------------------------------------------------------------ tables

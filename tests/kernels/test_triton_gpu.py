@@ -18,9 +18,9 @@ from tests.kernels.triton_cases import (
     OPTIONS,
     Case,
     Options,
+    assert_is_reference,
     assert_same,
     case,
-    check,
     expect,
     run,
 )
@@ -54,23 +54,23 @@ def test_an_update_on_a_gpu_is_the_reference_bit_for_bit(
 ) -> None:
     momentum = options is not PLAIN_SGD
     given = case(options.method, form, low, gradient, state, SIZES, momentum=momentum)
-    check(OPERATORS[options.method], options.method, given, options.numbers, "cuda")
+    assert_is_reference(OPERATORS[options.method], options.method, given, options.numbers, "cuda")
 
 
 def test_millions_of_numbers_on_a_gpu_are_the_reference_s() -> None:
     given = case("adam", "split", BF16, BF16, FP32, (5_000_001, 3))
-    check(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
+    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
 
 
 def test_thousands_of_parameters_on_a_gpu_are_the_reference_s() -> None:
     given = case("adam", "stochastic", BF16, BF16, BF16, [1 + n % 70 for n in range(3000)])
-    check(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
+    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
 
 
 def test_a_bad_step_on_a_gpu_writes_nothing() -> None:
     given = case("adam", "kahan", BF16, BF16, BF16)
     given.bad = torch.tensor(True)
-    check(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
+    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda")
 
 
 def test_norms_and_verdict_on_a_gpu_are_right() -> None:
@@ -149,7 +149,7 @@ def test_a_captured_step_keeps_its_tables() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_device_need_not_be_the_current_one() -> None:
     given = case("adam", "plain", BF16, BF16, FP32)
-    check(ops.adam_, "adam", given, ADAMW.numbers, "cuda:1")
+    assert_is_reference(ops.adam_, "adam", given, ADAMW.numbers, "cuda:1")
 
 
 def test_exponents_on_a_gpu_are_counted_as_on_a_cpu_and_without_a_wait() -> None:

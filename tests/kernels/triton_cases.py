@@ -156,7 +156,9 @@ def assert_same(found: Case, expected: Case) -> None:
             assert not different.any(), f"{name}[{n}]: {int(different.sum())} of {mine.numel()} numbers differ"
 
 
-def check(operator: Callable[..., None], method: str, given: Case, numbers: dict[str, Any], device: str) -> None:
+def assert_is_reference(
+    operator: Callable[..., None], method: str, given: Case, numbers: dict[str, Any], device: str
+) -> None:
     """Fail unless `operator` on `device` does what `updates` says."""
     expected, found = given.to("cpu"), given.to(device)
     expect(method, expected, numbers)

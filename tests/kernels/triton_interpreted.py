@@ -28,9 +28,9 @@ from tests.kernels.triton_cases import (
     FP32,
     OPTIONS,
     Options,
+    assert_is_reference,
     assert_same,
     case,
-    check,
     expect,
     run,
 )
@@ -57,7 +57,7 @@ def name(value: object) -> str:
 def test_adam_is_the_reference_bit_for_bit(
     form: str, low: torch.dtype, gradient: torch.dtype, state: torch.dtype
 ) -> None:
-    check(launchers.adam_, "adam", case("adam", form, low, gradient, state), ADAMW.numbers, "cpu")
+    assert_is_reference(launchers.adam_, "adam", case("adam", form, low, gradient, state), ADAMW.numbers, "cpu")
 
 
 @pytest.mark.parametrize("options", [NESTEROV, LION], ids=name)
@@ -66,7 +66,7 @@ def test_an_update_is_the_reference_bit_for_bit(
     options: Options, form: str, low: torch.dtype, gradient: torch.dtype, state: torch.dtype
 ) -> None:
     given = case(options.method, form, low, gradient, state)
-    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+    assert_is_reference(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
 
 
 @pytest.mark.parametrize("options", [ADAM, SGD, PLAIN_SGD], ids=name)
@@ -74,7 +74,7 @@ def test_an_update_is_the_reference_bit_for_bit(
 def test_options_are_the_reference_s(options: Options, form: str, low: torch.dtype) -> None:
     momentum = options is not PLAIN_SGD
     given = case(options.method, form, low, BF16, FP32, momentum=momentum)
-    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+    assert_is_reference(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
 
 
 def test_many_steps_are_the_reference_s() -> None:
@@ -93,7 +93,7 @@ def test_many_steps_are_the_reference_s() -> None:
 def test_the_learning_rate_may_be_a_tensor(options: Options, dtype: torch.dtype) -> None:
     given = case(options.method, "split", BF16, BF16, FP32)
     given.rate = torch.tensor(3e-3, dtype=dtype)
-    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+    assert_is_reference(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
 
 
 @pytest.mark.parametrize("options", [ADAMW, SGD, LION], ids=name)
@@ -101,13 +101,13 @@ def test_a_bad_step_writes_nothing(options: Options) -> None:
     given = case(options.method, "stochastic", BF16, BF16, BF16)
     given.gradients[0][0] = math.nan
     given.bad = torch.tensor(True)
-    check(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
+    assert_is_reference(OPERATORS[options.method], options.method, given, options.numbers, "cpu")
 
 
 def test_a_learning_rate_of_zero_is_one() -> None:
     given = case("sgd", "plain", FP32, FP32, FP32)
     given.lr = 0.0
-    check(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
+    assert_is_reference(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
 
 
 def test_values_at_the_edges_of_formats_are_the_reference_s() -> None:
@@ -163,13 +163,13 @@ def test_a_list_of_empty_tensors_counts_its_steps() -> None:
 
 def test_every_parameter_gets_noise_of_its_own() -> None:
     given = case("sgd", "stochastic", BF16, BF16, BF16, [1 + n % 5 for n in range(40)])
-    check(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
+    assert_is_reference(launchers.sgd_, "sgd", given, SGD.numbers, "cpu")
 
 
 def test_programs_loop_over_blocks_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "SMALL", 0)
     given = case("lion", "kahan", BF16, BF16, BF16, (8 * launchers.BLOCK + 5, 3, 2 * launchers.BLOCK))
-    check(launchers.lion_, "lion", given, LION.numbers, "cpu")
+    assert_is_reference(launchers.lion_, "lion", given, LION.numbers, "cpu")
     torch.testing.assert_close(norm_launchers.norms(given.gradients), exact_norms(given.gradients))
 
 

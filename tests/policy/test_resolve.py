@@ -137,6 +137,7 @@ class TestEngine:
     @pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "O3"])
     def test_runs(self, name: str) -> None:
         require_engine(PRESETS[name])
+        assert resolved(PRESETS[name], "cpu").dtype in {"fp32", "bf16"}
 
     @pytest.mark.parametrize(
         ("policy", "message"),
@@ -152,7 +153,9 @@ class TestEngine:
 
     @pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic", "none"])
     def test_lets_every_weight_strategy_pass(self, master: Literal["master", "split"]) -> None:
-        require_engine(PRESETS["O2"].replace(master=master))
+        policy = PRESETS["O2"].replace(master=master)
+        require_engine(policy)
+        assert resolved(policy, "cpu").master == master
 
     def test_refuses_split_where_low_is_no_upper_half(self) -> None:
         with pytest.raises(PolicyError, match="master='split' keeps the lower halves.*use master='master' or 'kahan'"):

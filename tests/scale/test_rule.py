@@ -39,7 +39,7 @@ sequences = st.lists(st.tuples(st.booleans(), st.integers(1, 9)), min_size=1, ma
 )
 
 
-def check(rule: ScaleRule, peer: Any, steps: Iterable[bool], *, alarms: bool = False) -> None:
+def assert_same_scales(rule: ScaleRule, peer: Any, steps: Iterable[bool], *, alarms: bool = False) -> None:
     """Run both; scales must be equal at every step, and so must alarms where the peer would have raised."""
     state = initial_state(rule, "cpu")
     for number, bad in enumerate(steps):
@@ -59,11 +59,11 @@ def test_rules_kept_in_python_floats(steps: list[bool], interval: int, power: fl
     same: dict[str, Any] = {"growth": power, "interval": interval}
     both = {**same, "backoff": 1.0 / power}
     named = SCALE_RULES
-    check(dataclasses.replace(named["apex"], **same), peers.Apex(**same), steps)
-    check(dataclasses.replace(named["apex-fp16-utils"], **both), peers.ApexFp16Utils(**same), steps)
-    check(dataclasses.replace(named["megengine"], **both), peers.MegEngine(**both), steps)
+    assert_same_scales(dataclasses.replace(named["apex"], **same), peers.Apex(**same), steps)
+    assert_same_scales(dataclasses.replace(named["apex-fp16-utils"], **both), peers.ApexFp16Utils(**same), steps)
+    assert_same_scales(dataclasses.replace(named["megengine"], **both), peers.MegEngine(**both), steps)
     manager = dataclasses.replace(named["mindspore-manager"], **both, patience=5)
-    check(manager, peers.MindSporeManager(**same, patience=5), steps, alarms=False)
+    assert_same_scales(manager, peers.MindSporeManager(**same, patience=5), steps, alarms=False)
     low: dict[str, Any] = {"init": 8.0}
     for shift in (1, 2, 3):
         for consecutive in (False, True):
@@ -71,10 +71,10 @@ def test_rules_kept_in_python_floats(steps: list[bool], interval: int, power: fl
                 named["deepspeed"], **both, **low, hysteresis=shift, refill="good" if consecutive else "growth"
             )
             peer = peers.DeepSpeed(scale=8.0, **same, shift=shift, consecutive=consecutive)
-            check(rule, peer, steps, alarms=True)
+            assert_same_scales(rule, peer, steps, alarms=True)
     for tolerance in (0.0, 0.2, 0.5, 1.0):
         rule = dataclasses.replace(named["fairseq"], **both, init=2.0**-6, tolerance=tolerance)
-        check(rule, peers.Fairseq(scale=2.0**-6, **same, tolerance=tolerance), steps, alarms=True)
+        assert_same_scales(rule, peers.Fairseq(scale=2.0**-6, **same, tolerance=tolerance), steps, alarms=True)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -90,18 +90,20 @@ def test_rules_kept_in_fp32(steps: list[bool], interval: int, growth: float, ini
     named = SCALE_RULES
     for backoff in (0.5, 1.0 / growth, 0.3):
         both = {**same, "backoff": backoff}
-        check(dataclasses.replace(named["torch"], **both, init=init), peers.Torch(scale=init, **both), steps)
+        assert_same_scales(
+            dataclasses.replace(named["torch"], **both, init=init), peers.Torch(scale=init, **both), steps
+        )
     floored = max(init, 1.0)
     rule = dataclasses.replace(named["mindspore-scaler"], **same, backoff=1.0 / growth, init=floored)
     # A Python float as factor: MindSpore refuses anything but an int, so 1.5 and 1.1 are an extension.
-    check(rule, peers.MindSporeScaler(scale=floored, **same), steps)
+    assert_same_scales(rule, peers.MindSporeScaler(scale=floored, **same), steps)
     if f32(growth) == growth:
         rule = dataclasses.replace(named["mindspore-cell"], **same, backoff=f32(1.0 / growth), init=floored)
-        check(rule, peers.MindSporeCell(scale=floored, **same), steps)
+        assert_same_scales(rule, peers.MindSporeCell(scale=floored, **same), steps)
     single: dict[str, Any] = {"growth": f32(growth), "backoff": f32(1.0 / growth), "interval": interval}
     for hysteresis in (1, 2, 4):
         rule = dataclasses.replace(named["megatron"], **single, init=floored, hysteresis=hysteresis)
-        check(rule, peers.Megatron(scale=floored, **single, hysteresis=hysteresis), steps)
+        assert_same_scales(rule, peers.Megatron(scale=floored, **single, hysteresis=hysteresis), steps)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_presets_as_they_are(name: str, peer: Any) -> None:
     """The peers' own defaults, over a first descent and two of the longest windows."""
     draw = random.Random(7)
     steps = [True] * 5 + [draw.random() < 0.3 for _ in range(40)] + [False] * 2001 + [True, True] + [False] * 1002
-    check(SCALE_RULES[name], peer, steps, alarms=True)
+    assert_same_scales(SCALE_RULES[name], peer, steps, alarms=True)
 
 
 def test_a_fault_in_the_rule_is_seen() -> None:
@@ -133,7 +135,7 @@ def test_a_fault_in_the_rule_is_seen() -> None:
     for wrong in ({"interval": 2}, {"hysteresis": 2}, {"delay": 1}, {"backoff": 0.25}, {"growth": 4.0}):
         rule = dataclasses.replace(SCALE_RULES["torch"], **{**fine, **wrong})
         with pytest.raises(AssertionError):
-            check(rule, peers.Torch(**fine), steps)
+            assert_same_scales(rule, peers.Torch(**fine), steps)
 
 
 def test_the_manager_loses_patience_at_the_1001st_bad_step() -> None:
@@ -169,10 +171,10 @@ def test_in_place_is_bit_equal(own: bool, rule: ScaleRule, steps: list[bool]) ->
     with pytest.MonkeyPatch.context() as patch:
         if not own:
             patch.setenv("HALFSTEP_NATIVE", "0")
-        check_in_place(rule, steps)
+        assert_same_in_place(rule, steps)
 
 
-def check_in_place(rule: ScaleRule, steps: list[bool]) -> None:
+def assert_same_in_place(rule: ScaleRule, steps: list[bool]) -> None:
     # Values as scalers produce them: a sum over devices may be 2, and a poisoned flag is still a flag.
     rule = dataclasses.replace(rule, interval=min(rule.interval, 4))
     pure, changed = initial_state(rule, "cpu"), initial_state(rule, "cpu")
@@ -313,7 +315,7 @@ def test_a_rule_that_keeps_fp64_is_a_python_float(
 ) -> None:
     numbers: dict[str, Any] = {"growth": growth, "backoff": backoff, "interval": interval}
     rule = dataclasses.replace(SCALE_RULES["megengine"], **numbers, init=init)
-    check(rule, peers.MegEngine(scale=init, **numbers), steps)
+    assert_same_scales(rule, peers.MegEngine(scale=init, **numbers), steps)
 
 
 def test_a_scale_kept_in_fp64_meets_losses_as_fp32_and_survives_saving() -> None:

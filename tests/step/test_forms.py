@@ -36,7 +36,7 @@ def batches(count: int) -> list[Tensor]:
     return [torch.randn(16, 4, generator=generator) for _ in range(count)]
 
 
-def close(a: nn.Module, b: nn.Module) -> None:
+def assert_close(a: nn.Module, b: nn.Module) -> None:
     for left, right in zip(a.parameters(), b.parameters(), strict=True):
         assert torch.allclose(left, right, rtol=1e-5, atol=1e-6)
 
@@ -88,7 +88,7 @@ def test_a_parameter_whose_first_gradient_comes_late_gets_its_momentum(policy: s
     chosen = hs.Policy.of(policy) if policy == "O0" else hs.Policy.of(policy, dtype="bf16")
     got = train(lambda model, optimizer: hs.TrainStep(model, optimizer, loss, policy=chosen))
     if policy == "O0":
-        close(got, train(by_hand))
+        assert_close(got, train(by_hand))
     else:
         assert all(torch.isfinite(value).all() for value in got.state_dict().values())
 
@@ -116,7 +116,7 @@ def test_dampening_stays_with_torchs_own_form() -> None:
         optimizer.zero_grad()
         loss(twin, x).backward()
         optimizer.step()
-    close(model, twin)
+    assert_close(model, twin)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -142,7 +142,7 @@ def test_a_run_without_halfstep_is_resumed(name: str, through: str) -> None:
         step = hs.TrainStep(model, resumed, loss, policy="O0")
     for x in xs[2:]:
         step(x)
-    close(model, whole)
+    assert_close(model, whole)
     fused = tail.takes_predicate(resumed)
     assert fused is (through == "the optimizer")  # what has stepped keeps the form it stepped in
 

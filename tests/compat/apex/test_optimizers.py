@@ -39,15 +39,15 @@ def trained(kind: Any, **options: Any) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
-def close(found: list[Tensor], wanted: list[Tensor]) -> None:
+def assert_all_close(found: list[Tensor], wanted: list[Tensor]) -> None:
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"lr": 0.01, "betas": (0.8, 0.9), "capturable": False}])
 def test_adam_is_torchs(options: dict[str, Any]) -> None:
-    close(trained(FusedAdam, **options), trained(torch.optim.AdamW, **{"weight_decay": 0.0, **options}))
-    close(trained(FusedAdam, adam_w_mode=False, **options), trained(torch.optim.Adam, **options))
+    assert_all_close(trained(FusedAdam, **options), trained(torch.optim.AdamW, **{"weight_decay": 0.0, **options}))
+    assert_all_close(trained(FusedAdam, adam_w_mode=False, **options), trained(torch.optim.Adam, **options))
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -65,7 +65,7 @@ def test_adam_without_bias_correction_is_its_formula(decoupled: bool) -> None:
             if decoupled:
                 p.sub_(lr * decay * old)
     found = trained(FusedAdam, lr=lr, bias_correction=False, weight_decay=decay, adam_w_mode=decoupled)
-    close(found, params)
+    assert_all_close(found, params)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_adam_without_bias_correction_is_its_formula(decoupled: bool) -> None:
     ],
 )
 def test_sgd_is_torchs(options: dict[str, Any]) -> None:
-    close(trained(FusedSGD, lr=0.1, **options), trained(torch.optim.SGD, lr=0.1, **options))
+    assert_all_close(trained(FusedSGD, lr=0.1, **options), trained(torch.optim.SGD, lr=0.1, **options))
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -96,9 +96,9 @@ def test_decay_after_the_momentum_is_its_formula(nesterov: bool) -> None:
             update = g + momentum * buffers[i] if nesterov else buffers[i]
             p.sub_(lr * (update + decay * p))
     found = trained(FusedSGD, lr=lr, momentum=momentum, weight_decay=decay, nesterov=nesterov, wd_after_momentum=True)
-    close(found, params)
+    assert_all_close(found, params)
     plain = trained(FusedSGD, lr=lr, weight_decay=decay, wd_after_momentum=True)
-    close(plain, trained(torch.optim.SGD, lr=lr, weight_decay=decay))
+    assert_all_close(plain, trained(torch.optim.SGD, lr=lr, weight_decay=decay))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_lamb_is_its_formula(
         FusedLAMB, lr=lr, weight_decay=decay, adam_w_mode=adam_w, use_nvlamb=nvlamb, grad_averaging=averaging,
         bias_correction=correct, max_grad_norm=limit,
     )  # fmt: skip
-    close(found, params)
+    assert_all_close(found, params)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_novograd_is_its_formula(inside: bool, averaging: bool, norm_type: int, 
         FusedNovoGrad, lr=lr, betas=(beta1, beta2), weight_decay=decay, reg_inside_moment=inside,
         grad_averaging=averaging, norm_type=norm_type, init_zero=zero, bias_correction=correct,
     )  # fmt: skip
-    close(found, params)
+    assert_all_close(found, params)
 
 
 KINDS: list[Any] = [FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad]

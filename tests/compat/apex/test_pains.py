@@ -51,7 +51,11 @@ def test_p1_a_weight_used_twice_before_backward_and_recurrent_layers_work_on_thi
             return output
 
     for level in LEVELS:
-        update(*started(level, Twice()))
+        model, optimizer = started(level, Twice())
+        before = [p.detach().clone() for p in model.parameters()]
+        update(model, optimizer)
+        assert not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
 def test_p2_o2_holds_half_the_bytes_in_the_model() -> None:
@@ -171,11 +175,14 @@ def test_p5_replicas_in_threads_cast_too(level: str) -> None:
 def test_p6_orders_of_calls_are_explained() -> None:
     """See test_training.test_what_is_called_too_early_or_with_the_wrong_thing_is_explained, test_initialize."""
     model, optimizer = started("O2")
+    before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()  # before any scale_loss: there is nothing to step
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     optimizer.zero_grad()
     optimizer._lazy_init_maybe_master_weights()
     optimizer._amp_stash.lazy_init_called = True
     update(model, optimizer)
+    assert not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_p7_the_scale_has_a_floor_and_a_message() -> None:

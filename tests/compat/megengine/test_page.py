@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,10 @@ def test_every_name_has_one_row() -> None:
 
 def test_the_snippet_runs() -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / PAGE).read_text(encoding="utf-8"), re.S)
-    exec(snippet, {})
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    assert all(bool(p.isfinite().all()) for p in names["net"].parameters())
+    assert all(p.grad is None for p in names["net"].parameters())
 
 
 def test_the_lists_are_those_of_the_page() -> None:
