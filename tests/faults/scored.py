@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class Flag:
     parameter: str
 
 
+def not_finite(result: hs.HostStepResult) -> bool:
+    """Return whether a step gives anybody a reason to ask."""
+    return result.skipped or not math.isfinite(result.loss)
+
+
 def verdict_on(fault: Fault) -> hs.Verdict | None:
     """Train `fault` to its bad step and return what the black box says of it."""
     case = fault.build()
@@ -53,7 +59,7 @@ def verdict_on(fault: Fault) -> hs.Verdict | None:
     for number in range(1, case.steps + 1):
         case.before(number)
         result = step(*case.batch(number)).host()
-        if result.skipped and number >= fault.truth.step:
+        if not_finite(result) and number >= fault.truth.step:
             return step.explain()
     return None
 
@@ -64,7 +70,7 @@ def accusations(control: Control) -> Iterator[hs.Verdict]:
     step = start(case)
     for number in range(1, case.steps + 1):
         case.before(number)
-        if step(*case.batch(number)).host().skipped:
+        if not_finite(step(*case.batch(number)).host()):
             yield step.explain()
 
 

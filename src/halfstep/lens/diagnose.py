@@ -37,6 +37,7 @@ class Subject:
         scale: the loss scale.
         step: its number.
         rank: of this process.
+        notes: what is known beforehand.
         foreign: whether regions are opened by the loss function: then rules are tried by doing what they would do.
     """
 
@@ -49,6 +50,7 @@ class Subject:
     scale: float = 1.0
     step: int = 0
     rank: int = 0
+    notes: tuple[str, ...] = ()
     foreign: bool = False
 
     @property
@@ -71,7 +73,7 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
         The verdict and the replay it was drawn from.
     """
     attempt = subject.replay.run(traced=True)
-    notes = list(_differences(subject, attempt))
+    notes = [*subject.notes, *_differences(subject, attempt)]
     if not attempt.bad:
         verdict = _of_update(subject, attempt)
         if verdict.kind == "not_reproducible":

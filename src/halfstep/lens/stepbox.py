@@ -47,6 +47,12 @@ LOOK_EVERY = 10
 """Steps of a streak between two looks at weights and optimizer state."""
 
 
+WRITTEN = (
+    "gradients were finite and the update was applied: the weights have been written to since, and the replay ran with "
+    "those after it"
+)
+
+
 class Box:
     """What both boxes do."""
 
@@ -98,6 +104,7 @@ class StepBox(Box):
         super().__init__(step._evidence)
         self._step = weakref.ref(step)
         self._for = 0  # the step `verdict` is about
+        self._lone = 0  # explanations of applied steps, which ranks do not agree on
 
     @property
     def step(self) -> TrainStep:
@@ -108,18 +115,41 @@ class StepBox(Box):
 
     def see(self, window: Window) -> None:
         """Take note of an update; look at one that was not applied. Training goes on whatever happens here."""
-        if not window.bad:
+        if not window.wrong:
             self._trouble.fine()
             return
         try:
-            matters = self._together(self._matters(window))
-            for text in self._trouble.see(self._seen(window)):
-                LOG.warning("black box: %s", f"step {window.last}: {text}")
+            if window.bad:
+                self._skipped(window)
+            else:
+                self._lost(window)
+        except Exception as error:
+            self._say("failed", f"step {window.last} was not finite, and {type(error).__name__}: {error}")
+
+    def _skipped(self, window: Window) -> None:
+        """Look at an update that was not applied; all ranks come here together."""
+        self._trouble.skipped()
+        matters = self._together(self._matters(window))
+        try:
+            self._warn(window, self._trouble.see(self._seen(window)))
+        finally:  # where others wait
             if matters and self._trouble.streak == 1 and self._replays < MOST_REPLAYS:
                 self._replays += 1
                 self._unasked(window)
-        except Exception as error:
-            self._say("failed", f"step {window.last} was not finite, and {type(error).__name__}: {error}")
+
+    def _lost(self, window: Window) -> None:
+        """Look at an update that was applied though a loss of this rank was not finite.
+
+        The other ranks may know nothing of it: no word to them, and a count of its own.
+        """
+        self._warn(window, self._trouble.lost())
+        if self._trouble.losses == 1 and self._lone < MOST_REPLAYS:
+            self._lone += 1
+            self._announce(self.verdict if self._for == window.last and self.verdict else self._explained(window))
+
+    def _warn(self, window: Window, texts: list[str]) -> None:
+        for text in texts:
+            LOG.warning("black box: %s", f"step {window.last}: {text}")
 
     def _unasked(self, window: Window) -> None:
         """Explain a step that nobody asked about, in one line; all ranks come here together or not at all."""
@@ -135,18 +165,19 @@ class StepBox(Box):
             self._announce(verdict)
 
     def explain(self) -> Verdict:
-        """Return the verdict on the last step that was not applied."""
+        """Return the verdict on the last step that was not applied or whose loss was not finite."""
         memory = self.step._memory
         if memory is None:
             raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
         window = memory.judged
-        if window is not None and window.flag is not None and (window.bad or bool(window.flag)):
+        if window is not None and window.read():
             known = self.verdict if self._for == window.last else None
             return known or self._explained(window)
         if self.verdict is None:
             raise StepError(
-                "explain(): there is no step to explain: the last one was applied, or nothing has run; call it after a "
-                "step whose result.skipped is true, before the next one"
+                "explain(): there is no step to explain: the last one was applied and its loss was finite, or nothing "
+                "has run; call it after a step whose result.skipped is true or whose result.loss is not finite, before "
+                "the next one"
             )
         return self.verdict
 
@@ -198,6 +229,8 @@ class StepBox(Box):
             rank=rank(),
         )
         self._for = window.last
+        if window.bad is False:
+            subject.notes = (WRITTEN,)
         return self.explain_subject(subject)
 
     # ------------------------------------------------------------------ ranks

@@ -30,24 +30,51 @@ class Trouble:
     Attributes:
         said: names of the diagnoses made so far.
         streak: steps in a row that were not applied.
+        losses: steps in a row that were applied and whose loss was not finite.
     """
 
     said: set[str] = field(default_factory=set)
     streak: int = 0
+    losses: int = 0
 
     def fine(self) -> None:
-        """Take note of an applied step."""
+        """Take note of an applied step with a finite loss."""
+        self.streak = self.losses = 0
+
+    def lost(self) -> list[str]:
+        """Take note of an applied step whose loss was not finite; return what has not been said before."""
         self.streak = 0
+        self.losses += 1
+        return self._new(self._of_losses())
+
+    def skipped(self) -> None:
+        """Take note of a step that was not applied."""
+        self.streak += 1
+        self.losses = 0
 
     def see(self, seen: Seen) -> list[str]:
-        """Take note of a step that was not applied; return what has not been said before."""
-        self.streak += 1
+        """Return what there is to say of a step that was not applied and that `skipped` has counted."""
+        return self._new(self._diagnoses(seen))
+
+    def _new(self, diagnoses: Iterator[tuple[str, str]]) -> list[str]:
         found = []
-        for name, text in self._diagnoses(seen):
+        for name, text in diagnoses:
             if name not in self.said:
                 self.said.add(name)
                 found.append(f"{name}: {text}")
         return found
+
+    def _of_losses(self) -> Iterator[tuple[str, str]]:
+        yield (
+            "the loss is not finite while gradients are",
+            "the update was applied, as torch.amp does; what the loss says is lost, and a term of it trains nothing. "
+            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
+        )
+        if self.losses == STREAK:
+            yield (
+                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
+                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
+            )
 
     def _diagnoses(self, seen: Seen) -> Iterator[tuple[str, str]]:
         if not seen.state_finite:

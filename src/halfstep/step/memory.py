@@ -7,13 +7,14 @@ NumPy's generators are not kept (9 and 34 microseconds a step).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.host import peek
+from halfstep.kernels.host import number, peek
 from halfstep.trees import tensors
 
 __all__ = ["Kept", "Memory", "Window", "put_random", "random_states"]
@@ -54,6 +55,7 @@ class Window:
         scale: 0-dim, the loss scale.
         flag: 0-dim bool on the device: the update was not applied; None before it.
         bad: that flag, as soon as it has been read.
+        lossy: whether a loss was not finite, as soon as that has been read.
     """
 
     batches: list[Kept] = field(default_factory=list)
@@ -62,6 +64,24 @@ class Window:
     scale: Tensor | None = None
     flag: Tensor | None = None
     bad: bool | None = None
+    lossy: bool | None = None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether there is something to explain, as far as it has been read."""
+        return bool(self.bad or self.lossy)
+
+    def read(self) -> bool:
+        """Return `wrong`, having waited for the device."""
+        if self.flag is not None and self.bad is None:
+            self.bad = bool(self.flag)
+        if self.flag is not None and self.lossy is None:
+            self.lossy = not all(math.isfinite(number(loss)) for loss in self.losses())
+        return self.wrong
+
+    def losses(self) -> list[Tensor]:
+        """Return the losses that came out."""
+        return [kept.loss for kept in self.batches if kept.loss is not None]
 
 
 class Memory:
@@ -81,7 +101,7 @@ class Memory:
         self.judged: Window | None = None
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._watched: list[tuple[nn.Module, str, Tensor, int]] | None = None
-        self._landed: Tensor | None = None  # pinned, on the host
+        self._landed: list[Tensor] = []  # pinned, on the host: the flag, then losses
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
@@ -119,13 +139,10 @@ class Memory:
             return
         window.flag = bad
         if bad.is_cuda:
-            with torch.cuda.device(bad.device):
-                if self._landed is None or self._event is None:
-                    self._landed = torch.zeros((), dtype=torch.bool, pin_memory=True)
-                    self._event = torch.cuda.Event()
-                self._landed.copy_(bad, non_blocking=True)
-                self._event.record()
-        if not watched and bad.device.type == "cpu" and not peek(bad):
+            self._send([bad, *window.losses()])
+        elif bad.device.type == "cpu":
+            window.lossy = _lossy(window.losses())
+        if not watched and window.lossy is False and not peek(bad):
             self.judged, self.window = None, Window()
         else:
             self.judged = window
@@ -141,17 +158,34 @@ class Memory:
             return None
         if window.flag.device.type == "cpu":
             window.bad = peek(window.flag)
-        elif window.flag.is_cuda and self._event is not None and self._landed is not None:
+        elif window.flag.is_cuda and self._event is not None:
             if not self._event.query():
                 if not wait:
                     return None
                 self._event.synchronize()
-            window.bad = peek(self._landed)
+            flag, *losses = self._landed
+            window.bad, window.lossy = peek(flag), _lossy(losses)
         else:  # no event to ask: whoever wants to know calls explain()
             return None
-        if not window.bad:
+        if not window.wrong:
             self.judged = None
         return window
+
+    def _send(self, found: list[Tensor]) -> None:
+        """Have a flag and losses copied to the host: by the copy engine, a few bytes each, and nobody waits.
+
+        A loss on another device than the flag would need an event of its own, and is not looked at.
+        """
+        device = found[0].device
+        with torch.cuda.device(device):
+            here = [t for t in found if type(t) is Tensor and t.device == device]
+            if [t.dtype for t in here] != [t.dtype for t in self._landed]:
+                self._landed = [torch.zeros((), dtype=t.dtype, pin_memory=True) for t in here]
+            for place, value in zip(self._landed, here, strict=True):  # one copy each: joining them is a kernel
+                place.copy_(value.reshape(()), non_blocking=True)
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._event.record()
 
     def _find_changing(self) -> None:
         """Find out which buffers the window's forward passes have changed."""
@@ -179,6 +213,11 @@ class Memory:
                 if first and copied + size <= FIRST_COPY:
                     copied += size
                     self.window.buffers.append((module, name, value.detach().clone()))
+
+
+def _lossy(losses: list[Tensor]) -> bool:
+    """Return whether one of some losses, of those in the host's memory, is not finite."""
+    return any(type(loss) is Tensor and not loss.is_cuda and not math.isfinite(number(loss)) for loss in losses)
 
 
 def random_states() -> dict[str, Tensor]:

@@ -422,10 +422,12 @@ class TrainStep:
     # ------------------------------------------------------------------ explanations
 
     def explain(self) -> Verdict:
-        """Say why the last step that was not applied was not finite; ``print(step.explain())`` is a report.
+        """Say why the last step that was not applied, or whose loss was not finite, was so; printing it is a report.
 
         Replays its micro-batches with instruments on, unless that has happened already: the same parameters, random
-        states, buffers and scale. Parameters, gradients, buffers, generators and optimizer are as before afterwards.
+        states, buffers and scale. (A step whose gradients were finite was applied; it is replayed with the weights
+        after it, and the verdict notes so.) Parameters, gradients, buffers, generators and optimizer are as before
+        afterwards.
 
         Raises:
             StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.
@@ -441,9 +443,9 @@ class TrainStep:
         return self._box
 
     def _heed(self, *, wait: bool) -> None:
-        """Have the last update looked at if it was not applied, as soon as that is known."""
+        """Have the last update looked at if it was not applied or its loss was not finite, as soon as that is known."""
         window = None if self._memory is None else self._memory.arrived(wait=wait)
-        if window is not None and (window.bad or self._box is not None):
+        if window is not None and (window.wrong or self._box is not None):
             self._black_box().see(window)
 
     # ------------------------------------------------------------------ state
