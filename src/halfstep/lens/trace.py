@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
@@ -47,6 +48,7 @@ from halfstep.trees import map_tensors, tensors
 
 __all__ = ["Call", "Source", "Trace"]
 
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of the class method
 CALLS_KEPT = 20_000  # of the newest calls; a call takes about 300 bytes
 SOURCES_EXAMINED = 32  # of the first sources; each is computed again in float64
 
@@ -68,12 +70,13 @@ UNWRITTEN = frozenset(
 OPENED = frozenset({"multi_head_attention_forward"})
 """Composites that hold so much that their parts are the operators worth naming."""
 
-POLES = frozenset(
-    "div reciprocal log log2 log10 log1p rsqrt pow true_divide floor_divide remainder fmod atanh logit xlogy digamma "
-    "lgamma tan special.xlog1py batch_norm layer_norm normalize linalg.inv linalg.solve cosine_similarity".split()
+GROWS = frozenset(
+    "exp exp2 expm1 special.expm1 sinh cosh pow float_power prod cumprod ldexp matrix_exp matrix_power "
+    "linalg.matrix_power linalg.matrix_exp det linalg.det".split()
 )
-"""Operators that are infinite at a point: an infinity they give in float64 too is no overflow."""
+"""Operators that may pass the largest float64 number from moderate fp32 inputs. Of any other, infinity is a pole."""
 
+HUGE = 1e100  # inputs from which products and quotients of a few may leave float64 too
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -188,7 +191,7 @@ class Trace:
         self._outside: dict[int, tuple[str, str]] = {}  # storage -> (kind, name) of batch and state
         self._inner: list[Tensor] = []  # what the kernels of the function under way returned
         self._insides: dict[int, tuple[StorageWeakRef, Call, frozenset[Source]]] = {}
-        self._made: dict[str, str] = {}  # custom Function -> the line that applied it last
+        self._made: dict[str, Site] = {}  # custom Function -> where it was applied last
         self._sources = 0
         self._seen_modules: set[int] = set()
         self._outsiders: list[nn.Module] = []
@@ -298,14 +301,26 @@ class Trace:
         return Site(op, module, line_of(frame), "forward", call)
 
     def _heed_custom(self, frame: FrameType | None) -> None:
-        """Remember which line applied the custom Function that is running, if one is."""
-        above = None if frame is None else frame.f_back
-        if frame is None or above is None or above.f_code.co_name != "apply" or not ours(above.f_code.co_filename):
+        """Remember where the custom Function whose forward is running, if one is, was applied.
+
+        A node of autograd that no call of the user's shows: the first argument of a forward without setup_context is
+        that node, and is told at once; others are told when something is done to their result.
+        """
+        inner, above = frame, None if frame is None else frame.f_back
+        while above is not None and above.f_code is not APPLY:
+            inner, above = above, above.f_back
+        if inner is None or above is None:
             return
-        kind = above.f_locals.get("cls")
-        caller, _ = user_frame(above)
-        if kind is not None:
-            self._made[kind.__name__] = line_of(caller)
+        caller, engine = user_frame(above)
+        if caller is None or engine:
+            return
+        module, call = self._stack[-1] if self._stack else ("", 0)
+        name = above.f_locals["cls"].__name__
+        site = Site(name, module, line_of(caller), "forward", call)
+        self._made[name] = site
+        node = inner.f_locals.get(next(iter(inner.f_code.co_varnames), ""))
+        if isinstance(node, BackwardCFunction):
+            node.metadata.setdefault(TAG, site)
 
     def _site_of_node(self, node: Any, op: str) -> Site:
         known = None if node is None else node.metadata.get(TAG)
@@ -324,7 +339,7 @@ class Trace:
             if in_place and all(finite for _, finite, _ in before):
                 copies = map_tensors((args, kwargs), copied)
             for tensor in found:
-                self._tag_custom(tensor, site)
+                self._tag_custom(tensor)
             self._inner = []
             result = func(*args, **kwargs)
             inner, self._inner = self._inner, []  # what follows are kernels of our own
@@ -441,13 +456,7 @@ class Trace:
         if self._sources <= SOURCES_EXAMINED and (copies is not None or not writes(func)):
             wide = in_float64(func, *(copies if copies is not None else (args, kwargs)))
             if wide is not None:
-                states = [extremes(t) for t in floats(wide)]
-                if all(finite for _, finite, _ in states):
-                    invalid = False
-                else:
-                    invalid = any(nan for _, _, nan in states) or call.site.op in POLES
-        elif call.site.op in POLES:
-            invalid = True
+                invalid = _invalid(spelled(func), call, found, floats(wide))
         name = ""
         for tensor in found:  # a weight, or an input, that the format of the result cannot hold
             if limit and not invalid and extremes(tensor)[0] > limit:
@@ -492,14 +501,27 @@ class Trace:
         found = found or [s for s in self.sources if not s.innocent]  # somebody copied it where nobody looks
         return sorted(found or self._of(tensor, None), key=Source.rank)
 
-    def _tag_custom(self, tensor: Tensor, site: Site) -> None:
+    def _tag_custom(self, tensor: Tensor) -> None:
         """Give a custom Function's node, which no call of the user's showed, the place it was applied at."""
         node: Any = tensor.grad_fn
         if node is not None and TAG not in node.metadata:
-            name = name_of_node(node.name())
-            line = self._made.get(name, "")
-            if line:
-                node.metadata[TAG] = Site(name, site.module, line, site.phase, site.call)
+            site = self._made.get(name_of_node(node.name()))
+            if site is not None:
+                node.metadata[TAG] = site
+
+
+def _invalid(op: str, call: Call, found: list[Tensor], wide: list[Tensor]) -> bool:
+    """Return whether what an operator gave in float64 says that it has no value there, in any format."""
+    states = [extremes(t) for t in wide]
+    if all(finite for _, finite, _ in states):
+        return False
+    if any(nan for _, _, nan in states):
+        return True
+    if call.largest > HUGE or any(t.dtype not in {torch.float64, torch.complex128} for t in wide):
+        return False
+    if op not in GROWS:
+        return True
+    return any(t.shape == w.shape and bool((w.isinf() & (t == 0)).any()) for t in found for w in wide)  # 0 ** -1
 
 
 def _opens(func: Callable[..., Any]) -> bool:
