@@ -8,7 +8,6 @@ evidence is kept if somebody gave a folder.
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from halfstep.lens.replay import Replay
 from halfstep.lens.trouble import Seen, Trouble
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
+from halfstep.step.bind import binding_of
 from halfstep.step.memory import Window
 from halfstep.step.prepare import prepared_policy, unwrap
 
@@ -170,7 +170,9 @@ class StepBox(Box):
         if memory is None:
             raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
         window = memory.judged
-        if window is not None and window.read():
+        if not memory.window.finite():  # of an update that is still to come
+            window = memory.window
+        if window is not None and window.explainable():
             known = self.verdict if self._for == window.last else None
             return known or self._explained(window)
         if self.verdict is None:
@@ -189,11 +191,11 @@ class StepBox(Box):
 
     def _matters(self, window: Window) -> bool:
         """Return whether there is more to a step than a dynamic scale on its way down."""
-        return self._scaling() != "dynamic" or _scale(window) <= LOW_SCALE or not _losses_finite(window)
+        return self._scaling() != "dynamic" or _scale(window) <= LOW_SCALE or not window.finite()
 
     def _seen(self, window: Window) -> Seen:
         step = self.step
-        state, finite = True, _losses_finite(window)
+        state, finite = True, window.finite()
         if not finite and self._trouble.streak % LOOK_EVERY == 1:  # the first bad loss is explained anyway
             held = [v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
             state = all(extremes(t)[1] for t in (*unwrap(step.model).parameters(), *held))
@@ -215,7 +217,8 @@ class StepBox(Box):
             raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-            return step._forward(model, batch, named)[0]
+            binding = binding_of(model)  # that of the policy under trial
+            return step._forward(model, batch, named, None if binding is None else binding.recipe)[0]
 
         subject = Subject(
             replay=Replay(model, forward, window.batches, window.buffers),
@@ -229,7 +232,7 @@ class StepBox(Box):
             rank=rank(),
         )
         self._for = window.last
-        if window.bad is False:
+        if window.flag is not None and not bool(window.flag):
             subject.notes = (WRITTEN,)
         return self.explain_subject(subject)
 
@@ -263,10 +266,6 @@ class StepBox(Box):
 
 def _scale(window: Window) -> float:
     return 1.0 if window.scale is None else number(window.scale)
-
-
-def _losses_finite(window: Window) -> bool:
-    return all(kept.loss is None or math.isfinite(number(kept.loss)) for kept in window.batches)
 
 
 def rank() -> int:

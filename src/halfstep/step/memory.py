@@ -71,13 +71,13 @@ class Window:
         """Whether there is something to explain, as far as it has been read."""
         return bool(self.bad or self.lossy)
 
-    def read(self) -> bool:
-        """Return `wrong`, having waited for the device."""
-        if self.flag is not None and self.bad is None:
-            self.bad = bool(self.flag)
-        if self.flag is not None and self.lossy is None:
-            self.lossy = not all(math.isfinite(number(loss)) for loss in self.losses())
-        return self.wrong
+    def explainable(self) -> bool:
+        """Return whether there is something to explain; waits for the device if it has to."""
+        return self.wrong or (self.flag is not None and bool(self.flag)) or not self.finite()
+
+    def finite(self) -> bool:
+        """Return whether all losses are finite; waits for the device if it has to."""
+        return all(math.isfinite(number(loss)) for loss in self.losses())
 
     def losses(self) -> list[Tensor]:
         """Return the losses that came out."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.cast.copies import Copies
-from halfstep.cast.recipe import opened, run_eagerly
+from halfstep.cast.recipe import Recipe, opened, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult, StepWatcher, Verdict
@@ -226,8 +226,11 @@ class TrainStep:
         self._metrics = Metrics(every)
         return self._metrics
 
-    def _forward(self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Any]:
-        recipe, visit = self._binding.recipe, STATE.visit
+    def _forward(
+        self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any], recipe: Recipe | None = None
+    ) -> tuple[Tensor, Any]:
+        """Return (loss, aux), computed in the step's region or, by `recipe`, in another one."""
+        recipe, visit = recipe or self._binding.recipe, STATE.visit
         with opened(recipe, depth=2):
             STATE.bound, STATE.visit = recipe, self._visit
             try:
