@@ -1,27 +1,48 @@
 """The score of the instruments on the fault bench: ``python -m tests.faults.scored``, or `make faults`.
 
 Every fault of list A runs to its bad step, which `TrainStep.explain` is asked about; controls run to their end, and
-every step that was skipped is asked about. Lists of two processes are not in it.
+every step that was skipped or had a loss that is not finite is asked about. Faults of two processes run in two of them,
+and what both say has to be right. ``--verbose`` shows what was said and expected where it is wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import logging
 import math
+import os
+import pickle
+import sys
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
-from tests.faults.case import Control, Fault, start
-from tests.faults.catalog import CONTROLS, LIST_A, LIST_B
+from tests.faults.case import Control, Fault, marked_line, start
+from tests.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B
 from tests.faults.score import Share, alarmed, cured_right, flagged, kind_right, located
 
 __all__ = ["main", "verdict_on"]
+
+ONE: tuple[tuple[str, Sequence[Fault]], ...] = (("A", LIST_A),)
+"""Groups of faults that end in a step that is not finite, each scored apart: (title, faults)."""
+
+RANKS: tuple[tuple[str, Sequence[Fault]], ...] = (("A, two processes", LIST_A_RANKS),)
+"""The same of faults that run in two processes."""
+
+FINITE: tuple[tuple[str, Sequence[Fault]], ...] = (("B", LIST_B),)
+"""Groups of faults that stay finite."""
+
+HEALTHY: tuple[tuple[str, Sequence[Control]], ...] = (("controls", CONTROLS),)
+"""Groups of healthy programs."""
 
 CAUSES = {
     "gradient underflow": "underflow",
@@ -64,14 +85,16 @@ def verdict_on(fault: Fault) -> hs.Verdict | None:
     return None
 
 
-def accusations(control: Control) -> Iterator[hs.Verdict]:
-    """Train `control` and yield a verdict on every step that was skipped."""
+def accusations(control: Control) -> list[hs.Verdict]:
+    """Train `control` and return a verdict on every step that gives a reason to ask."""
     case = control.build()
     step = start(case)
+    found = []
     for number in range(1, case.steps + 1):
         case.before(number)
         if not_finite(step(*case.batch(number)).host()):
-            yield step.explain()
+            found.append(step.explain())
+    return found
 
 
 def flags(fault: Fault | Control) -> list[Flag]:
@@ -81,6 +104,31 @@ def flags(fault: Fault | Control) -> list[Flag]:
     known = {name: value for name, value in case.options.items() if name in {"clip_norm", "scaler"}}
     found = hs.audit(case.model, batches, case.loss_fn, case.policy, case.optimizer, steps=3, **known).findings()
     return [Flag(cause=CAUSES.get(f.kind, f.kind), module=f.module, op=f.op, parameter=f.parameter) for f in found]
+
+
+def verdicts_of_ranks(faults: Sequence[Fault]) -> dict[str, list[hs.Verdict | None]]:
+    """Train faults of two processes to their bad steps; return name -> what the black box of each process says."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (folder, [fault.name for fault in faults]), nprocs=2)
+        found = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in (0, 1)]
+    return {fault.name: [one[fault.name] for one in found] for fault in faults}
+
+
+def _rank(rank: int, folder: str, names: list[str]) -> None:
+    _quiet()
+    dist.init_process_group("gloo", init_method=Path(folder, "meeting").as_uri(), rank=rank, world_size=2)
+    try:
+        found = {fault.name: verdict_on(fault) for _, faults in RANKS for fault in faults if fault.name in names}
+        Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+        dist.barrier()
+        sys.stderr.flush()
+        os._exit(0)  # gloo's threads abort some exits (torch 2.13), after the work is done
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+# ------------------------------------------------------------------ printing
 
 
 def told(name: str, share: Share) -> str:
@@ -98,21 +146,77 @@ def tried(name: str, function: Any, *args: Any) -> Any:
         return None
 
 
-def main() -> None:
-    """Print the score."""
+def tell_located(title: str, said: Sequence[tuple[Fault, Sequence[hs.Verdict | None]]], *, verbose: bool) -> None:
+    """Print the scores of faults of list A; each comes with the verdicts of all its processes."""
+    judges = (
+        ("located (operator, module, line)", located),
+        ("kind", kind_right),
+        ("verified cure, or rightly none", cured_right),
+    )
+    for what, judge in judges:
+        judged = [(fault, all(judge(v, fault) for v in verdicts)) for fault, verdicts in said]
+        print(told(f"{title}, {what}", Share.of((f.name, right) for f, right in judged)))
+        for fault, right in judged if verbose else ():
+            if not right:
+                print(f"    {fault.name}: expected {expected(fault)}")
+                for verdict in dict(said)[fault]:
+                    print("      " + str(verdict).replace("\n", "\n      "))
+
+
+def tell_flagged(title: str, found: Sequence[tuple[Fault, Sequence[Flag]]], *, verbose: bool) -> None:
+    """Print the score of faults of list B."""
+    print(told(f"{title}, flagged with its cause", Share.of((f.name, flagged(some, f)) for f, some in found)))
+    for fault, some in found if verbose else ():
+        if not flagged(some, fault):
+            print(f"    {fault.name}: expected {expected(fault)}")
+            for flag in some:
+                print(f"      {flag}")
+
+
+def tell_quiet(
+    title: str, said: Sequence[tuple[Control, Sequence[hs.Verdict], Sequence[Flag]]], *, verbose: bool
+) -> None:
+    """Print the scores of controls: by the black box and by the audit."""
+    accused = Share.of((c.name, not alarmed(verdicts)) for c, verdicts, _ in said)
+    print(told(f"{title}, not accused by the black box", accused))
+    print(told(f"{title}, without a finding of the audit", Share.of((c.name, not some) for c, _, some in said)))
+    for control, verdicts, some in said if verbose else ():
+        if alarmed(verdicts, some):
+            print(f"    {control.name}, which is healthy: {control.scare}")
+            for said_of_it in (*(v.headline for v in verdicts if alarmed([v])), *some):
+                print(f"      {said_of_it}")
+
+
+def expected(fault: Fault) -> str:
+    """Return the truth in one line."""
+    told = {name: value for name, value in vars(fault.truth).items() if value not in ("", (), None)}
+    line = marked_line(fault)
+    place = "" if line is None else f" at {line[0]}:{line[1]} {line[2]}"
+    return ", ".join(f"{name} {value}" for name, value in told.items()) + place
+
+
+def _quiet() -> None:
     torch.set_num_threads(1)
     logging.getLogger("halfstep").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    verdicts = [(fault, tried(fault.name, verdict_on, fault)) for fault in LIST_A]
-    print(told("A, located (operator, module, line)", Share.of((f.name, located(v, f)) for f, v in verdicts)))
-    print(told("A, kind", Share.of((f.name, kind_right(v, f)) for f, v in verdicts)))
-    print(told("A, verified cure, or rightly none", Share.of((f.name, cured_right(v, f)) for f, v in verdicts)))
-    found = [(fault, tried(fault.name, flags, fault) or []) for fault in LIST_B]
-    print(told("B, flagged with its cause", Share.of((f.name, flagged(some, f)) for f, some in found)))
-    quiet = [(c, list(tried(c.name, lambda c=c: list(accusations(c))) or ())) for c in CONTROLS]
-    print(told("controls not accused by the black box", Share.of((c.name, not alarmed(v)) for c, v in quiet)))
-    audited = [(c, tried(c.name, flags, c) or []) for c in CONTROLS]
-    print(told("controls without a finding of the audit", Share.of((c.name, not some) for c, some in audited)))
+
+
+def main() -> None:
+    """Print the scores, of each group apart."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.scored")
+    parser.add_argument("--verbose", action="store_true", help="show what was said and expected where it is wrong")
+    verbose = parser.parse_args().verbose
+    _quiet()
+    for title, faults in ONE:
+        tell_located(title, [(f, (tried(f.name, verdict_on, f),)) for f in faults], verbose=verbose)
+    for title, faults in RANKS:
+        verdicts = tried(title, verdicts_of_ranks, faults) or {}
+        tell_located(title, [(f, verdicts.get(f.name, [None])) for f in faults], verbose=verbose)
+    for title, faults in FINITE:
+        tell_flagged(title, [(f, tried(f.name, flags, f) or ()) for f in faults], verbose=verbose)
+    for title, controls in HEALTHY:
+        said = [(c, tried(c.name, accusations, c) or (), tried(c.name, flags, c) or ()) for c in controls]
+        tell_quiet(title, said, verbose=verbose)
 
 
 if __name__ == "__main__":

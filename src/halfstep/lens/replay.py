@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from halfstep.lens.trace import Trace
 from halfstep.lens.values import extremes
@@ -75,7 +76,7 @@ class Replay:
             only: the only micro-batch to run.
         """
         attempt = Attempt()
-        with self._undone():
+        with self._undone() as modules:
             for module, name, value in self.buffers:
                 buffer = module._buffers.get(name)
                 if buffer is not None and buffer.shape == value.shape:
@@ -83,12 +84,14 @@ class Replay:
                         buffer.copy_(value)
             for index, kept in enumerate(self.window):
                 if only is None or index == only:
-                    self._one(attempt, index, kept, traced=traced, factor=factor)
+                    self._one(attempt, index, kept, modules, traced=traced, factor=factor)
                     if attempt.bad and attempt.trace is not None:
                         break
         return attempt
 
-    def _one(self, attempt: Attempt, index: int, kept: Kept, *, traced: bool, factor: float | None) -> None:
+    def _one(
+        self, attempt: Attempt, index: int, kept: Kept, modules: _Modules, *, traced: bool, factor: float | None
+    ) -> None:
         put_random(kept.random)
         batch, named = map_tensors((kept.batch, kept.named), _own)
         trace = Trace(self.model) if traced else None
@@ -101,7 +104,7 @@ class Replay:
                 seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
                 if factor is not None:
                     seed = seed * factor
-            gradients = _gradients(loss, seed, self.model)
+            gradients = _gradients(loss, seed, modules)
         attempt.losses.append(loss.detach())
         culprits = [leaf for leaf, gradient in gradients.items() if not extremes(gradient)[1]]
         bad = bool(culprits) or not extremes(loss)[1]
@@ -120,31 +123,59 @@ class Replay:
                 attempt.bad, attempt.index, attempt.culprits, attempt.added = True, index, sums, sums[0]
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
+    def _undone(self) -> Iterator[_Modules]:
         """Put back what a replay changes."""
         random = random_states()
-        modules = list(self.model.modules())
-        buffers = [(b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None]
-        plain = [(m, dict(m._buffers), {k: v for k, v in vars(m).items() if isinstance(v, PLAIN)}) for m in modules]
+        modules = _Modules()
+        modules.keep(self.model)
         with ExitStack() as stack:
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.enable_grad())
+            # other models that the loss function calls: a critic, a teacher
+            stack.callback(register_module_forward_pre_hook(lambda module, args: modules.keep(module)).remove)
             try:
-                yield
+                yield modules
             finally:
-                with torch.no_grad():
-                    for buffer, kept in buffers:
-                        if not torch.equal(buffer, kept) or not extremes(kept)[1]:
-                            buffer.copy_(kept)
-                for module, held, values in plain:
-                    module._buffers.update(held)
-                    for name, value in values.items():
-                        if vars(module).get(name) is not value:
-                            vars(module)[name] = value
+                modules.put_back()
                 put_random(random)
+
+
+class _Modules:
+    """Buffers and plain attributes of the modules that a replay runs, as they were before."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Module, tuple[dict[str, Tensor | None], dict[str, Any]]] = {}
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, module: nn.Module) -> None:
+        """Remember `module` and all below, unless it is known."""
+        if module in self._kept:
+            return
+        for part in module.modules():
+            if part not in self._kept:
+                plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN)}
+                self._kept[part] = dict(part._buffers), plain
+                self._buffers += [(b, b.detach().clone()) for b in part._buffers.values() if b is not None]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of all of them."""
+        for module in self._kept:
+            yield from (p for p in module.parameters(recurse=False) if p.requires_grad)
+
+    def put_back(self) -> None:
+        """Make all of them as they were."""
+        with torch.no_grad():
+            for buffer, kept in self._buffers:
+                if not torch.equal(buffer, kept) or not extremes(kept)[1]:
+                    buffer.copy_(kept)
+        for module, (held, plain) in self._kept.items():
+            module._buffers.update(held)
+            for name, value in plain.items():
+                if vars(module).get(name) is not value:
+                    vars(module)[name] = value
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -171,7 +202,7 @@ def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
     return list(found), reentrant
 
 
-def _gradients(loss: Tensor, seed: Tensor, model: nn.Module) -> dict[Tensor, Tensor]:
+def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Tensor]:
     """Return the gradients of all leaves; theirs are as before afterwards."""
     leaves, reentrant = leaves_of(loss)
     if not leaves and not reentrant:
@@ -179,7 +210,7 @@ def _gradients(loss: Tensor, seed: Tensor, model: nn.Module) -> dict[Tensor, Ten
     if not reentrant:
         found = torch.autograd.grad(loss, leaves, grad_outputs=seed, allow_unused=True)
         return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
-    leaves = list(dict.fromkeys([*leaves, *(p for p in model.parameters() if p.requires_grad)]))
+    leaves = list(dict.fromkeys([*leaves, *modules.parameters()]))
     held = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [h for h in (getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves) if h]
     copies = [dict(h) for h in hooks]

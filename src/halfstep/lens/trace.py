@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
-from halfstep.lens.sites import TAG, Site, line_of, name_of_node, ours, pointwise, public, spelled, tag, user_frame
+from halfstep.lens.sites import TAG, Site, line_of, name_of_node, pointwise, public, spelled, tag, user_frame
 from halfstep.lens.values import (
     constant_infinity,
     copied,
@@ -77,6 +77,7 @@ GROWS = frozenset(
 """Operators that may pass the largest float64 number from moderate fp32 inputs. Of any other, infinity is a pole."""
 
 HUGE = 1e100  # inputs from which products and quotients of a few may leave float64 too
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

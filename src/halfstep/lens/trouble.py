@@ -53,7 +53,7 @@ class Trouble:
         self.losses = 0
 
     def see(self, seen: Seen) -> list[str]:
-        """Return what there is to say of a step that was not applied and that `skipped` has counted."""
+        """Return what has not been said before of a step that was not applied, which `skipped` has counted."""
         return self._new(self._diagnoses(seen))
 
     def _new(self, diagnoses: Iterator[tuple[str, str]]) -> list[str]:

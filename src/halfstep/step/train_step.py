@@ -346,6 +346,8 @@ class TrainStep:
         culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
         if self._memory is not None:
             self._memory.end(verdict.bad, self._scale, watched=self._box is not None)
+            if verdict.bad.device.type == "cpu":  # known at once, before anybody can write to weights or batch
+                self._heed(wait=False)
         return verdict.norm, verdict.bad, culprits
 
     def _refused(self, parameters: list[nn.Parameter]) -> bool:
@@ -413,7 +415,8 @@ class TrainStep:
 
     def _settle(self) -> None:
         """Read the verdict of the last update and advance the scheduler if it was applied."""
-        self._heed(wait=False)
+        if self._no_sync is None:  # ranks look together: at one place of a step, never when one happens to know first
+            self._heed(wait=False)
         if self._pending is None:
             return
         bad, self._pending = self._pending, None
@@ -449,7 +452,11 @@ class TrainStep:
         """Have the last update looked at if it was not applied or its loss was not finite, as soon as that is known."""
         window = None if self._memory is None else self._memory.arrived(wait=wait)
         if window is not None and (window.wrong or self._box is not None):
-            self._black_box().see(window)
+            copies, STATE.copies = STATE.copies, None  # a replay has its own
+            try:
+                self._black_box().see(window)
+            finally:
+                STATE.copies = copies
 
     # ------------------------------------------------------------------ state
 
