@@ -21,7 +21,7 @@ and it is the step's own backward pass: a nested one (torch.autograd.grad in som
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -193,11 +193,11 @@ class Copies:
 
     # ------------------------------------------------------------------ in the backward pass
 
-    def backward(self, loss: Tensor, seed: Tensor) -> None:
-        """Run the backward pass of `loss` from `seed`, in which large edges add gradients themselves; note [sums]."""
+    def backward(self, loss: Tensor, seed: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
+        """Let `run` do the backward pass of `loss` from `seed`; large edges add gradients themselves; note [sums]."""
         handle = loss.register_hook(self._begins)
         try:
-            loss.backward(gradient=seed)
+            run(loss, seed)
         finally:
             self.task = -1
             handle.remove()

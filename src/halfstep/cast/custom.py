@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from halfstep.cast.dispatch import FLOATS, RuleMode, cast_tensor, run
+from halfstep.cast.dispatch import FLOATS, RuleMode, cast_tensor, mode_here, run
 from halfstep.cast.emulate import widened
 from halfstep.cast.handlers import target_of
 from halfstep.cast.recipe import Recipe, opened, recipe_for
 from halfstep.cast.simulate import simulated
-from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.custom import CustomOperator, custom_rule, register
 from halfstep.policy.optable import RULES
@@ -140,7 +139,7 @@ def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any)
     device = next((t.device.type for t in found), None)
     if device is None or not torch.is_autocast_enabled(device):
         return func(*args, **kwargs)
-    mode = STATE.mode
+    mode = mode_here()
     rule = op.rule if mode is None else custom_rule(mode.overrides, op.name, op.rule)
     dtype = target_of(rule, op.name, device, found)
     if dtype is None:

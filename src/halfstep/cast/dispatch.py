@@ -29,6 +29,7 @@ __all__ = [
     "Target",
     "cast",
     "cast_tensor",
+    "mode_here",
     "run",
     "tensors_of",
 ]
@@ -130,8 +131,10 @@ class RuleMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = self.handlers.get(func)
-        if handler is None or STATE.mode is not self:
-            return func(*args, **kwargs) if kwargs else func(*args)  # most calls: keep this path short
+        if handler is None or STATE.mode is not self:  # most calls: keep this path short
+            if handler is not None and _elsewhere():
+                return _uncached(handler, self, func, args, kwargs or {})
+            return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs or {})
 
     def active(self, tensors: list[Tensor]) -> str | None:
@@ -140,6 +143,31 @@ class RuleMode(TorchFunctionMode):
             device = tensor.device.type
             return device if torch.is_autocast_enabled(device) else None
         return None
+
+
+def _elsewhere() -> bool:
+    """Return whether this is a backward pass in a thread of the engine, where modes are and regions are not."""
+    if STATE.mode is not None or STATE.frames or torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+def _uncached(handler: Handler, mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a handler in a thread where no end of a region would ever let go of low copies."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return handler(mode, func, args, kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def mode_here() -> RuleMode | None:
+    """Return the mode of the innermost region, or of the one whose operators a backward pass computes again."""
+    if not _elsewhere():
+        return STATE.mode
+    stack = torch.overrides._get_current_function_mode_stack()
+    return next((mode for mode in reversed(stack) if isinstance(mode, RuleMode)), None)
 
 
 def run(device: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -17,10 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 from torch.nn import functional as F
 
+from halfstep.cast.state import STATE
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "apply", "emulation_of", "plain", "widened"]
@@ -35,13 +37,30 @@ def _round(wide: Tensor, low: Tensor) -> Tensor:
 
 @contextmanager
 def plain(device: str) -> Iterator[None]:
-    """Switch autocast (and with it every operator rule) off: a backward pass may run inside somebody's region."""
+    """Switch autocast (and with it every operator rule) off: a backward pass may run inside somebody's region.
+
+    A mode that lies on the stack alone has nothing to do then, and each operator costs a microsecond less without it.
+    """
     enabled = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, False)
+    mode = _taken_off()
     try:
         yield
     finally:
+        if mode is not None:
+            _push_on_torch_function_stack(mode)
         torch.set_autocast_enabled(device, enabled)
+
+
+def _taken_off() -> Any:
+    """Take the region's mode off torch's stack, if it lies there alone, and return it."""
+    if STATE.mode is None or STATE.above is not None or _len_torch_function_stack() != 1:
+        return None
+    mode = _pop_torch_function_stack()
+    if mode is STATE.mode:
+        return mode
+    _push_on_torch_function_stack(mode)  # somebody's own
+    return None
 
 
 def _mat1_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:

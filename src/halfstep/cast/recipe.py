@@ -39,7 +39,18 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import require_engine, resolve_dtype
 from halfstep.policy.units import units
 
-__all__ = ["DTYPES", "Recipe", "call_traced", "close_recipe", "open_recipe", "opened", "recipe_for", "run_eagerly"]
+__all__ = [
+    "DTYPES",
+    "Recipe",
+    "call_traced",
+    "close_recipe",
+    "open_recipe",
+    "opened",
+    "pop_below",
+    "push_below",
+    "recipe_for",
+    "run_eagerly",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -156,7 +167,7 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
         if state.above is None:
             _push_mode(mode)
         else:
-            _push_below(state.above, mode)
+            push_below(state.above, mode)
     frames.append(frame)
 
 
@@ -177,7 +188,7 @@ def close_recipe(recipe: Recipe, owner: object, *, failing: bool = False) -> Non
         if state.above is None:
             _pop_mode()
         else:
-            _pop_below(state.above)
+            pop_below(state.above)
     state.mode, state.bound = frame.mode, frame.bound
     nesting = autocast_decrement_nesting()
     if nesting == 0:
@@ -223,7 +234,7 @@ class opened:
         close_recipe(self.recipe, self, failing=exc_type is not None)
 
 
-def _push_below(above: Any, mode: RuleMode) -> None:
+def push_below(above: Any, mode: RuleMode) -> None:
     """Push `mode` under `above`, which is the innermost mode unless this runs inside its handler."""
     if torch.overrides._get_current_function_mode() is not above:
         _push_mode(mode)
@@ -233,8 +244,8 @@ def _push_below(above: Any, mode: RuleMode) -> None:
     _push_mode(above)
 
 
-def _pop_below(above: Any) -> None:
-    """Undo `_push_below`."""
+def pop_below(above: Any) -> None:
+    """Undo `push_below`."""
     inside = torch.overrides._get_current_function_mode() is not above
     _pop_mode()
     if not inside:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from halfstep.cast.composites import unreported
 from halfstep.lens.trace import Trace
 from halfstep.lens.values import extremes
 from halfstep.step.memory import Kept, put_random, random_states
@@ -60,12 +61,14 @@ class Replay:
         forward: ``forward(batch, named) -> loss`` in its region.
         window: the micro-batches.
         buffers: values of buffers before the window, as `Memory` keeps them.
+        around: what surrounds a backward pass.
     """
 
     model: nn.Module
     forward: Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
     window: Sequence[Kept]
     buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, *, traced: bool = False, factor: float | None = None, only: int | None = None) -> Attempt:
         """Run the window once more.
@@ -104,7 +107,8 @@ class Replay:
                 seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
                 if factor is not None:
                     seed = seed * factor
-            gradients = _gradients(loss, seed, modules)
+            with self.around():
+                gradients = _gradients(loss, seed, modules)
         attempt.losses.append(loss.detach())
         culprits = [leaf for leaf, gradient in gradients.items() if not extremes(gradient)[1]]
         bad = bool(culprits) or not extremes(loss)[1]
@@ -208,7 +212,7 @@ def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Te
     if not leaves and not reentrant:
         return {}
     if not reentrant:
-        found = torch.autograd.grad(loss, leaves, grad_outputs=seed, allow_unused=True)
+        found = unreported(torch.autograd.grad)(loss, leaves, grad_outputs=seed, allow_unused=True)
         return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
     leaves = list(dict.fromkeys([*leaves, *modules.parameters()]))
     held = [(leaf, leaf.grad) for leaf in leaves]
@@ -219,7 +223,7 @@ def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Te
             hook.clear()
         for leaf in leaves:
             leaf.grad = None
-        loss.backward(gradient=seed)
+        unreported(torch.autograd.backward)(loss, seed)
         return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     finally:
         for leaf, gradient in held:

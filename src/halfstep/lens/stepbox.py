@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.cast.recipe import Recipe
+from halfstep.cast.recompute import recomputing
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.kernels.host import number
@@ -217,11 +219,15 @@ class StepBox(Box):
             raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-            binding = binding_of(model)  # that of the policy under trial
-            return step._forward(model, batch, named, None if binding is None else binding.recipe)[0]
+            return step._forward(model, batch, named, recipe())[0]
+
+        def recipe() -> Recipe:  # that of the policy under trial
+            binding = binding_of(model)
+            assert binding is not None
+            return binding.recipe
 
         subject = Subject(
-            replay=Replay(model, forward, window.batches, window.buffers),
+            replay=Replay(model, forward, window.batches, window.buffers, lambda: recomputing(recipe())),
             model=model,
             optimizer=step.optimizer,
             policy=prepared_policy(model),

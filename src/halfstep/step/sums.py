@@ -51,10 +51,10 @@ class Sums:
         """Begin a window."""
         self._totals.clear()
 
-    def backward(self, loss: Tensor, seed: Tensor) -> None:
-        """Run the backward pass of `loss` from `seed`."""
+    def backward(self, loss: Tensor, seed: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
+        """Let `run` do the backward pass of `loss` from `seed`."""
         if not self._large:
-            loss.backward(gradient=seed)
+            run(loss, seed)
             return
         several = _reached_by_several_ways(loss)
         for key, parameter in self._large.items():
@@ -64,7 +64,7 @@ class Sums:
                 self._wide[key] = wide
         self._on = True
         try:
-            loss.backward(gradient=seed)
+            run(loss, seed)
         finally:
             self._on = False
 

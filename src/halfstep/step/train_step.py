@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.cast.copies import Copies
 from halfstep.cast.recipe import Recipe, opened, run_eagerly
+from halfstep.cast.recompute import backward
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult, StepWatcher, Verdict
@@ -266,10 +267,16 @@ class TrainStep:
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
         if self._window and self.copies.layers and self._no_sync is None:  # DDP's hooks want to see what arrives
-            self.copies.backward(loss, seed)
+            self.copies.backward(loss, seed, self._run_backward)
         else:
-            self._sums.backward(loss, seed)
+            self._sums.backward(loss, seed, self._run_backward)
         return self._scale, seed
+
+    def _run_backward(self, loss: Tensor, seed: Tensor) -> None:
+        if self._compiled is None:
+            backward(self._binding.recipe, loss, seed)
+        else:  # what compiled code computes again is part of it
+            loss.backward(gradient=seed)
 
     def _drop_gradients(self) -> None:
         """Forget what another step's loss, or one that failed, left in the gradients.
