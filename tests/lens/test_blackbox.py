@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,7 +151,7 @@ def test_the_micro_batch_of_a_window_is_named() -> None:
     assert verdict.kind == "bad_batch" and "micro-batch 2 of 3 of its window" in verdict.notes
 
 
-def test_gradients_whose_sum_overflows_are_said_to_be_finite_one_by_one() -> None:
+def test_gradients_whose_sum_of_squares_overflows_are_said_to_be_finite_one_by_one() -> None:
     model = Body(lambda m, h: h)
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
@@ -159,6 +161,36 @@ def test_gradients_whose_sum_overflows_are_said_to_be_finite_one_by_one() -> Non
     assert step(torch.ones(2, 8)).host().skipped
     verdict = step.explain()
     assert (verdict.op, verdict.phase) == ("linalg.vector_norm", "update")
+
+
+def added(grads: str, scale: float, factor: float) -> hs.TrainStep:
+    """Train one window of three micro-batches with low weights, whose gradients are `factor` times `scale` each."""
+    model = nn.Linear(2, 1, bias=False)
+    policy = hs.Policy.of("O2", dtype="fp16", grads=grads, scale=scale)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    step = hs.TrainStep(model, optimizer, lambda m, x: m(x).float().sum() * factor, policy=policy, accumulate=3)
+    for _ in range(3):
+        result = step(torch.ones(1, 2))
+    assert result.host().skipped == (grads == "param")
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:gradients are not finite under the static loss scale")
+def test_micro_batches_whose_gradients_overflow_together_are_cured_by_adding_in_fp32() -> None:
+    verdict = added("param", 1.0, 90000.0).explain()
+    assert (verdict.kind, verdict.op, verdict.phase, verdict.parameter) == ("overflow", "add", "backward", "weight")
+    assert (verdict.dtypes, verdict.limit) == (("float16",), 65504.0)
+    assert "the gradients of each micro-batch are finite, and their sum is not" in verdict.notes
+    assert [cure.policy.grads for cure in verdict.cures if cure.verified][:1] == ["fp32"]
+    added("fp32", 1.0, 90000.0)
+
+
+@pytest.mark.filterwarnings("ignore:gradients are not finite under the static loss scale")
+def test_micro_batches_that_overflow_together_under_a_scale_have_it_too_high() -> None:
+    verdict = added("param", 4096.0, 30.0).explain()
+    assert verdict.kind == "scale_too_high" and verdict.op == "add"
+    (cure,) = verdict.cures
+    assert cure.verified and cure.policy.scale < 4096.0
 
 
 def test_optimizer_state_that_is_not_finite_is_named() -> None:
@@ -400,12 +432,35 @@ def test_evidence_is_bounded_in_number(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 8
 
 
-def test_evidence_too_large_goes_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.lens.evidence.MOST_BYTES", 100)
-    step = step_of(Body(lambda m, h: h), squared, blackbox=tmp_path)
+@pytest.mark.parametrize(("most", "words"), [(10_000, "weights are left out"), (100, "its micro-batches are")])
+def test_evidence_too_large_goes_without_weights_or_is_the_report_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, words: str
+) -> None:
+    monkeypatch.setattr("halfstep.lens.evidence.MOST_BYTES", most)
+    step = step_of(nn.Linear(8, 500), squared, blackbox=tmp_path)
     step(torch.full((4, 8), math.nan))
     step.explain()
-    assert "weights are left out" in (tmp_path / "halfstep-blackbox-1.txt").read_text()
+    assert words in (tmp_path / "halfstep-blackbox-1.txt").read_text()
+    assert (tmp_path / "halfstep-blackbox-1.pt").exists() == (most == 10_000)
+
+
+def test_a_folder_that_runs_share_keeps_the_newest_files_of_all_and_what_is_not_evidence(tmp_path: Path) -> None:
+    kept = [tmp_path / "halfstep-blackbox-notes.txt", tmp_path / "halfstep-blackbox-7-rank1.txt"]
+    for file in kept:
+        file.write_text("mine")
+        os.utime(file, ns=(0, 0))
+    for run in range(1, 7):
+        step = step_of(Body(lambda m, h: h), squared, policy="O0", blackbox=tmp_path)
+        step._step = 10 * run
+        for _ in range(4):
+            step(torch.full((4, 8), math.nan))
+            step.explain()
+        for file in tmp_path.glob(f"halfstep-blackbox-{run}*"):  # a file system may count time in whole seconds
+            os.utime(file, ns=(run, run))
+    numbers = {int(re.findall(r"\d+", p.name)[0]) for p in tmp_path.glob("*.pt")}
+    assert numbers == {10 * run + k for run in (3, 4, 5, 6) for k in (1, 2, 3, 4)}
+    assert len(list(tmp_path.glob("*.txt"))) == 16 + len(kept)
+    assert all(file.exists() for file in kept)
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from halfstep.lens.diagnose import Subject
 from halfstep.lens.evidence import load_evidence, window_of
 from halfstep.lens.replay import Replay
 from halfstep.lens.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
+from halfstep.lens.trouble import Seen
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.memory import Kept, Memory, Window
@@ -73,6 +74,7 @@ class BlackBox(Box):
         self._flag: Tensor | None = None
         self._for = 0
         self._versions = 0
+        self._added = False  # whether gradients were there before the backward pass
         if optimizer is not None:
             self._handle = optimizer.register_step_pre_hook(self._before_update)
 
@@ -108,6 +110,7 @@ class BlackBox(Box):
         """Remember what a backward pass begins with, and look at the gradients when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
+            self._added = any(p.grad is not None for p in unwrap(self.model).parameters())
             torch.autograd.Variable._execution_engine.queue_callback(self._look)
 
     def _look(self) -> None:
@@ -133,19 +136,40 @@ class BlackBox(Box):
             self._trouble.fine()
             return
         try:
-            self._trouble.streak += 1
-            if self._trouble.streak == 1 and self._replays < MOST_REPLAYS and self._matters():
-                self._replays += 1
-                self._announce(self._explained())
+            self._see()
         except Exception as error:
             self._say("failed", f"step {self.step} was not finite, and {type(error).__name__}: {error}")
         self._flag = None
 
-    def _matters(self) -> bool:
-        kept = self._memory.window.batches[0]
-        if kept.loss is not None and not extremes(kept.loss)[1]:
-            return True
-        return abs(float(kept.seed)) <= LOW_SCALE if kept.seed is not None else True
+    def _see(self) -> None:
+        """Look at a step that is not finite, in its gradients or in its loss alone."""
+        model, kept = unwrap(self.model), self._memory.window.batches[0]
+        finite = kept.loss is None or extremes(kept.loss)[1]
+        if not finite and all(extremes(p.grad)[1] for p in model.parameters() if p.grad is not None):
+            texts = self._trouble.lost()
+            first = self._trouble.losses == 1
+        else:
+            self._trouble.skipped()
+            policy, scale = prepared_policy(model), self._scale()
+            seen = Seen(
+                loss_finite=finite,
+                scaling="dynamic" if scale > 1 else "none",
+                scale=scale,
+                floor=0.0,  # whoever scales knows it
+                low="" if policy is None else policy.dtype,
+                state_finite=finite or self._state_finite(model, self.optimizer),
+            )
+            texts = self._trouble.see(seen)
+            first = self._trouble.streak == 1
+        self._warn(self.step, texts)
+        if first and self._replays < MOST_REPLAYS and (not finite or self._scale() <= LOW_SCALE):
+            self._replays += 1
+            self._announce(self._explained())
+
+    def _scale(self) -> float:
+        """Return what the backward pass began with; 1.0 if it has not begun."""
+        seed = self._memory.window.batches[0].seed
+        return 1.0 if seed is None else abs(float(seed))
 
     def _written_to(self) -> int:
         return sum(p._version for p in unwrap(self.model).parameters() if not p.is_inference())
@@ -159,8 +183,7 @@ class BlackBox(Box):
             loss: Tensor = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
             return loss
 
-        seed = self._memory.window.batches[0].seed
-        scale = 1.0 if seed is None else abs(float(seed))
+        scale = self._scale()
         policy = prepared_policy(model)
         under: Callable[[Policy], AbstractContextManager[None]]
         if policy is None:
@@ -183,6 +206,9 @@ class BlackBox(Box):
         verdict = self.explain_subject(subject)
         if self._written_to() != self._versions:
             note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
+            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+        if self._added and verdict.kind == "not_reproducible":
+            note = "its gradients were added to those of earlier backward passes, which were not finite or became so"
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
         return verdict
 

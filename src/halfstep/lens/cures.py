@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,14 +43,17 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
         return _scales(subject, attempt)
     if verdict.kind not in {"overflow", "invalid"} or subject.policy is None or attempt.index is None:
         return advice(verdict)
-    search = _Search(subject, attempt.index)
+    search = _Search(subject, attempt.only)
     base = subject.policy
     wide = base.replace(dtype="fp32", scale="none")
     wide_finite = search.finite(wide)
     if wide_finite is False:  # no format helps
         return advice(verdict, everywhere=True)
-    search.operators(base, verdict)
-    search.modules(base, verdict)
+    if attempt.added is None:
+        search.operators(base, verdict)
+        search.modules(base, verdict)
+    elif base.grads != "fp32":
+        search.try_one(base.replace(grads="fp32"), "gradients added in fp32", "policy.replace(grads='fp32')")
     if base.loss == "keep":
         search.try_one(base.replace(loss="fp32"), "losses in fp32", "policy.replace(loss='fp32')")
     if subject.low == "fp16" and len(search.found) < ENOUGH:
@@ -72,21 +76,22 @@ def _foreign(base: Policy, cure: Cure) -> Cure:
 class _Search:
     """Tries policies by replay."""
 
-    def __init__(self, subject: Subject, index: int) -> None:
+    def __init__(self, subject: Subject, index: int | None) -> None:
         self.subject = subject
         self.index = index
         self.found: list[Cure] = []
 
     def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
         try:
+            replay = dataclasses.replace(self.subject.replay, wide=policy.grads == "fp32")
             with self.subject.under(policy):
-                attempt = self.subject.replay.run(traced=traced, only=self.index)
+                attempt = replay.run(traced=traced, only=self.index)
                 if not attempt.bad or self.subject.scaling != "dynamic" or self.subject.scale <= 1.0:
                     return attempt
                 if any(not extremes(loss)[1] for loss in attempt.losses):
                     return attempt
                 # its gradients overflow: a matter of the scale, which adapts, unless they do without one too
-                low = self.subject.replay.run(factor=1.0 / self.subject.scale, only=self.index)
+                low = replay.run(factor=1.0 / self.subject.scale, only=self.index)
                 return attempt if low.bad else low
         except (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None  # this model cannot run under it
@@ -150,7 +155,7 @@ def _scales(subject: Subject, attempt: Attempt) -> tuple[Cure, ...]:
     scale, factor = subject.scale, 1.0
     while scale * factor > 1.0:
         factor /= 16.0
-        if not subject.replay.run(factor=max(factor, 1.0 / scale), only=attempt.index).bad:
+        if not subject.replay.run(factor=max(factor, 1.0 / scale), only=attempt.only).bad:
             break
     right = max(scale * factor, 1.0)
     if subject.scaling == "dynamic":

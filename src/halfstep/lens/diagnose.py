@@ -79,10 +79,8 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
         if verdict.kind == "not_reproducible":
             notes = [*notes, *_reasons(subject)]
     elif attempt.trace is None:
-        verdict = Verdict(
-            kind="overflow", op="add", phase="backward", parameter=subject.names.get(id(attempt.added), "")
-        )
-        notes.append("the gradients of each micro-batch are finite, and their sum is not")
+        verdict, more = _of_scale(subject, attempt, _of_sum(subject, attempt))
+        notes += ["the gradients of each micro-batch are finite, and their sum is not", *more]
     else:
         verdict = verdict_of(attempt.trace, subject.names)
         if verdict.kind == "bad_state":
@@ -149,11 +147,23 @@ def _only_gradients(attempt: Attempt) -> bool:
     return all(extremes(loss)[1] for loss in attempt.losses)
 
 
+def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
+    """Return the verdict on micro-batches that are finite one by one."""
+    leaf = attempt.added
+    assert leaf is not None
+    total = attempt.gradients[leaf]
+    return Verdict(
+        kind="overflow", op="add", phase="backward", parameter=subject.names.get(id(leaf), ""),
+        dtypes=(str(total.dtype).removeprefix("torch."),), shapes=(tuple(total.shape),),
+        value=extremes(total)[0], limit=torch.finfo(total.dtype).max,
+    )  # fmt: skip
+
+
 def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Verdict, list[str]]:
     """Find out whether the loss scale alone makes the gradients overflow."""
     if subject.scale <= 1.0 or subject.scaling == "none":
         return verdict, []
-    without = subject.replay.run(factor=1.0 / subject.scale, only=attempt.index)
+    without = subject.replay.run(factor=1.0 / subject.scale, only=attempt.only)
     if without.bad:
         return verdict, ["it is no scaling problem: with scale 1 it is the same"]
     return replace(verdict, kind="scale_too_high", value=verdict.value), [
@@ -213,6 +223,8 @@ def _reasons(subject: Subject) -> Iterator[str]:
         for value in (*kept.batch, *kept.named.values()):
             if isinstance(value, Iterator):
                 yield f"the batch holds a {type(value).__name__}, which can be read once"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        yield "gradients of ranks are added, and their sum may overflow where each is finite; a replay adds none"
     yield (
         "torch's generators, buffers and batch were as in the step; Python's and NumPy's generators and a model's "
         "own attributes were not"

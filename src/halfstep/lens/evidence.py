@@ -8,6 +8,7 @@ bounded.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from halfstep.trees import map_tensors, tensors
 __all__ = ["load_evidence", "save_evidence", "window_of"]
 
 VERSION = 1
-MOST_FILES = 4
+MOST_FILES = 4  # of a run
+MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
 MOST_BYTES = 1 << 30
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 
@@ -36,7 +38,8 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
         folder: made if it is not there.
         subject: the step.
         verdict: what it came to.
-        written: files written so far, the oldest first; beyond `MOST_FILES` the oldest are removed.
+        written: files written so far, the oldest first; beyond `MOST_FILES` the oldest are removed, and in the folder
+            those of other runs beyond `MOST_IN_FOLDER`.
     """
     rank = f"-rank{subject.rank}" if subject.rank else ""
     path = folder / f"halfstep-blackbox-{subject.step}{rank}.pt"
@@ -45,19 +48,33 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
         folder.mkdir(parents=True, exist_ok=True)
         content, notes = _content(subject, verdict)
         path.with_suffix(".txt").write_text("\n".join([str(verdict), *notes]) + "\n", encoding="utf-8")
-        torch.save(content, part)
-        part.replace(path)
+        if content is not None:
+            torch.save(content, part)
+            part.replace(path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         _remove(part)
         return f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}"
     if path in written:
         written.remove(path)
     written.append(path)
-    while len(written) > MOST_FILES:
-        old = written.pop(0)
+    surplus = [written.pop(0) for _ in range(len(written) - MOST_FILES)]
+    for old in [*surplus, *_surplus(folder, rank)]:
         _remove(old)
         _remove(old.with_suffix(".txt"))
-    return str(path)
+    return str(path) if content is not None else f"evidence of step {subject.step} is its report alone: {notes[-1]}"
+
+
+def _surplus(folder: Path, rank: str) -> list[Path]:
+    """Return the oldest files of a rank in `folder` beyond `MOST_IN_FOLDER`, whoever wrote them."""
+    name = re.compile(rf"halfstep-blackbox-\d+{rank}\.txt")
+    found = []
+    for path in folder.iterdir():
+        try:
+            if name.fullmatch(path.name):
+                found.append((path.stat().st_mtime_ns, path.name, path.with_suffix(".pt")))
+        except OSError:  # another run has just removed it
+            continue
+    return [path for _, _, path in sorted(found)[:-MOST_IN_FOLDER]]
 
 
 def _remove(path: Path) -> None:
@@ -67,7 +84,8 @@ def _remove(path: Path) -> None:
         pass  # it stays
 
 
-def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any], list[str]]:
+def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return what to save, None if the micro-batches alone are too large, and what there is to say of it."""
     notes: list[str] = []
     window = []
     for kept in subject.replay.window:
@@ -79,6 +97,9 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any], list[s
     names = {id(m): n for n, m in subject.model.named_modules()}
     buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
     state = {n: _cpu(v) for n, v in subject.model.state_dict().items() if isinstance(v, Tensor)}
+    alone = sum(t.numel() * t.element_size() for t in tensors(window))
+    if alone > MOST_BYTES:
+        return None, [*notes, f"its micro-batches are {alone >> 20} MiB, more than {MOST_BYTES >> 20}"]
     size = sum(t.numel() * t.element_size() for t in tensors((window, state)))
     if size > MOST_BYTES:
         notes.append(f"weights are left out: with them it is {size >> 20} MiB, more than {MOST_BYTES >> 20}")

@@ -26,6 +26,7 @@ from halfstep.trees import map_tensors
 __all__ = ["Attempt", "Replay", "leaves_of"]
 
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
+LOWS = frozenset({torch.float16, torch.bfloat16})
 REENTRANT = "CheckpointFunctionBackward"
 
 
@@ -51,6 +52,11 @@ class Attempt:
     trace: Trace | None = None
     added: Tensor | None = None
 
+    @property
+    def only(self) -> int | None:
+        """The micro-batch that shows what is wrong by itself; None if it takes all of them."""
+        return None if self.added is not None else self.index
+
 
 @dataclass(eq=False)
 class Replay:
@@ -62,6 +68,7 @@ class Replay:
         window: the micro-batches.
         buffers: values of buffers before the window, as `Memory` keeps them.
         around: what surrounds a backward pass.
+        wide: whether gradients of micro-batches are added in fp32, whatever the format of their parameter.
     """
 
     model: nn.Module
@@ -69,6 +76,7 @@ class Replay:
     window: Sequence[Kept]
     buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    wide: bool = False
 
     def run(self, *, traced: bool = False, factor: float | None = None, only: int | None = None) -> Attempt:
         """Run the window once more.
@@ -120,6 +128,8 @@ class Replay:
                 return
         for leaf, gradient in gradients.items():
             held = attempt.gradients.get(leaf)
+            if self.wide and len(self.window) > 1 and gradient.dtype in LOWS:
+                gradient = gradient.float()
             attempt.gradients[leaf] = gradient if held is None else held + gradient
         if not attempt.bad:
             sums = [leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1]]

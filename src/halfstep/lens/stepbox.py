@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.cast.recipe import Recipe
 from halfstep.cast.recompute import recomputing
@@ -86,8 +87,20 @@ class Box:
                 self._say("evidence", said)
         return verdict
 
+    def _state_finite(self, model: nn.Module, optimizer: Optimizer | None) -> bool:
+        """Return whether weights and optimizer state are finite; now and then: the first bad loss is explained."""
+        if self._trouble.streak % LOOK_EVERY != 2:
+            return True
+        states = () if optimizer is None else optimizer.state.values()
+        held = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        return all(extremes(t)[1] for t in (*model.parameters(), *held))
+
     def _announce(self, verdict: Verdict) -> None:
         self._say(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", verdict.headline)
+
+    def _warn(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            LOG.warning("black box: %s", f"step {step}: {text}")
 
     def _say(self, key: str, text: str) -> None:
         if key not in self._said:
@@ -133,7 +146,7 @@ class StepBox(Box):
         self._trouble.skipped()
         matters = self._together(self._matters(window))
         try:
-            self._warn(window, self._trouble.see(self._seen(window)))
+            self._warn(window.last, self._trouble.see(self._seen(window)))
         finally:  # where others wait
             if matters and self._trouble.streak == 1 and self._replays < MOST_REPLAYS:
                 self._replays += 1
@@ -144,14 +157,10 @@ class StepBox(Box):
 
         The other ranks may know nothing of it: no word to them, and a count of its own.
         """
-        self._warn(window, self._trouble.lost())
+        self._warn(window.last, self._trouble.lost())
         if self._trouble.losses == 1 and self._lone < MOST_REPLAYS:
             self._lone += 1
             self._announce(self.verdict if self._for == window.last and self.verdict else self._explained(window))
-
-    def _warn(self, window: Window, texts: list[str]) -> None:
-        for text in texts:
-            LOG.warning("black box: %s", f"step {window.last}: {text}")
 
     def _unasked(self, window: Window) -> None:
         """Explain a step that nobody asked about, in one line; all ranks come here together or not at all."""
@@ -197,17 +206,14 @@ class StepBox(Box):
 
     def _seen(self, window: Window) -> Seen:
         step = self.step
-        state, finite = True, window.finite()
-        if not finite and self._trouble.streak % LOOK_EVERY == 1:  # the first bad loss is explained anyway
-            held = [v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-            state = all(extremes(t)[1] for t in (*unwrap(step.model).parameters(), *held))
+        finite = window.finite()
         return Seen(
             loss_finite=finite,
             scaling=self._scaling(),
             scale=_scale(window),
             floor=step.scaler.rule.floor,
             low=step.policy.dtype,
-            state_finite=state,
+            state_finite=finite or self._state_finite(unwrap(step.model), step.optimizer),
         )
 
     # ------------------------------------------------------------------ replay
@@ -227,7 +233,14 @@ class StepBox(Box):
             return binding.recipe
 
         subject = Subject(
-            replay=Replay(model, forward, window.batches, window.buffers, lambda: recomputing(recipe())),
+            replay=Replay(
+                model,
+                forward,
+                window.batches,
+                window.buffers,
+                lambda: recomputing(recipe()),
+                step.policy.grads == "fp32",
+            ),
             model=model,
             optimizer=step.optimizer,
             policy=prepared_policy(model),

@@ -207,14 +207,15 @@ class TrainStep:
             scale, seed = self._backward(loss)
         self._step += 1
         self._window += 1
+        shown = loss.detach()
         if kept is not None:
-            kept.loss, kept.seed = loss.detach(), seed
+            kept.loss, kept.seed = shown, seed
         if last:
             norm, bad, culprits = self._update(self.accumulate)
-            return StepResult(self._step, loss.detach(), aux, scale, norm, bad, True, culprits)
+            return StepResult(self._step, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
-        return StepResult(self._step, loss.detach(), aux, scale, unknown, nothing, False)
+        return StepResult(self._step, shown, aux, scale, unknown, nothing, False)
 
     def metrics(self, *, every: int = 50) -> Metrics:
         """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
