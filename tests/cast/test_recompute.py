@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack, _len_torch_function_stack, _pop_mode, _push_mode
+from torch._C import _len_torch_function_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
