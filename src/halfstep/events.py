@@ -168,7 +168,7 @@ class Verdict:
             )
             return f"overflow in {what}{limit}"
         if self.kind == "invalid":
-            return f"invalid operation in {what}: the result is not a number for finite inputs"
+            return f"invalid operation in {what}: there is no finite result for these finite inputs"
         if self.kind == "bad_batch":
             return f"the batch is not finite: {self.parameter}"
         if self.kind == "bad_state":

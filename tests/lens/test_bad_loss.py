@@ -214,13 +214,14 @@ def _worker(rank: int, folder: str) -> None:
         net = nn.Linear(8, 8, bias=False)
         model, optimizer, scaler = hs.prepare(net, torch.optim.SGD(net.parameters(), 1e-6), policy=FP16)
         step = hs.TrainStep(nn.parallel.DistributedDataParallel(model), optimizer, loss_fn, scaler=scaler)
-        seen = []
+        seen: list[Any] = []
         for k in range(6):  # a bad loss on the second rank, then a batch that makes both skip, then good ones
             x = rows(k == 1 and rank == 1)
             x = x * math.nan if k == 3 and rank == 0 else x
             result = step(x).host()
             verdict = None if step._box is None else step._box.verdict
             seen.append((result.updated, None if verdict is None else (verdict.kind, verdict.rank, verdict.step)))
+        seen.append(_refused(rank))
         if rank == 0:
             step.state_dict()  # by one rank alone, as it is saved
         torch.save([seen, net.weight.detach().float()], Path(folder, f"{rank}.pt"))
@@ -232,10 +233,32 @@ def _worker(rank: int, folder: str) -> None:
         raise
 
 
+def _refused(rank: int) -> tuple[bool, str]:
+    """Train one step of a loss that gathers over ranks and is bad on the second; return what explain() says."""
+
+    def gathered(model: nn.Module, x: Tensor) -> Tensor:
+        h = model(x)
+        total = h.detach().sum()
+        dist.all_reduce(total)
+        return loss_fn(model, x) + total * 0  # type: ignore[no-any-return]
+
+    net = nn.Linear(8, 8, bias=False)
+    step = hs.TrainStep(net, torch.optim.SGD(net.parameters(), 1e-6), gathered, policy=FP16)
+    result = step(rows(rank == 1)).host()
+    try:
+        step.explain()
+    except StepError as error:
+        return math.isinf(result.loss), str(error)
+    return math.isinf(result.loss), ""
+
+
 @pytest.mark.dist
 def test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others(tmp_path: Path) -> None:
     spawn(_worker, (str(tmp_path),), nprocs=2)
     (first, w0), (second, w1) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (_, nothing), (lossy, refusal) = first.pop(), second.pop()
+    assert lossy and "communicates with other ranks (c10d." in refusal and "a replay runs on one alone" in refusal
+    assert "there is no step to explain" in nothing
     for seen in (first, second):
         assert [updated for updated, _ in seen] == [True, True, True, False, True, True]
     assert [said for _, said in first] == [None, None, None, *[("bad_batch", 0, 4)] * 3]

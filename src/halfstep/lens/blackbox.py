@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from halfstep.errors import StepError
 from halfstep.events import Verdict
-from halfstep.lens.cures import rebound, with_rules
 from halfstep.lens.diagnose import Subject
 from halfstep.lens.evidence import load_evidence, window_of
 from halfstep.lens.replay import Replay
 from halfstep.lens.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
+from halfstep.lens.trials import rebound, with_rules
 from halfstep.lens.trouble import Seen
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.composites import unreported
+from halfstep.errors import StepError
 from halfstep.lens.trace import Trace
 from halfstep.lens.values import extremes
 from halfstep.step.memory import Kept, put_random, random_states
@@ -27,6 +29,7 @@ __all__ = ["Attempt", "Replay", "leaves_of"]
 
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 LOWS = frozenset({torch.float16, torch.bfloat16})
+COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 REENTRANT = "CheckpointFunctionBackward"
 
 
@@ -148,6 +151,8 @@ class Replay:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.enable_grad())
+            if _several_ranks():
+                stack.enter_context(_Alone())
             # other models that the loss function calls: a critic, a teacher
             stack.callback(register_module_forward_pre_hook(lambda module, args: modules.keep(module)).remove)
             try:
@@ -155,6 +160,27 @@ class Replay:
             finally:
                 modules.put_back()
                 put_random(random)
+
+
+def _several_ranks() -> bool:
+    here = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return here and torch.distributed.get_world_size() > 1
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses what would wait for other ranks, which run no replay, or another one: a gathered batch, SyncBatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in COLLECTIVE:
+            raise StepError(
+                f"the forward or backward pass communicates with other ranks ({func}), and a replay runs on one alone"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _Modules:

@@ -22,10 +22,11 @@ from halfstep.cast.recompute import recomputing
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.kernels.host import number
-from halfstep.lens.cures import cures, rebound
+from halfstep.lens.cures import cures
 from halfstep.lens.diagnose import Subject, diagnose
 from halfstep.lens.evidence import save_evidence
 from halfstep.lens.replay import Replay
+from halfstep.lens.trials import rebound
 from halfstep.lens.trouble import Seen, Trouble
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy

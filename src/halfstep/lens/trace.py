@@ -76,6 +76,11 @@ GROWS = frozenset(
 )
 """Operators that may pass the largest float64 number from moderate fp32 inputs. Of any other, infinity is a pole."""
 
+POLES = frozenset(
+    "div true_divide reciprocal log log2 log10 log1p rsqrt atanh acos asin logit xlogy sqrt tan digamma lgamma".split()
+)
+"""What is taken for a pole where nothing can be computed again in float64."""
+
 HUGE = 1e100  # inputs from which products and quotients of a few may leave float64 too
 
 
@@ -392,9 +397,9 @@ class Trace:
             elif site.op in UNWRITTEN:
                 origins = frozenset({Source("unwritten", self.count, call=call)})
             else:
-                origins = frozenset({self._source(func, args, kwargs, call, found, outputs, copies)})
+                origins = frozenset({self._source(func, args, kwargs, call, found, outputs, copies, inner)})
         elif self._adds(site.op, found, before, outputs, after, inherited):
-            source = self._source(func, args, kwargs, call, found, outputs, None)
+            source = self._source(func, args, kwargs, call, found, outputs, None, inner)
             origins = frozenset({source}) if all(s.innocent for s in inherited) else inherited | {source}
         for tensor, (_, finite, _) in zip(outputs, after, strict=True):
             if finite:
@@ -443,6 +448,7 @@ class Trace:
         found: list[Tensor],
         outputs: list[Tensor],
         copies: Any,
+        inner: list[Tensor],
     ) -> Source:
         """Return the source that `call` is, having computed it again in float64 to tell overflow from the rest."""
         self._sources += 1
@@ -458,6 +464,11 @@ class Trace:
             wide = in_float64(func, *(copies if copies is not None else (args, kwargs)))
             if wide is not None:
                 invalid = _invalid(spelled(func), call, found, floats(wide))
+                # an eps that the format lost: NaN from operators inside, none of which ran over
+                lost = nan_only and len(inner) > 1 and not any(bool(torch.isinf(t).any()) for t in inner)
+                invalid = invalid or lost
+            else:
+                invalid = nan_only or spelled(func) in POLES
         name = ""
         for tensor in found:  # a weight, or an input, that the format of the result cannot hold
             if limit and not invalid and extremes(tensor)[0] > limit:
@@ -476,7 +487,8 @@ class Trace:
             return kept[1]
         inside = self._insides.get(key)
         if inside is not None and key not in self._outside:
-            made = inside[2] or frozenset({Source("operator", self.count, call=inside[1])})
+            invalid = extremes(tensor)[2] or inside[1].site.op in POLES
+            made = inside[2] or frozenset({Source("operator", self.count, call=inside[1], invalid=invalid)})
             self._set(tensor, made)
             return made
         kind, name = self._outside.get(key, ("constant", ""))
