@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.events import Verdict
+from halfstep.lens.origins import Source
 from halfstep.lens.replay import Attempt, Replay
-from halfstep.lens.trace import Source, Trace
+from halfstep.lens.trace import Trace
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
@@ -99,11 +100,11 @@ def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     """Return what the instruments of a replay that was not finite say."""
     assert trace.loss is not None
     if not extremes(trace.loss)[1]:
-        return _accusation(trace.accused(trace.loss)[0], "", trace)
+        return _accusation(trace.origins.accused(trace.loss)[0], "", trace)
     found: list[tuple[Source, Tensor]] = []
     for leaf, gradient in trace.gradients.items():
         if not extremes(gradient)[1]:
-            found += [(source, leaf) for source in trace.accused(gradient)]
+            found += [(source, leaf) for source in trace.origins.accused(gradient)]
     source, leaf = min(found, key=lambda pair: pair[0].rank())
     return _accusation(source, names.get(id(leaf), ""), trace)
 

@@ -2,18 +2,12 @@
 
 Two modes look on. A `TorchFunctionMode` above all regions sees operators as the user calls them, with module and line,
 and writes both into the `metadata` of the autograd nodes each call makes. A `TorchDispatchMode` sees what the backward
-pass runs; the node that is running says by its metadata which call it belongs to.
-
-Note [origins]: every storage that holds a value that is not finite carries the set of `Source`s it comes from. An
-operator whose result is finite ends them; one whose inputs are finite and whose result is not begins one. At the end
-the loss, or a gradient, names its sources: infinities that were masked away are never among them. Infinities written on
-purpose (``masked_fill(-inf)``, a mask in a buffer) are sources that are not accused; an operator that makes NaN from
-nothing but those is.
+pass runs; the node that is running says by its metadata which call it belongs to. What that means for who is to blame
+is worked out by `Origins`.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -32,25 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
-from halfstep.lens.sites import TAG, Site, line_of, name_of_node, pointwise, public, spelled, tag, user_frame
+from halfstep.lens.origins import Call, Origins, Ran
+from halfstep.lens.sites import TAG, Site, line_of, name_of_node, public, spelled, tag, user_frame
 from halfstep.lens.values import (
-    constant_infinity,
     copied,
     described,
     extremes,
     floats,
     held,
-    in_float64,
-    storage,
     writes,
 )
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["Call", "Source", "Trace"]
+__all__ = ["Trace"]
 
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of the class method
 CALLS_KEPT = 20_000  # of the newest calls; a call takes about 300 bytes
-SOURCES_EXAMINED = 32  # of the first sources; each is computed again in float64
 
 SILENT = frozenset(
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
@@ -63,79 +53,8 @@ SILENT = frozenset(
 RUNS_BACKWARD = frozenset({"backward", "grad"})
 """Functions of torch.autograd that report themselves to modes as operators do, and call everything else."""
 
-UNWRITTEN = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted"}
-)
-
 OPENED = frozenset({"multi_head_attention_forward"})
 """Composites that hold so much that their parts are the operators worth naming."""
-
-GROWS = frozenset(
-    "exp exp2 expm1 special.expm1 sinh cosh pow float_power prod cumprod ldexp matrix_exp matrix_power "
-    "linalg.matrix_power linalg.matrix_exp det linalg.det".split()
-)
-"""Operators that may pass the largest float64 number from moderate fp32 inputs. Of any other, infinity is a pole."""
-
-POLES = frozenset(
-    "div true_divide reciprocal log log2 log10 log1p rsqrt atanh acos asin logit xlogy sqrt tan digamma lgamma".split()
-)
-"""What is taken for a pole where nothing can be computed again in float64."""
-
-HUGE = 1e100  # inputs from which products and quotients of a few may leave float64 too
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operator call as it was seen.
-
-    Attributes:
-        site: where.
-        dtypes: formats of its input tensors.
-        shapes: shapes of them.
-        largest: largest finite magnitude among them; 0.0 if they hold none.
-        finite_in: whether all of them were finite.
-        finite_out: whether its results were.
-    """
-
-    site: Site
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    largest: float
-    finite_in: bool
-    finite_out: bool
-
-
-@dataclass(eq=False, slots=True)
-class Source:
-    """Where values that are not finite begin.
-
-    Attributes:
-        kind: "operator", "batch", "parameter", "buffer", "constant", "deliberate" or "unwritten".
-        order: number of calls before it.
-        name: of the parameter, buffer or input.
-        call: the operator call that made it, or the first that met it.
-        invalid: for an operator: whether float64 gives no number either.
-        limit: largest number of the format of the result.
-        masks: for tensors from outside: whether it holds no other infinity than -inf, as additive masks do.
-    """
-
-    kind: str
-    order: int
-    name: str = ""
-    call: Call | None = None
-    invalid: bool = False
-    limit: float = 0.0
-    masks: bool = False
-
-    def rank(self) -> tuple[bool, bool, bool, int]:
-        """Return what puts first causes first: state and batch, then operators; what may be meant comes last."""
-        kernels = self.kind == "constant" and self.call is not None and self.call.site.phase == "backward"
-        return self.innocent, kernels, self.kind == "operator", self.order
-
-    @property
-    def innocent(self) -> bool:
-        """Whether it may be meant."""
-        return self.kind in {"deliberate", "unwritten"} or self.masks
 
 
 class _Functions(TorchFunctionMode):
@@ -174,7 +93,7 @@ class Trace:
     Attributes:
         calls: operator calls in order, the newest `CALLS_KEPT`.
         count: how many there were.
-        sources: operators that made values that are not finite, in order.
+        origins: where values that are not finite come from.
         loss: what came out, if it or a gradient is not finite.
         gradients: of the leaves.
         low: the low format of the last torch.autocast region that was on, or None.
@@ -183,7 +102,6 @@ class Trace:
     model: nn.Module
     calls: list[Call] = field(default_factory=list)
     count: int = 0
-    sources: list[Source] = field(default_factory=list)
     loss: Tensor | None = None
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     low: torch.dtype | None = None
@@ -193,12 +111,9 @@ class Trace:
         self._entered: dict[int, int] = {}
         self._stack: list[tuple[str, int]] = []
         self._depth = 0  # functions under way
-        self._origins: dict[int, tuple[StorageWeakRef, frozenset[Source]]] = {}
-        self._outside: dict[int, tuple[str, str]] = {}  # storage -> (kind, name) of batch and state
+        self.origins = Origins()
         self._inner: list[Tensor] = []  # what the kernels of the function under way returned
-        self._insides: dict[int, tuple[StorageWeakRef, Call, frozenset[Source]]] = {}
         self._made: dict[str, Site] = {}  # custom Function -> where it was applied last
-        self._sources = 0
         self._seen_modules: set[int] = set()
         self._outsiders: list[nn.Module] = []
         self._functions = _Functions(self)
@@ -209,7 +124,7 @@ class Trace:
     def expect(self, batch: Any) -> None:
         """Take note of what the batch is."""
         for index, tensor in enumerate(tensors(batch)):
-            self._outside.setdefault(storage(tensor), ("batch", f"input {index}"))
+            self.origins.come_from("batch", f"input {index}", tensor)
 
     def _know(self, module: nn.Module, prefix: str) -> None:
         """Take note of the state of `module`."""
@@ -219,7 +134,7 @@ class Trace:
         for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
             for name, tensor in named:
                 if not is_lazy(tensor):
-                    self._outside.setdefault(storage(tensor), (kind, prefix + name))
+                    self.origins.come_from(kind, prefix + name, tensor)
 
     @contextmanager
     def watching(self) -> Iterator[Trace]:
@@ -352,167 +267,26 @@ class Trace:
             outputs = [args[0]] if func is Tensor.__setitem__ else floats(result)
             if not outputs:
                 return result
-            self._judge(func, args, kwargs, site, found, before, outputs, copies, inner)
+            after = [extremes(tensor) for tensor in outputs]
+            self.count += 1
+            dtypes, shapes = described(found)
+            largest = max((value for value, _, _ in before), default=0.0)
+            finite_in, finite_out = (all(finite for _, finite, _ in states) for states in (before, after))
+            call = Call(site, dtypes, shapes, largest, finite_in, finite_out)
+            self.calls.append(call)
+            if len(self.calls) > CALLS_KEPT:
+                del self.calls[: CALLS_KEPT // 2]
+            self.origins.judge(
+                Ran(
+                    call=call, order=self.count, func=func, args=args, kwargs=kwargs, found=found, before=before,
+                    outputs=outputs, after=after, copies=copies, inner=inner,
+                )
+            )  # fmt: skip
             for tensor in outputs:
                 tag(tensor, site)
             return result
         finally:
             self._depth -= 1
-
-    def _judge(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        site: Site,
-        found: list[Tensor],
-        before: list[tuple[float, bool, bool]],
-        outputs: list[Tensor],
-        copies: Any,
-        inner: list[Tensor],
-    ) -> None:
-        after = [extremes(tensor) for tensor in outputs]
-        finite_in = all(finite for _, finite, _ in before)
-        finite_out = all(finite for _, finite, _ in after)
-        self.count += 1
-        dtypes, shapes = described(found)
-        call = Call(site, dtypes, shapes, max((v for v, _, _ in before), default=0.0), finite_in, finite_out)
-        self.calls.append(call)
-        if len(self.calls) > CALLS_KEPT:
-            del self.calls[: CALLS_KEPT // 2]
-        if finite_out:
-            for tensor in outputs:
-                self._clear(tensor)
-            self._keep_insides(inner, call, frozenset())
-            return
-        inherited = frozenset[Source]()
-        for tensor, (_, finite, _) in zip(found, before, strict=True):
-            if not finite:
-                inherited |= self._of(tensor, call)
-        origins = inherited
-        if finite_in:
-            constant = constant_infinity((*args, *kwargs.values()))
-            if constant and not any(nan for _, _, nan in after):  # 0 * -inf is not what anybody means
-                origins = frozenset({Source("deliberate", self.count, call=call)})
-            elif site.op in UNWRITTEN:
-                origins = frozenset({Source("unwritten", self.count, call=call)})
-            else:
-                origins = frozenset({self._source(func, args, kwargs, call, found, outputs, copies, inner)})
-        elif self._adds(site.op, found, before, outputs, after, inherited):
-            source = self._source(func, args, kwargs, call, found, outputs, None, inner)
-            origins = frozenset({source}) if all(s.innocent for s in inherited) else inherited | {source}
-        for tensor, (_, finite, _) in zip(outputs, after, strict=True):
-            if finite:
-                self._clear(tensor)
-            else:
-                self._set(tensor, origins)
-        self._keep_insides(inner, call, origins)
-
-    def _keep_insides(self, inner: list[Tensor], call: Call, origins: frozenset[Source]) -> None:
-        """Remember whose the tensors are that an operator keeps for its backward pass and shows nobody."""
-        for tensor in inner:
-            self._insides[storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), call, origins)
-
-    def _adds(
-        self,
-        op: str,
-        found: list[Tensor],
-        before: list[tuple[float, bool, bool]],
-        outputs: list[Tensor],
-        after: list[tuple[float, bool, bool]],
-        inherited: frozenset[Source],
-    ) -> bool:
-        """Return whether an operator that met infinities made others of its own; note [origins]."""
-        if all(s.innocent for s in inherited):
-            had_nan = any(nan for _, _, nan in before)
-            if any(nan for _, _, nan in after) and not had_nan:
-                return not all(s.kind == "batch" for s in inherited) or op in {
-                    "softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "cross_entropy",
-                }  # fmt: skip
-        if not pointwise(op) or len(outputs) != 1:
-            return False
-        try:
-            spoiled = torch.zeros_like(outputs[0], dtype=torch.bool)
-            for tensor in found:
-                spoiled = spoiled | ~torch.isfinite(tensor)
-            return bool((~torch.isfinite(outputs[0]) & ~spoiled).any()) if spoiled.shape == outputs[0].shape else False
-        except RuntimeError:
-            return False
-
-    def _source(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Call,
-        found: list[Tensor],
-        outputs: list[Tensor],
-        copies: Any,
-        inner: list[Tensor],
-    ) -> Source:
-        """Return the source that `call` is, having computed it again in float64 to tell overflow from the rest."""
-        self._sources += 1
-        limit = 0.0
-        floating = [t.dtype for t in outputs if t.is_floating_point()]
-        if floating:
-            limit = torch.finfo(floating[0]).max
-        nan_only = any(bool(torch.isnan(t).any()) for t in outputs) and not any(
-            bool(torch.isinf(t).any()) for t in outputs
-        )
-        invalid = nan_only
-        if self._sources <= SOURCES_EXAMINED and (copies is not None or not writes(func)):
-            wide = in_float64(func, *(copies if copies is not None else (args, kwargs)))
-            if wide is not None:
-                invalid = _invalid(spelled(func), call, found, floats(wide))
-                # an eps that the format lost: NaN from operators inside, none of which ran over
-                lost = nan_only and len(inner) > 1 and not any(bool(torch.isinf(t).any()) for t in inner)
-                invalid = invalid or lost
-            else:
-                invalid = nan_only or spelled(func) in POLES
-        name = ""
-        for tensor in found:  # a weight, or an input, that the format of the result cannot hold
-            if limit and not invalid and extremes(tensor)[0] > limit:
-                name = self._outside.get(storage(tensor), ("", ""))[1]
-        source = Source("operator", self.count, name, call, invalid, limit)
-        self.sources.append(source)
-        return source
-
-    # ------------------------------------------------------------------ origins
-
-    def _of(self, tensor: Tensor, call: Call | None) -> frozenset[Source]:
-        """Return the sources of a tensor that is not finite."""
-        key = storage(tensor)
-        kept = self._origins.get(key)
-        if kept is not None:
-            return kept[1]
-        inside = self._insides.get(key)
-        if inside is not None and key not in self._outside:
-            invalid = extremes(tensor)[2] or inside[1].site.op in POLES
-            made = inside[2] or frozenset({Source("operator", self.count, call=inside[1], invalid=invalid)})
-            self._set(tensor, made)
-            return made
-        kind, name = self._outside.get(key, ("constant", ""))
-        _, _, nan = extremes(tensor)
-        masks = kind in {"buffer", "batch", "constant"} and not nan and not bool((tensor.detach() == math.inf).any())
-        source = frozenset({Source(kind, self.count, name, call, masks=masks)})
-        self._set(tensor, source)
-        return source
-
-    def _set(self, tensor: Tensor, sources: frozenset[Source]) -> None:
-        if held(tensor):
-            self._origins[storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), sources)
-
-    def _clear(self, tensor: Tensor) -> None:
-        if self._origins and held(tensor):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() <= tensor.numel() * tensor.element_size():
-                self._origins.pop(storage._cdata, None)
-
-    def accused(self, tensor: Tensor) -> list[Source]:
-        """Return the sources of `tensor`, a loss or a gradient that is not finite: the first cause first."""
-        found = [s for s in self._of(tensor, None) if s.kind != "constant" or s.call is not None]
-        found = found or [s for s in self.sources if not s.innocent]  # somebody copied it where nobody looks
-        return sorted(found or self._of(tensor, None), key=Source.rank)
 
     def _tag_custom(self, tensor: Tensor) -> None:
         """Give a custom Function's node, which no call of the user's showed, the place it was applied at."""
@@ -521,20 +295,6 @@ class Trace:
             site = self._made.get(name_of_node(node.name()))
             if site is not None:
                 node.metadata[TAG] = site
-
-
-def _invalid(op: str, call: Call, found: list[Tensor], wide: list[Tensor]) -> bool:
-    """Return whether what an operator gave in float64 says that it has no value there, in any format."""
-    states = [extremes(t) for t in wide]
-    if all(finite for _, finite, _ in states):
-        return False
-    if any(nan for _, _, nan in states):
-        return True
-    if call.largest > HUGE or any(t.dtype not in {torch.float64, torch.complex128} for t in wide):
-        return False
-    if op not in GROWS:
-        return True
-    return any(t.shape == w.shape and bool((w.isinf() & (t == 0)).any()) for t in found for w in wide)  # 0 ** -1
 
 
 def _opens(func: Callable[..., Any]) -> bool:
