@@ -128,6 +128,50 @@ def test_a_custom_function_is_located_inside_its_backward() -> None:
     assert (verdict.op, verdict.phase) == ("mul", "backward") and "1e30" in verdict.line
 
 
+def test_a_custom_function_is_put_down_to_the_module_that_applied_it() -> None:
+    """Its node has its name from its forward; the linear after it shows nobody where it was applied."""
+    verdict = explained(lambda m, h: m.part(Blows.apply(h)), part=nn.Linear(8, 8))  # type: ignore[no-untyped-call]
+    assert (verdict.op, verdict.module, verdict.phase) == ("mul", "", "backward")
+
+
+def at_the_end(m: nn.Module, h: Tensor) -> Tensor:
+    return torch.acos(torch.ones_like(h) + h - h.detach())
+
+
+def a_root_as_a_power(m: nn.Module, h: Tensor) -> Tensor:
+    return torch.pow(h - h.detach(), 0.5)
+
+
+def under_vmap(m: nn.Module, h: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: row / (row * 0))(h)  # type: ignore[no-any-return]
+
+
+def an_eps_that_fp16_loses(m: nn.Module, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return F.normalize(h.half() * 0, eps=1e-12).float()
+
+
+def a_root_of_what_is_too_large(m: nn.Module, h: Tensor) -> Tensor:
+    return torch.exp(h.float() * 0 + 100).pow(0.5) * h
+
+
+@pytest.mark.parametrize(
+    ("after", "op", "phase", "kind"),
+    [
+        (at_the_end, "acos", "backward", "invalid"),
+        (a_root_as_a_power, "pow", "backward", "invalid"),
+        (under_vmap, "div", "forward", "invalid"),
+        (an_eps_that_fp16_loses, "normalize", "forward", "invalid"),
+        (a_root_of_what_is_too_large, "exp", "forward", "overflow"),
+    ],
+)
+def test_a_pole_is_told_from_an_overflow_by_what_float64_makes_of_it(
+    after: Any, op: str, phase: str, kind: str
+) -> None:
+    verdict = explained(after)
+    assert (verdict.op, verdict.phase, verdict.kind) == (op, phase, kind)
+
+
 def test_a_module_called_twice_is_named_with_the_number_of_the_call() -> None:
     def twice(m: Any, h: Tensor) -> Tensor:
         return m.part(m.part(h * 0 + 1) * 10)  # type: ignore[no-any-return]
