@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +23,7 @@ import halfstep as hs
 from tests.faults import score
 from tests.faults.case import Case, Control, Fault, cured, marked_line, run, start
 from tests.faults.catalog import CONTROLS, DEFINITIONS, LIST_A, LIST_A_RANKS, LIST_B
+from tests.faults.plain import plain_bad_steps
 from tests.faults.witness import Witness
 
 # halfstep says, once, what it thinks of a static scale that cannot help
@@ -35,7 +34,6 @@ PRODUCERS = [pytest.param(fault, id=fault.name) for fault in LIST_A if fault.tru
 B = [pytest.param(fault, id=fault.name) for fault in LIST_B]
 HEALTHY = [pytest.param(control, id=control.name) for control in CONTROLS]
 PLAIN = [pytest.param(fault, id=fault.name) for fault in LIST_A if fault.plain]
-LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bad_steps(case: Case, policy: hs.Policy | None = None) -> list[int]:
@@ -65,29 +63,6 @@ def test_it_breaks_the_same_step_in_torch_alone(fault: Fault) -> None:
     """torch.autocast in the same format, a static scale, an ordinary loop; low parameters are cast by hand."""
     case = fault.build()
     assert list(plain_bad_steps(case))[:1] == [fault.truth.step]
-
-
-def plain_bad_steps(case: Case) -> Iterator[int]:
-    policy = case.policy
-    scale = policy.scale if isinstance(policy.scale, float) else 1.0
-    count = case.options.get("accumulate", 1)
-    low = LOW.get(policy.dtype)
-    if policy.params == "low" and policy.master == "none":
-        case.model.to(low)
-    region = torch.autocast("cpu", dtype=low) if low is not None else contextlib.nullcontext()
-    for number in range(1, case.steps + 1):
-        case.before(number)
-        with region:
-            loss = case.loss_fn(case.model, *case.batch(number))
-        (loss.float() * scale / count).backward()
-        grads = [p.grad for p in case.model.parameters() if p.grad is not None]
-        if not all(bool(torch.isfinite(t).all()) for t in (loss.detach(), *grads)):
-            yield number
-        elif number % count == 0:
-            torch._foreach_div_(grads, scale)
-            case.optimizer.step()
-        if number % count == 0:
-            case.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("fault", PRODUCERS)
