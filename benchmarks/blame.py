@@ -101,7 +101,7 @@ def anomaly_mode(fault: Fault) -> Said:
         except RuntimeError as error:
             node = NODE.search(str(error))
             if node is None:
-                raise
+                raise  # not its word
             places = [p for w in told if "Error detected in" in str(w.message) for p in PLACE.findall(str(w.message))]
             line = innermost((file, int(number)) for file, number in places)
             where = "no line of the program" if line is None else f"{line[0]}:{line[1]}"
@@ -167,6 +167,15 @@ def asked() -> list[Fault]:
     return [fault for fault in LIST_A if fault.plain and fault.truth.op and marked_line(fault) is not None]
 
 
+def answer(ask: Callable[[Fault], Said], fault: Fault) -> Said:
+    """Ask an instrument; a program that fails otherwise because it is watched is no answer, and told as such."""
+    try:
+        return ask(fault)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        return Said(words=f"fails: {type(error).__name__}: {first}")
+
+
 def compared(faults: Iterable[Fault]) -> dict[str, Any]:
     """Return what every instrument says of every fault."""
     rows = {}
@@ -183,6 +192,6 @@ def compared(faults: Iterable[Fault]) -> dict[str, Any]:
                 "text": marked[2],
                 "about": (fault.build.__doc__ or "").strip(),
             },
-            "said": {name: judged(ask(fault), fault) for name, ask in INSTRUMENTS.items()},
+            "said": {name: judged(answer(ask, fault), fault) for name, ask in INSTRUMENTS.items()},
         }
     return {"instruments": list(INSTRUMENTS), "shown": [name for name in SHOWN if name in rows], "rows": rows}

@@ -75,7 +75,7 @@ class Watched:
 
 
 CASES = {
-    "gpt256": Watched(case=replace(GPT256, seconds=130.0, rare=((ANOMALY, 20), (HOOKS, 20))), layer="blocks.2.up"),
+    "gpt256": Watched(case=replace(GPT256, seconds=170.0, rare=((ANOMALY, 20), (HOOKS, 20))), layer="blocks.2.up"),
     "lenet5": Watched(case=replace(LENET, seconds=50.0, rounds=800, rare=()), layer="conv2"),
     "resnet18": Watched(case=RESNET18, layer="blocks.3.conv1", turns=False),
 }

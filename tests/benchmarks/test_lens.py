@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import blame
-from benchmarks.blame import Said, anomaly_mode, halfstep, hooks_on_modules, judged, meant
+from benchmarks.blame import Said, anomaly_mode, answer, halfstep, hooks_on_modules, judged, meant
 from benchmarks.candidates import start
 from benchmarks.cases import AMP, mlp_case
 from benchmarks.goals import Reached, dearest_audit, instrument, instrument_goals
@@ -150,6 +150,14 @@ def test_an_instrument_that_stays_silent_is_right_about_nothing() -> None:
     said = judged(anomaly_mode(fault), fault)
     assert said == {"words": "", "op": False, "module": False, "line": False}
     assert not torch.is_anomaly_enabled()
+
+
+def test_an_instrument_that_breaks_the_program_is_told_and_right_about_nothing() -> None:
+    def breaks(fault: Fault) -> Said:
+        raise RuntimeError("Output 0 is a view\nand more")
+
+    said = judged(answer(breaks, found("summed_loss")), found("summed_loss"))
+    assert said == {"words": "fails: RuntimeError: Output 0 is a view", "op": False, "module": False, "line": False}
 
 
 def test_a_part_is_right_only_if_it_is_the_truth() -> None:
