@@ -78,7 +78,8 @@ def plain_bad_steps(case: Case) -> Iterator[int]:
     for number in range(1, case.steps + 1):
         case.before(number)
         with region:
-            loss = case.loss_fn(case.model, *case.batch(number))
+            returned = case.loss_fn(case.model, *case.batch(number))
+        loss = returned[0] if isinstance(returned, tuple) else returned
         (loss.float() * scale / count).backward()
         grads = [p.grad for p in case.model.parameters() if p.grad is not None]
         if not all(bool(torch.isfinite(t).all()) for t in (loss.detach(), *grads)):

@@ -110,7 +110,7 @@ class Witness(TorchFunctionMode):
         return "", 0
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), "?"))
+        self._stack.append(self._names.get(id(module), ""))
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._stack:
@@ -124,7 +124,8 @@ class Witness(TorchFunctionMode):
                 loss = loss_fn(model, *batch)
             self._turned = True
             self._stack.clear()
-            for node in _nodes(loss.grad_fn):
+            root = loss[0] if isinstance(loss, tuple) else loss
+            for node in _nodes(root.grad_fn):
                 node.register_hook(self._hook(node))
                 if isinstance(node, torch.autograd.function.BackwardCFunction):
                     node.register_prehook(self._watch_code)
