@@ -26,7 +26,7 @@ import halfstep as hs
 __all__ = ["Sight", "Witness"]
 
 HERE = Path(__file__).parent
-OURS = {"case.py", "witness.py", "test_faults.py"}
+OURS = {"case.py", "observe.py", "witness.py", "test_faults.py", "test_second.py"}
 MAKES_CONSTANTS = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "new_full", "fill_", "pad", "where"}
 
 
@@ -102,7 +102,7 @@ class Witness(TorchFunctionMode):
         frame = sys._getframe(3)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            if path.parent == HERE and path.name not in OURS:
+            if HERE in path.parents and path.name not in OURS:
                 return path.name, frame.f_lineno
             if frame.f_back is None:
                 break
@@ -124,8 +124,7 @@ class Witness(TorchFunctionMode):
                 loss = loss_fn(model, *batch)
             self._turned = True
             self._stack.clear()
-            root = loss[0] if isinstance(loss, tuple) else loss
-            for node in _nodes(root.grad_fn):
+            for node in _nodes(loss.grad_fn):
                 node.register_hook(self._hook(node))
                 if isinstance(node, torch.autograd.function.BackwardCFunction):
                     node.register_prehook(self._watch_code)
@@ -202,6 +201,6 @@ def _origin(traceback: list[str]) -> tuple[str, int]:
         if not head.startswith('File "'):
             continue
         path = Path(head.split('"')[1])
-        if path.parent == HERE and path.name not in OURS:
+        if HERE in path.parents and path.name not in OURS:
             return path.name, int(head.split("line ")[1].split(",")[0])
     return "", 0

@@ -49,7 +49,7 @@ def gem_pooling() -> Case:
         batch=lambda k: (normal(k, 3, 1, 6, 6), labels(k, 3)),
         policy=BF16,
         steps=3,
-        before=at(3, lambda: model.features[0].bias[2:3].fill_(-20.0)),  # type: ignore[index,operator]
+        before=at(3, lambda: model.features[0].bias[2:3].fill_(-20.0)),  # type: ignore[index]
     )
 
 
@@ -134,7 +134,7 @@ def focal_power() -> Case:
         batch=lambda k: (normal(k, 8, 8), torch.ones(8)),
         policy=MIXED,
         steps=3,
-        before=at(3, lambda: model.body[2].bias.fill_(10.0)),  # type: ignore[operator,union-attr]
+        before=at(3, lambda: model.body[2].bias.fill_(10.0)),  # type: ignore[operator]
     )
 
 

@@ -103,7 +103,7 @@ def alibi_scores() -> Case:
         batch=text,
         policy=MIXED,
         steps=3,
-        before=at(3, lambda: rows[:32].mul_(300.0)),  # type: ignore[index,union-attr]
+        before=at(3, lambda: rows[:32].mul_(300.0)),  # type: ignore[index]
     )
 
 
@@ -510,7 +510,7 @@ def norm_of_a_pruned_row() -> Case:
     """Pruning has set a row of a weight-normalised layer to 0: its direction is 0 / 0."""
     torch.manual_seed(310)
     model = Normalised()
-    direction = model.head.parametrizations.weight.original1  # type: ignore[union-attr]
+    direction = model.head.parametrizations.weight.original1
     return Case(
         model=model,
         optimizer=adam(model),
@@ -518,7 +518,7 @@ def norm_of_a_pruned_row() -> Case:
         batch=lambda k: (normal(k, 8, 6), labels(k, 8)),
         policy=MIXED,
         steps=2,
-        before=at(2, lambda: direction[2].zero_()),  # type: ignore[index,operator,union-attr]
+        before=at(2, lambda: direction[2].zero_()),
     )
 
 

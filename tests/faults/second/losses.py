@@ -180,7 +180,7 @@ def empty_ray() -> Case:
         batch=lambda k: (normal(k, 4, 16, 3), normal(k + 20, 4).sigmoid()),
         policy=BF16,
         steps=2,
-        before=at(2, lambda: model.field[2].bias[:1].fill_(-60.0)),  # type: ignore[index,operator]
+        before=at(2, lambda: model.field[2].bias[:1].fill_(-60.0)),  # type: ignore[index]
     )
 
 
@@ -199,7 +199,7 @@ class Perception(nn.Module):
         return {name: head(h) for name, head in self.heads.items()}
 
 
-def uncertain(model: Any, x: Tensor, depth: Tensor, kind: Tensor) -> Tensor:
+def uncertain(model: Any, x: Tensor, depth: Tensor, kind: Tensor) -> Any:
     out = model(x)
     each = torch.stack([F.l1_loss(out["depth"][:, 0], depth), F.cross_entropy(out["kind"], kind)])
     weights = torch.exp(-model.log_variance)  # FAULT uncertainty_weights
@@ -252,6 +252,39 @@ def inner_loop() -> Case:
         batch=lambda k: (normal(k, 6, 5), labels(k, 6, 3), torch.tensor(1e7 if k == 2 else 0.1)),
         policy=MIXED.replace(scale=2.0**-10),
         steps=2,
+    )
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x)[:, 0]
+
+
+def critic_loss(model: Any, real: Tensor, made: Tensor) -> Any:
+    real = real.half().requires_grad_()
+    score = model(real).float()
+    (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+    penalty = (slope * slope).flatten(1).sum(-1, dtype=torch.float32)  # FAULT penalty_of_half_images
+    return F.softplus(model(made)).mean() + F.softplus(-score).mean() + 1e-6 * penalty.mean()
+
+
+@fault("A", kind="overflow", op="mul", module="", phase="forward", step=3, cures=("op fp32",))
+def penalty_of_half_images() -> Case:
+    """A critic's gradient penalty: its images come in half, so the slopes do, and the square of 300 is infinite."""
+    torch.manual_seed(331)
+    model = Critic()
+    return Case(
+        model=model,
+        optimizer=adam(model),
+        loss_fn=critic_loss,
+        batch=lambda k: (normal(k, 3, 1, 6, 6), normal(k + 80, 3, 1, 6, 6)),
+        policy=MIXED.replace(scale=1.0),
+        steps=3,
+        before=at(3, lambda: model.body[3].weight.fill_(400.0)),  # type: ignore[operator]
     )
 
 
@@ -320,8 +353,4 @@ def sinkhorn_kernel() -> Case:
             b[1] = 60.0
         return normal(step, 5, 6) * 0.1, b
 
-    return Case(
-        model=model, optimizer=adam(model), loss_fn=lambda m, a, b: m(a, b), batch=batch, policy=FULL, steps=2
-    )
-
-
+    return Case(model=model, optimizer=adam(model), loss_fn=lambda m, a, b: m(a, b), batch=batch, policy=FULL, steps=2)
