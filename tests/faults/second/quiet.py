@@ -54,7 +54,7 @@ def pixels() -> Case:
     parameter="body.0.weight",
     step=1,
     effect=lambda: (gradient_error(pixels, "body.0.weight")(), 0.5),
-    also=("body.2",),
+    also=("body.0.bias", "body.2", "body.2.weight", "body.2.bias"),
 )
 def mean_over_pixels() -> Case:
     """A loss averaged over 18432 pixels, at a loss scale of 1: what reaches the first layer is below 2**-24."""

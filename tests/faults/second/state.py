@@ -143,8 +143,8 @@ def uninitialised_buffer() -> Case:
         batch=lambda k: (tokens(k, (3, 7), 15),),
         policy=MIXED,
         steps=2,
-        before=at(2, lambda: buffer[2:].copy_(torch.tensor([float("nan"), 1e-3]))),
         before=at(2, lambda: buffer[2:].copy_(torch.tensor([float("nan"), 1e-3]))),  # type: ignore[index]
+    )
 
 
 class Weighted(nn.Module):
