@@ -136,6 +136,7 @@ def test_install_registers_the_names_and_uninstall_takes_them_off() -> None:
         ("fp16_utils.fp16util", "network_to_half"),
         ("fp16_utils.loss_scaler", "DynamicLossScaler"),
         ("fp16_utils.loss_scaler", "to_python_float"),
+        ("optimizers.fused_lamb", "FusedLAMB"),
         ("parallel.distributed", "DistributedDataParallel"),
     ],
 )

@@ -18,7 +18,11 @@ NAMES = ("amp", "fp16_utils", "optimizers", "parallel")
 
 AMP = ("_amp_state", "_initialize", "_process_optimizer", "amp", "frontend", "handle", "lists", "opt", "scaler")
 
-FILES = {"fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"), "parallel": ("LARC", "distributed")}
+FILES = {
+    "fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
+    "optimizers": ("fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
+    "parallel": ("LARC", "distributed"),
+}
 """Submodules of Apex that scripts name: each has all names of its package."""
 
 _installed: dict[str, ModuleType | None] = {}
