@@ -27,7 +27,7 @@ struct Exponents {
     static constexpr int64_t ROUND = int64_t(1) << 30;  // elements after which 32-bit counters are emptied
 
     uint32_t fields[4][FIELDS] = {}, powers[FIELDS] = {}, low[MANTISSA] = {}, low_powers[MANTISSA] = {};
-    int64_t zeros = 0, infs = 0, nans = 0, negatives = 0, seen = 0;
+    int64_t zeros = 0, infs = 0, nans = 0, negatives = 0;
     Word largest = 0, below_smallest = ~Word(0);
 
     void add(const Word *__restrict x, int64_t count) {
