@@ -42,14 +42,15 @@ class SketchWriter:
     """Writes what a `Monitor` has seen to TensorBoard.
 
     Tags: ``gradient/NAME``, ``weight/NAME`` and ``activation/MODULE`` are histograms; ``scale``, ``underflow/NAME``,
-    ``subnormal/NAME``, ``zeros/NAME``, ``headroom/NAME``, ``update_ratio/NAME`` and ``swallowed/NAME`` are curves.
+    ``subnormal/NAME``, ``zeros/NAME``, ``nonfinite/NAME``, ``headroom/NAME``, ``update_ratio/NAME`` and
+    ``swallowed/NAME`` are curves.
 
     Args:
         target: a folder for event files, or a SummaryWriter (or anything with its `add_scalar` and
             `add_histogram_raw`).
 
     Raises:
-        HalfstepError: a folder, and the package tensorboard is not installed.
+        HalfstepError: a folder, and the package tensorboard is not installed; or neither a folder nor a writer.
 
     Example:
         >>> writer = SketchWriter("runs/today")
@@ -58,7 +59,13 @@ class SketchWriter:
     """
 
     def __init__(self, target: str | Path | EventWriter) -> None:
-        self.writer: EventWriter = _opened(target) if isinstance(target, (str, Path)) else target
+        if isinstance(target, (str, Path)):
+            target = _opened(target)
+        elif not (hasattr(target, "add_scalar") and hasattr(target, "add_histogram_raw")):
+            raise HalfstepError(
+                f"SketchWriter takes a folder or a writer with add_scalar and add_histogram_raw, not {target!r}"
+            )
+        self.writer: EventWriter = target
 
     def add(self, record: MonitorRecord) -> None:
         """Write one record, at its step."""
@@ -72,6 +79,7 @@ class SketchWriter:
                 "underflow": p.underflow[1],
                 "subnormal": p.subnormal[1],
                 "zeros": p.zeros,
+                "nonfinite": p.nonfinite,
                 "headroom": p.headroom,
                 "update_ratio": p.update_ratio,
                 "swallowed": p.swallowed,
