@@ -102,6 +102,7 @@ class TrainStep:
         blackbox: bool | str | Path = True,
     ) -> None:
         _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
+        evidence = _evidence_folder(blackbox)
         options = compile_options(compile)
         if options is not None and accumulate > 1 and uses_graphs(options):
             raise StepError(
@@ -158,7 +159,7 @@ class TrainStep:
         self._sums = Sums(low, hooked=hooked, windows=windows)
         # what a graph repeats is not seen by Python, which could not run it again
         self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
-        self._evidence = None if isinstance(blackbox, bool) else Path(blackbox)
+        self._evidence = evidence
         self._box: Any = None  # made by the first step that is not finite
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
@@ -501,6 +502,15 @@ def _rebuild(
         load_rounding(made, weights)
     made._step = step
     return made
+
+
+def _evidence_folder(blackbox: object) -> Path | None:
+    """Return the folder that `blackbox` names; None for True and False."""
+    if isinstance(blackbox, bool):
+        return None
+    if not isinstance(blackbox, (str, Path)) or not str(blackbox):
+        raise StepError(f"blackbox={blackbox!r}; expected True, False, or a folder for evidence files")
+    return Path(blackbox)
 
 
 def _validate(
