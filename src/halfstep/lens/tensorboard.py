@@ -17,6 +17,9 @@ from halfstep.lens.sketch import ExponentSketch
 __all__ = ["EventWriter", "SketchWriter"]
 
 
+NEEDED = ("add_scalar", "add_histogram_raw")
+
+
 class EventWriter(Protocol):
     """What is needed of ``torch.utils.tensorboard.SummaryWriter``."""
 
@@ -59,13 +62,9 @@ class SketchWriter:
     """
 
     def __init__(self, target: str | Path | EventWriter) -> None:
-        if isinstance(target, (str, Path)):
-            target = _opened(target)
-        elif not (hasattr(target, "add_scalar") and hasattr(target, "add_histogram_raw")):
-            raise HalfstepError(
-                f"SketchWriter takes a folder or a writer with add_scalar and add_histogram_raw, not {target!r}"
-            )
-        self.writer: EventWriter = target
+        if not isinstance(target, (str, Path)) and not all(hasattr(target, name) for name in NEEDED):
+            raise HalfstepError(f"SketchWriter takes a folder or a writer with {' and '.join(NEEDED)}, not {target!r}")
+        self.writer: EventWriter = _opened(target) if isinstance(target, (str, Path)) else target
 
     def add(self, record: MonitorRecord) -> None:
         """Write one record, at its step."""
