@@ -383,9 +383,25 @@ def test_a_disk_that_fills_up_is_said_once_and_training_goes_on(
             else:
                 assert box.explain().op == "div"
             optimizer.zero_grad()
-    assert caplog.text.count("could not be written") == 1 and "file write failed" in caplog.text
+    assert caplog.text.count("could not be written") == 1
+    assert "file write failed (is the disk full?)" in caplog.text
     assert all(bool(t.isfinite().all()) for t in model.state_dict().values())
     assert not [p for p in tmp_path.iterdir() if p.suffix != ".txt"]
+
+
+def test_reports_are_bounded_in_number_where_evidence_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(content: object, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    model = made("dictionaries returned")
+    step = hs.TrainStep(model, sgd(model), loss_fn, policy=BF16, blackbox=tmp_path)
+    for _ in range(6):
+        step(*batches()[1])
+        step.explain()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"halfstep-blackbox-{n}.txt" for n in (3, 4, 5, 6)]
 
 
 def test_a_path_that_is_a_file_is_said_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

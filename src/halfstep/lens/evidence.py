@@ -49,17 +49,20 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
         path.with_suffix(".txt").write_text("\n".join([str(verdict), *notes]) + "\n", encoding="utf-8")
         torch.save(content, part)
         part.replace(path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError that does not say so
         _remove(part)
-        return f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}"
+        hint = "" if isinstance(error, OSError) else " (is the disk full?)"
+        said = f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}{hint}"
+    else:
+        said = str(path)
     if path in written:
         written.remove(path)
-    written.append(path)
+    written.append(path)  # also where there is no more than the report
     while len(written) > MOST_FILES:
         old = written.pop(0)
         _remove(old)
         _remove(old.with_suffix(".txt"))
-    return str(path)
+    return said
 
 
 def _remove(path: Path) -> None:
