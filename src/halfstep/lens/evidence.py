@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StepError
 from halfstep.events import Verdict
@@ -21,11 +22,12 @@ from halfstep.lens.diagnose import Subject
 from halfstep.step.memory import Kept
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["load_evidence", "save_evidence", "window_of"]
+__all__ = ["load_evidence", "load_weights", "save_evidence", "window_of"]
 
 VERSION = 1
 MOST_FILES = 4
 MOST_BYTES = 1 << 30
+SHOWN = 3  # weights named that do not fit
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 
 
@@ -47,17 +49,20 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
         path.with_suffix(".txt").write_text("\n".join([str(verdict), *notes]) + "\n", encoding="utf-8")
         torch.save(content, part)
         part.replace(path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError that does not say so
         _remove(part)
-        return f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}"
+        hint = "" if isinstance(error, OSError) else " (is the disk full?)"
+        said = f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}{hint}"
+    else:
+        said = str(path)
     if path in written:
         written.remove(path)
-    written.append(path)
+    written.append(path)  # also where there is no more than the report
     while len(written) > MOST_FILES:
         old = written.pop(0)
         _remove(old)
         _remove(old.with_suffix(".txt"))
-    return str(path)
+    return said
 
 
 def _remove(path: Path) -> None:
@@ -136,6 +141,30 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
         raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
     return content
+
+
+def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> None:
+    """Put the weights of an evidence file into `model`; none if the file holds none.
+
+    Raises:
+        StepError: they are those of another model; `model` is as before.
+    """
+    weights = content["model"]
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    if not weights:
+        return
+    odd = [f"{name} is missing" for name in own if name not in weights]
+    odd += [f"{name} is not in the model" for name in weights if name not in own]
+    odd += [
+        f"{name} is {tuple(weights[name].shape)} and {tuple(tensor.shape)} in the model"
+        for name, tensor in own.items()
+        if name in weights and not is_lazy(tensor) and weights[name].shape != tensor.shape
+    ]
+    if odd:
+        more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+        what = f"{', '.join(odd[:SHOWN])}{more}; is it the model of that run?"
+        raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
+    model.load_state_dict(weights, strict=False)  # what is no tensor was not kept
 
 
 def window_of(content: Mapping[str, Any], device: torch.device) -> list[Kept]:

@@ -7,6 +7,8 @@ hook that would step an optimizer or reduce over ranks; only re-entrant checkpoi
 
 from __future__ import annotations
 
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -122,8 +124,8 @@ class Replay:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Put back what a replay changes."""
-        random = random_states()
         modules = list(self.model.modules())
+        put_back = _generators(modules)
         buffers = [(b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None]
         plain = [(m, dict(m._buffers), {k: v for k, v in vars(m).items() if isinstance(v, PLAIN)}) for m in modules]
         with ExitStack() as stack:
@@ -144,7 +146,28 @@ class Replay:
                     for name, value in values.items():
                         if vars(module).get(name) is not value:
                             vars(module)[name] = value
-                put_random(random)
+                put_back()
+
+
+def _generators(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Note the states of all generators a forward pass may draw from, and return what puts them back.
+
+    Those of torch, Python and NumPy, and those that modules hold.
+    """
+    states, python = random_states(), random.getstate()
+    numpy = sys.modules.get("numpy.random")  # nobody draws from it who has not imported it
+    array = None if numpy is None else numpy.get_state()
+    held = [(g, g.get_state()) for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
+
+    def put_back() -> None:
+        put_random(states)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(array)
+        for generator, state in held:
+            generator.set_state(state)
+
+    return put_back
 
 
 def _own(tensor: Tensor) -> Tensor:

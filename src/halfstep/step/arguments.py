@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from halfstep.errors import StepError
 from halfstep.scale.scaler import GradScaler
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "evidence_folder"]
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -53,3 +54,16 @@ def check_arguments(
         )
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")
+
+
+def evidence_folder(blackbox: object) -> Path | None:
+    """Return the folder that `blackbox` names; None for True and False.
+
+    Raises:
+        StepError: it is neither.
+    """
+    if isinstance(blackbox, bool):
+        return None
+    if not isinstance(blackbox, (str, Path)) or not str(blackbox):
+        raise StepError(f"blackbox={blackbox!r}; expected True, False, or a folder for evidence files")
+    return Path(blackbox)

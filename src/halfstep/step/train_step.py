@@ -29,7 +29,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
-from halfstep.step.arguments import check_arguments
+from halfstep.step.arguments import check_arguments, evidence_folder
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
@@ -101,6 +101,7 @@ class TrainStep:
         blackbox: bool | str | Path = True,
     ) -> None:
         check_arguments(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
+        evidence = evidence_folder(blackbox)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -147,7 +148,7 @@ class TrainStep:
         self._sums = Sums(low, hooked=hooked, windows=windows)
         # what a graph repeats is not seen by Python, which could not run it again
         self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
-        self._evidence = None if isinstance(blackbox, bool) else Path(blackbox)
+        self._evidence = evidence
         self._box: Any = None  # made by the first step that is not finite
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
