@@ -11,7 +11,7 @@ QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-gpu count faults compare-full tables clean
+.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens count faults compare-full tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -54,6 +54,9 @@ bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 15 minut
 
 bench-gpu: $(PEERS)  ## the same on a CUDA device -> benchmarks/results/gpu.json
 	$(QUIET) $(BIN)/python -m benchmarks.run --device cuda --json benchmarks/results/gpu.json
+
+bench-lens: $(READY)  ## what black box, monitor and audit cost, some 7 minutes on 2 cores -> benchmarks/results/lens.json
+	$(QUIET) $(BIN)/python -m benchmarks.lens --json benchmarks/results/lens.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks import loops, peers
+from benchmarks import instruments, loops, peers
 from benchmarks.cases import AGAIN, AMP, EMPTY_MODE, LINEAR_LOSS, OURS, TORCHAO, WRAPPERS, Case
 from benchmarks.loops import Absent, Run
 
@@ -33,6 +33,7 @@ LOOPS: Mapping[str, Loop] = {
     **{f"{preset} captured": partial(loops.policy, preset=preset, cuda_graph=True) for preset in ("mixed", "pure")},
     **{name: partial(loops.linear_loss, preset=name.partition(",")[0]) for name in LINEAR_LOSS},
     LIMIT: loops.low,
+    **instruments.LOOPS,
 }
 """Every candidate's loop. LIMIT is none: it trains nothing, and its time is the floor of a step's."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.cases import AMP
 from benchmarks.curves import FACTOR
+from benchmarks.instruments import ON
 from benchmarks.reports import Reports, bf16_cases, row
 
 MIB = 2.0**20
@@ -43,7 +44,7 @@ class Goal:
         bound: what it may be at most, or at least.
         least: whether the bound is a lower one.
         read: how to find the number; it returns None where nothing was measured.
-        on: "cpu", "gpu" or "counts": the report it comes from.
+        on: "cpu", "gpu", "counts" or "lens": the report it comes from.
     """
 
     what: str
@@ -161,6 +162,35 @@ def furthest_curve(reports: Reports) -> Reached | None:
     return max(found, key=lambda reached: reached.value, default=None)
 
 
+def instrument(case: str, *path: str) -> Read:
+    """Read a paired ratio out of what was measured of instruments on a case.
+
+    Args:
+        case: its name.
+        path: keys that lead to the ratio.
+    """
+
+    def read(reports: Reports) -> Reached | None:
+        found = reports.lens.get("cases", {}).get(case)
+        for key in path:
+            if found is None:
+                return None
+            found = found.get(key)
+        return None if found is None else Reached(value=found["median"], low=found["low"], high=found["high"])
+
+    return read
+
+
+def dearest_audit(reports: Reports) -> Reached | None:
+    """Read the largest ratio of an audit to as many training steps."""
+    found = [
+        Reached(value=r["median"], low=r["low"], high=r["high"], where=case["title"])
+        for case in reports.lens.get("cases", {}).values()
+        for r in [case["audit"]["ratio"]]
+    ]
+    return max(found, key=lambda reached: reached.value, default=None)
+
+
 # ------------------------------------------------------------------ the goals
 
 
@@ -248,3 +278,23 @@ def goals() -> Iterator[Goal]:
         read=step("lenet5", "pure captured", on="gpu"),
         on="gpu",
     )
+
+
+def instrument_goals() -> Iterator[Goal]:
+    """Return the goals of the instruments, in the order of their table."""
+    models = (("gpt256", "the GPT, d = 256", 1.01), ("lenet5", "LeNet-5", 1.03))
+    for case, name, bound in models:
+        yield Goal(
+            what=f"step of {name}: black box on / off",
+            bound=bound,
+            read=instrument(case, "turns", "rows", ON, "ratio"),
+            on="lens",
+        )
+    for case, name, _ in models:
+        yield Goal(
+            what=f"step of {name}: `hs.Monitor(every=100)` / none",
+            bound=1.02,
+            read=instrument(case, "turns", "every", "100"),
+            on="lens",
+        )
+    yield Goal(what="audit / as many training steps, the dearest model", bound=8, read=dearest_audit, on="lens")

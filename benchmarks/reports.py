@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,18 @@ class Reports:
         cpu: written by ``python -m benchmarks.run --device cpu``.
         gpu: the same with ``--device cuda``.
         counts: written by ``python -m halfstep.testing.count --json``: steps on fake CUDA tensors.
+        lens: written by ``python -m benchmarks.lens --json``: what instruments cost.
     """
 
     cpu: dict[str, Any]
     gpu: dict[str, Any]
     counts: dict[str, Any]
+    lens: dict[str, Any] = field(default_factory=dict)
 
 
 def committed() -> Reports:
     """Return the committed files."""
-    return Reports(cpu=load("cpu.json"), gpu=load("gpu.json"), counts=load("counts.json"))
+    return Reports(cpu=load("cpu.json"), gpu=load("gpu.json"), counts=load("counts.json"), lens=load("lens.json"))
 
 
 def row(report: dict[str, Any], case: str, label: str) -> dict[str, Any] | None:

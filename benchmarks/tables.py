@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import html
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import AMP
-from benchmarks.goals import MIB, Goal, goals
+from benchmarks.goals import MIB, Goal, goals, instrument_goals
+from benchmarks.lens_tables import lens_blocks
 from benchmarks.markdown import fill, megabytes, ratio, table, whole
 from benchmarks.pictures import pictures
 from benchmarks.reports import Reports, bf16_cases, committed, load, row
@@ -49,6 +51,18 @@ def bench_source(data: dict[str, Any]) -> str:
     quick = [case["title"] for case in data["cases"].values() if case["quick"]]
     if quick:
         text += f"\n\n**Few rounds (`--quick`), which show that a case runs and measure nothing: {', '.join(quick)}.**"
+    return text
+
+
+def lens_source(data: dict[str, Any]) -> str:
+    """Return the command and the machine of the measurements of instruments."""
+    if not data:
+        return "Not measured here."
+    parts = [*data["cases"].values(), *([data["faults"]] if data["faults"] else [])]
+    commits = sorted({part["commit"] for part in parts})
+    text = f"{source(data)} {data['machine']['torch_threads']} threads. Commit {', '.join(commits)}."
+    if any(part["quick"] for part in parts):
+        text += "\n\n**Few rounds (`--quick`), which show that it runs and measure nothing.**"
     return text
 
 
@@ -214,8 +228,8 @@ def goal_row(goal: Goal, reports: Reports) -> list[str]:
     return [goal.what, bound, reached, "yes" if goal.met(found) else "**no**"]
 
 
-def goal_table(reports: Reports) -> str:
-    return table(["number", "goal", "reached", ""], [goal_row(goal, reports) for goal in goals()])
+def goal_table(reports: Reports, listed: Iterable[Goal]) -> str:
+    return table(["number", "goal", "reached", ""], [goal_row(goal, reports) for goal in listed])
 
 
 def summary(bench: dict[str, Any]) -> str:
@@ -296,7 +310,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "source compare": source(full),
         "source compare resnet": source(digits),
         "summary": summary(bench),
-        "goals": goal_table(reports),
+        "goals": goal_table(reports, goals()),
         "entry": entry(bench),
         "norms": norms(bench),
         "spread": spread(bench),
@@ -306,6 +320,9 @@ def blocks(reports: Reports) -> dict[str, str]:
         "profiles": profiles(bench),
         "counted": counted(reports.counts),
         "gpu": gpu(reports.gpu),
+        "instrument goals": goal_table(reports, instrument_goals()),
+        "source lens": lens_source(reports.lens),
+        **lens_blocks(reports.lens),
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
 

@@ -54,6 +54,7 @@ def test_rows_can_be_chosen_sorted_and_asked_about(tasks: Path) -> None:
                      "--what-if", "fp8_e4m3:4096", "--what-if", "fp16")  # fmt: skip
     assert code == 0
     assert text.count("| activation ") == 1 and "what if fp8_e4m3:4096: " in text and "what if fp16: " in text
+    assert "e+" not in text.partition("what if")[2]
 
 
 def test_everything_is_written_as_json_and_as_a_page(tasks: Path, tmp_path: Path) -> None:

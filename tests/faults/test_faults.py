@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
 from tests.faults import score
-from tests.faults.case import Case, Control, Fault, cured, marked_line, run, start
+from tests.faults.case import Control, Fault, marked_line, run
 from tests.faults.catalog import CONTROLS, DEFINITIONS, LIST_A, LIST_A_RANKS, LIST_B
-from tests.faults.witness import Witness
+from tests.faults.observe import bad_steps, bad_tensors, finite, first_sight, loss_of_the_bad_step, unhelped
+from tests.faults.plain import plain_bad_steps
 
 # halfstep says, once, what it thinks of a static scale that cannot help
 pytestmark = pytest.mark.filterwarnings("ignore:gradients are not finite:UserWarning")
@@ -35,12 +31,6 @@ PRODUCERS = [pytest.param(fault, id=fault.name) for fault in LIST_A if fault.tru
 B = [pytest.param(fault, id=fault.name) for fault in LIST_B]
 HEALTHY = [pytest.param(control, id=control.name) for control in CONTROLS]
 PLAIN = [pytest.param(fault, id=fault.name) for fault in LIST_A if fault.plain]
-LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def bad_steps(case: Case, policy: hs.Policy | None = None) -> list[int]:
-    """Return the calls whose loss is not finite or whose update was refused."""
-    return [r.step for _, r in run(case, policy) if r.skipped or not math.isfinite(r.loss)]
 
 
 def test_the_lists_are_as_long_as_they_have_to_be() -> None:
@@ -67,61 +57,22 @@ def test_it_breaks_the_same_step_in_torch_alone(fault: Fault) -> None:
     assert list(plain_bad_steps(case))[:1] == [fault.truth.step]
 
 
-def plain_bad_steps(case: Case) -> Iterator[int]:
-    policy = case.policy
-    scale = policy.scale if isinstance(policy.scale, float) else 1.0
-    count = case.options.get("accumulate", 1)
-    low = LOW.get(policy.dtype)
-    if policy.params == "low" and policy.master == "none":
-        case.model.to(low)
-    region = torch.autocast("cpu", dtype=low) if low is not None else contextlib.nullcontext()
-    for number in range(1, case.steps + 1):
-        case.before(number)
-        with region:
-            loss = case.loss_fn(case.model, *case.batch(number))
-        (loss.float() * scale / count).backward()
-        grads = [p.grad for p in case.model.parameters() if p.grad is not None]
-        if not all(bool(torch.isfinite(t).all()) for t in (loss.detach(), *grads)):
-            yield number
-        elif number % count == 0:
-            torch._foreach_div_(grads, scale)
-            case.optimizer.step()
-        if number % count == 0:
-            case.optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("fault", PRODUCERS)
 def test_the_marked_line_is_the_one_that_makes_it(fault: Fault) -> None:
     """Seen by a witness that knows nothing of policies: who first made a non-finite number of finite ones."""
-    case, truth = fault.build(), fault.truth
-    witness = Witness(case.model)
-    step = start(replace(case, loss_fn=witness.watching(case.loss_fn)))
-    with witness.on():
-        for number in range(1, truth.step + 1):
-            case.before(number)
-            witness.step(step, case.batch(number))
-    marked = marked_line(fault)
+    truth, first, marked = fault.truth, first_sight(fault), marked_line(fault)
     assert marked is not None
+    assert (first.file, first.line) == marked[:2]
     if truth.phase == "forward":
-        first = witness.forward[0]
         assert first.op in (truth.op, *truth.also)
         assert first.module in (truth.module, *truth.also)
     else:
-        assert math.isfinite(float(fault_loss(fault)))
-        first = witness.backward[0]
-    assert (first.file, first.line) == marked[:2]
-
-
-def fault_loss(fault: Fault) -> float:
-    """Return the loss of the bad step."""
-    return next(r.loss for _, r in run(fault.build()) if r.step == fault.truth.step)
+        assert math.isfinite(loss_of_the_bad_step(fault))
 
 
 @pytest.mark.parametrize("fault", A)
 def test_its_cures_cure_it_and_where_there_are_none_fp32_fails_too(fault: Fault) -> None:
-    for cure in fault.truth.cures:
-        case = fault.build()
-        assert bad_steps(case, cured(case.policy, cure, fault.truth)) == [], cure
+    assert unhelped(fault) == []
     if fault.truth.op and not fault.truth.cures:
         assert bad_steps(fault.build(), hs.Policy.of("O0"))[:1] == [fault.truth.step]
 
@@ -146,23 +97,9 @@ def test_a_bad_batch_is_bad_and_the_batches_before_it_are_not(fault: Fault) -> N
         assert finite(case.batch(number)) == (number < fault.truth.step)
 
 
-def finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(torch.isfinite(value).all())
-    parts = value.values() if isinstance(value, dict) else value
-    return all(finite(part) for part in parts)
-
-
 @pytest.mark.parametrize("fault", [f for f in LIST_A if f.truth.kind == "bad_state"], ids=lambda f: str(f.name))
 def test_bad_state_is_where_it_is_said_to_be_before_the_bad_step(fault: Fault) -> None:
-    case = fault.build()
-    step = start(case)
-    for number in range(1, fault.truth.step):
-        case.before(number)
-        assert not step(*case.batch(number)).host().skipped
-    case.before(fault.truth.step)
-    held = dict((*case.model.named_parameters(), *case.model.named_buffers()))
-    bad = {name for name, value in held.items() if not bool(torch.isfinite(value).all())}
+    bad = bad_tensors(fault)
     assert fault.truth.parameter in bad
     assert bad <= {fault.truth.parameter, *fault.truth.also}
 

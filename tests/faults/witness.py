@@ -26,7 +26,7 @@ import halfstep as hs
 __all__ = ["Sight", "Witness"]
 
 HERE = Path(__file__).parent
-OURS = {"case.py", "witness.py", "test_faults.py"}
+OURS = {"case.py", "observe.py", "witness.py", "test_faults.py", "test_second.py"}
 MAKES_CONSTANTS = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "new_full", "fill_", "pad", "where"}
 
 
@@ -102,7 +102,7 @@ class Witness(TorchFunctionMode):
         frame = sys._getframe(3)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            if path.parent == HERE and path.name not in OURS:
+            if HERE in path.parents and path.name not in OURS:
                 return path.name, frame.f_lineno
             if frame.f_back is None:
                 break
@@ -110,7 +110,7 @@ class Witness(TorchFunctionMode):
         return "", 0
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), "?"))
+        self._stack.append(self._names.get(id(module), ""))
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._stack:
@@ -201,6 +201,6 @@ def _origin(traceback: list[str]) -> tuple[str, int]:
         if not head.startswith('File "'):
             continue
         path = Path(head.split('"')[1])
-        if path.parent == HERE and path.name not in OURS:
+        if HERE in path.parents and path.name not in OURS:
             return path.name, int(head.split("line ")[1].split(",")[0])
     return "", 0

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import native, ops, reference, updates
+from halfstep.kernels.native import calls, compiler
 
 REASON = native.why_not()
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -44,7 +45,7 @@ SPECIAL = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, -1e-42,
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Share the work of few elements too; tests that change the number of threads need not change it back."""
-    monkeypatch.setattr(native, "ALONE", {"update": 0, "norms": 0})
+    monkeypatch.setattr(calls, "ALONE", {"update": 0, "norms": 0})
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -443,7 +444,7 @@ assert len(os.listdir("/proc/self/task")) == tasks, "torch's threads did the wor
 
 
 def python(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(native.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(native.__file__).parents[3])}
     command = [sys.executable, "-c", script, *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -491,12 +492,19 @@ def test_where_it_cannot_be_had_the_reason_is_a_sentence_and_norms_are_as_before
     assert not list((tmp_path / "cache" / "halfstep").iterdir()), "nothing stays behind"
 
 
+def test_a_change_in_any_source_makes_another_file_in_the_cache() -> None:
+    folder = compiler.SOURCE.parent
+    assert {*compiler.INCLUDED} == {file.name for file in folder.iterdir() if file.suffix in (".h", ".cpp")} - {
+        compiler.SOURCE.name
+    }
+
+
 @compiled
 def test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    callers = [threading.Thread(target=native._compiled) for _ in range(2)]  # as two processes do: without the lock
+    callers = [threading.Thread(target=compiler.compiled) for _ in range(2)]  # as two processes do: without the lock
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -504,17 +512,17 @@ def test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_mad
     (file,) = (tmp_path / "halfstep").iterdir()
     whole = file.stat().st_size
     file.write_bytes(b"damaged")
-    assert native._library().halfstep_norms and file.stat().st_size == whole
-    assert native._compiled() == file and list(file.parent.iterdir()) == [file]
+    assert compiler.library().halfstep_norms and file.stat().st_size == whole
+    assert compiler.compiled() == file and list(file.parent.iterdir()) == [file]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions of POSIX")
 def test_a_cache_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._folder() == tmp_path / "halfstep"
+    assert compiler.cache_folder() == tmp_path / "halfstep"
     (tmp_path / "halfstep").chmod(0o777)
-    assert native._folder() not in (tmp_path / "halfstep", tmp_path)
-    assert native._folder().stat().st_mode & 0o077 == 0
+    assert compiler.cache_folder() not in (tmp_path / "halfstep", tmp_path)
+    assert compiler.cache_folder().stat().st_mode & 0o077 == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "halfstep" / "file"))
     (tmp_path / "halfstep" / "file").write_text("not a folder")
-    assert native._folder().is_dir()
+    assert compiler.cache_folder().is_dir()

@@ -457,6 +457,8 @@ def test_a_compiled_model_is_watched_without_a_break_or_a_second_compilation() -
         (lambda m, o: hs.Monitor(m), r"pass the one that trains the model, Monitor\(model, optimizer\)"),
         (lambda m, o: hs.Monitor(m, o), "pass format='fp16'"),
         (lambda m, o: hs.Monitor(trained(POLICIES["fp32"]), o), "knows the step's own optimizer"),
+        (lambda m, o: hs.Monitor(network(), o, format="fp16"), "SGD holds no parameter of Sequential"),
+        (lambda m, o: hs.Monitor(m, o, format="fp16", scaler="auto"), "scaler must be the loop's GradScaler.* is str"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(make: Callable[[Any, Any], Any], words: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +111,11 @@ def test_sparse_tensors_count_what_is_there() -> None:
     assert ExponentSketch.of(torch.eye(3).to_sparse()).exponents == {0: 3}
 
 
-@pytest.mark.parametrize("wrong", [torch.arange(3), torch.ones(2, dtype=torch.bool), [1.0]])
+@pytest.mark.parametrize(
+    "wrong", [torch.arange(3), torch.ones(2, dtype=torch.bool), [1.0], torch.ones(2, device="meta")]
+)
 def test_what_has_no_exponents_is_refused(wrong: Tensor) -> None:
-    with pytest.raises(FormatError, match="int64|bool|list"):
+    with pytest.raises(FormatError, match="int64|bool|list|meta"):
         ExponentSketch.of(wrong)
 
 
@@ -228,8 +231,8 @@ def test_an_inner_threshold_leaves_bounds_and_the_ends_of_the_data_settle_them()
     assert ExponentSketch.of(more).overflow("fp16") == (0.25, 0.75)  # one, and not the smallest
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_that_makes_no_sense_is_refused(scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, "large", None])
+def test_a_scale_that_makes_no_sense_is_refused(scale: Any) -> None:
     with pytest.raises(FormatError, match="scale="):
         ExponentSketch().underflow("fp16", scale)
     with pytest.raises(FormatError, match="unknown number format 'fp61'.*did you mean 'fp16'"):
@@ -290,6 +293,14 @@ def test_a_sketch_of_everything_there_is_takes_under_3_kb() -> None:
 def test_what_is_no_sketch_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(FormatError, match="not the values of an ExponentSketch"):
         ExponentSketch.from_dict({**ExponentSketch.of(torch.ones(2)).to_dict(), **change})
+
+
+@pytest.mark.parametrize("wrong", [3, None, "text"])
+def test_what_is_no_sketch_at_all_is_refused(wrong: Any) -> None:
+    with pytest.raises(FormatError, match="expected a mapping and got"):
+        ExponentSketch.from_dict(wrong)
+    with pytest.raises(FormatError, match="merge_ takes an ExponentSketch and got"):
+        ExponentSketch().merge_(wrong)
 
 
 def test_a_sketch_prints_as_one_line() -> None:

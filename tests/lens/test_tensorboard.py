@@ -86,11 +86,17 @@ def test_a_record_of_a_monitor_is_written_at_its_step() -> None:
     assert set(fake.histograms) == histograms | {f"activation/{n}" for n in "012"}
     assert {h["global_step"] for h in fake.histograms.values()} == {4}
     assert fake.histograms["gradient/0.weight"]["num"] == record.parameters[0].gradient.nonzero
-    kinds = ("underflow", "subnormal", "zeros", "headroom", "update_ratio", "swallowed")
+    kinds = ("underflow", "subnormal", "zeros", "nonfinite", "headroom", "update_ratio", "swallowed")
     assert set(fake.curves) == {"scale", *(f"{kind}/{name}" for kind in kinds for name in names)}
     assert fake.curves["scale"] == (4, 65536.0)
     writer.close()
     assert fake.closed
+
+
+@pytest.mark.parametrize("target", [None, 3, object()])
+def test_what_is_neither_a_folder_nor_a_writer_is_refused(target: Any) -> None:
+    with pytest.raises(HalfstepError, match="takes a folder or a writer with add_scalar and add_histogram_raw"):
+        hs.SketchWriter(target)
 
 
 def test_without_tensorboard_a_folder_is_refused_with_the_remedy(

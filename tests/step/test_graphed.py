@@ -20,14 +20,14 @@ from halfstep.errors import StepError
 from halfstep.step import capturable, recorder
 from halfstep.step.baked import Rates
 from halfstep.step.graphed import KINDS, RESETS, WARM_UPS, Graphs
-from halfstep.weights import store
+from halfstep.weights import attachment
 from tests.step.tape import TapeRecorder
 
 
 @pytest.fixture(autouse=True)
 def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
-    monkeypatch.setattr(store, "_skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
+    monkeypatch.setattr(attachment, "_skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
     monkeypatch.setattr(capturable, "OURS", (*capturable.OURS, str(Path(__file__).with_name("tape.py"))))
     yield
 

@@ -34,7 +34,7 @@ def resnet() -> hs.Task:
 
 def measured(task: hs.Task, model: nn.Module) -> float:
     with torch.no_grad():
-        return task.metric(model.eval())
+        return task.measured(model.eval())
 
 
 def trained(task: hs.Task, steps: int) -> nn.Module:
@@ -144,8 +144,8 @@ def test_the_metric_counts_right_answers(lenet: hs.Task) -> None:
             answers[: self.wrong] = (answers[: self.wrong] + 1) % 10
             return nn.functional.one_hot(answers, 10).float()
 
-    assert lenet.metric(Oracle(0)) == 100.0
-    assert lenet.metric(Oracle(37)) == pytest.approx(96.3)
+    assert lenet.measured(Oracle(0)) == 100.0
+    assert lenet.measured(Oracle(37)) == pytest.approx(96.3)
 
 
 def test_the_residual_network_halves_images_and_adds_what_it_skipped() -> None:

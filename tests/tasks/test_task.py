@@ -8,6 +8,8 @@ import pytest
 
 import halfstep as hs
 from halfstep.tasks import TaskError, load_task, machine, task_names
+from halfstep.tasks.candidates import candidates
+from halfstep.tasks.compare import check
 from tests.tasks.small import small_task
 
 
@@ -15,7 +17,9 @@ from tests.tasks.small import small_task
     ("field", "value", "complaint"),
     [
         ("model", 3, "task 'small': model must be callable and is 3"),
-        ("metric", None, "metric must be callable and is None"),
+        ("metric", 3, "metric must be callable and is 3"),
+        ("metric", None, "metric and margin go together"),
+        ("margin", None, "metric and margin go together"),
         ("steps", 0, "steps must be a whole number from 1 and is 0"),
         ("excerpt_steps", 2.5, "excerpt_steps must be a whole number from 1 and is 2.5"),
         ("margin", 0.0, "margin must be a positive number and is 0.0"),
@@ -26,6 +30,14 @@ from tests.tasks.small import small_task
 def test_a_task_that_makes_no_sense_says_what_and_where(field: str, value: Any, complaint: str) -> None:
     with pytest.raises(TaskError, match=complaint):
         small_task(**{field: value})
+
+
+def test_a_task_without_a_metric_is_not_compared() -> None:
+    task = small_task(metric=None, margin=None)
+    with pytest.raises(TaskError, match="task 'small' has no metric to compare by; give it metric= and margin="):
+        check(task, candidates([], "cpu"), "cpu")
+    with pytest.raises(TaskError, match="has no metric"):
+        task.measured(task.model())
 
 
 def test_a_task_is_frozen_and_its_error_is_halfsteps() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.emulate import apply, plain
+from halfstep.cast.functions import apply, plain
 from halfstep.cast.losses import differentiated
 from halfstep.kernels.cross_entropy import Shares, losses, parts, rounded_slope, shares, slope, widened
 

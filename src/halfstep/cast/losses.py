@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.emulate import apply, plain
+from halfstep.cast.functions import apply, plain
 from halfstep.kernels import loss_ops
 from halfstep.kernels.cross_entropy import losses, parts, rows_at_a_time, shares, slope, slope_into
 

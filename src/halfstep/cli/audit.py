@@ -199,5 +199,5 @@ def _print_answer(out: Any, question: str, answers: Sequence[Any], count: int) -
 
 
 def _bounds(bounds: tuple[float, float]) -> str:
-    low, high = (f"{100 * share:.2g} %" for share in bounds)
+    low, high = (f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %" for share in bounds)
     return low if low == high else f"{low} to {high}"

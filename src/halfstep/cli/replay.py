@@ -17,7 +17,8 @@ def run_replay(file: Path, model: str) -> int:
     """Replay `file` on the task `model`, print the verdict, and return the exit code."""
     try:
         if not file.is_file():
-            raise TaskError(f"file {str(file)!r} does not exist; expected a halfstep-blackbox-STEP.pt")
+            what = "is a folder" if file.is_dir() else "does not exist"
+            raise TaskError(f"file {str(file)!r} {what}; expected a halfstep-blackbox-STEP.pt")
         task = load_model(model)
         if not isinstance(task, Task):
             raise TaskError(f"{model} returns a module, and a replay needs its loss function too: return an hs.Task")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.diagnose import Subject
-from halfstep.lens.evidence import load_evidence, window_of
+from halfstep.lens.evidence import load_evidence, load_weights, window_of
 from halfstep.lens.replay import Replay
 from halfstep.lens.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
 from halfstep.lens.trials import rebound, with_rules
@@ -221,19 +221,21 @@ def replay(file: str | Path, task: Any) -> Verdict:
         task: an `hs.Task`, whose model, loss function and optimizer are those of the run.
 
     Raises:
-        StepError: no evidence, or weights that do not fit the task's model.
+        StepError: no evidence, no task, or weights that do not fit the task's model.
     """
     content = load_evidence(file)
+    if not all(callable(getattr(task, needed, None)) for needed in ("model", "optimizer", "loss_fn")):
+        raise StepError(f"replay takes an hs.Task of the run and got {type(task).__name__}")
     model = task.model()
     policy = None if content["policy"] is None else Policy.from_toml(content["policy"])
     step = TrainStep(model, task.optimizer(model), task.loss_fn, policy=policy or "O0")
-    if content["model"]:
-        try:
-            model.load_state_dict(content["model"])
-        except RuntimeError as error:
-            raise StepError(f"the weights in {str(file)!r} do not fit the task's model: {error}") from error
+    load_weights(model, content, file)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     modules = dict(model.named_modules())
     buffers = [(modules[m], n, v.to(device)) for m, n, v in content["buffers"] if m in modules]
     scale = torch.tensor(float(content["scale"]))
-    return StepBox(step)._explained(Window(window_of(content, device), buffers, int(content["step"]), scale))
+    verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, int(content["step"]), scale))
+    if content["model"]:
+        return verdict
+    note = "the evidence holds no weights: the replay ran with those that the task's model begins with"
+    return replace(verdict, notes=(*verdict.notes, note))

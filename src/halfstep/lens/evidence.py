@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StepError
 from halfstep.events import Verdict
@@ -22,12 +23,14 @@ from halfstep.lens.diagnose import Subject
 from halfstep.step.memory import Kept
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["load_evidence", "save_evidence", "window_of"]
+__all__ = ["load_evidence", "load_weights", "save_evidence", "window_of"]
 
 VERSION = 1
 MOST_FILES = 4  # of a run
 MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30  # with weights
+MOST_BATCHES = 1 << 30  # bytes of micro-batches
+SHOWN = 3  # weights named that do not fit
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 
 
@@ -51,29 +54,33 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
         if content is not None:
             torch.save(content, part)
             part.replace(path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError that does not say so
         _remove(part)
-        return f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}"
+        hint = "" if isinstance(error, OSError) else " (is the disk full?)"
+        said = f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}{hint}"
+    else:
+        alone = f"evidence of step {subject.step} is its report alone: {notes[-1] if notes else ''}"
+        said = alone if content is None else str(path)
     if path in written:
         written.remove(path)
-    written.append(path)
+    written.append(path)  # also where there is no more than the report
     surplus = [written.pop(0) for _ in range(len(written) - MOST_FILES)]
     for old in [*surplus, *_surplus(folder, rank)]:
         _remove(old)
         _remove(old.with_suffix(".txt"))
-    return str(path) if content is not None else f"evidence of step {subject.step} is its report alone: {notes[-1]}"
+    return said
 
 
 def _surplus(folder: Path, rank: str) -> list[Path]:
     """Return the oldest files of a rank in `folder` beyond `MOST_IN_FOLDER`, whoever wrote them."""
     name = re.compile(rf"halfstep-blackbox-\d+{rank}\.txt")
     found = []
-    for path in folder.iterdir():
-        try:
+    try:
+        for path in folder.iterdir():
             if name.fullmatch(path.name):
                 found.append((path.stat().st_mtime_ns, path.name, path.with_suffix(".pt")))
-        except OSError:  # another run has just removed it
-            continue
+    except OSError:  # another run has just removed one, or there is no folder: next time
+        return []
     return [path for _, _, path in sorted(found)[:-MOST_IN_FOLDER]]
 
 
@@ -98,8 +105,8 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
     state = {n: _cpu(v) for n, v in subject.model.state_dict().items() if isinstance(v, Tensor)}
     alone = sum(t.numel() * t.element_size() for t in tensors(window))
-    if alone > MOST_BYTES:
-        return None, [*notes, f"its micro-batches are {alone >> 20} MiB, more than {MOST_BYTES >> 20}"]
+    if alone > MOST_BATCHES:
+        return None, [*notes, f"its micro-batches are {alone >> 20} MiB, more than {MOST_BATCHES >> 20}"]
     size = sum(t.numel() * t.element_size() for t in tensors((window, state)))
     if size > MOST_BYTES:
         notes.append(f"weights are left out: with them it is {size >> 20} MiB, more than {MOST_BYTES >> 20}")
@@ -157,6 +164,30 @@ def load_evidence(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("halfstep_blackbox") != VERSION:
         raise StepError(f"{str(path)!r} holds no evidence of a halfstep black box of version {VERSION}")
     return content
+
+
+def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> None:
+    """Put the weights of an evidence file into `model`; none if the file holds none.
+
+    Raises:
+        StepError: they are those of another model; `model` is as before.
+    """
+    weights = content["model"]
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    if not weights:
+        return
+    odd = [f"{name} is missing" for name in own if name not in weights]
+    odd += [f"{name} is not in the model" for name in weights if name not in own]
+    odd += [
+        f"{name} is {tuple(weights[name].shape)} and {tuple(tensor.shape)} in the model"
+        for name, tensor in own.items()
+        if name in weights and not is_lazy(tensor) and weights[name].shape != tensor.shape
+    ]
+    if odd:
+        more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+        what = f"{', '.join(odd[:SHOWN])}{more}; is it the model of that run?"
+        raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
+    model.load_state_dict(weights, strict=False)  # what is no tensor was not kept
 
 
 def window_of(content: Mapping[str, Any], device: torch.device) -> list[Kept]:

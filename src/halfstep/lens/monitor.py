@@ -366,6 +366,15 @@ def _validate(target: object, optimizer: object, every: object, scaler: object) 
             "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
             f"Monitor(model, optimizer), not {type(optimizer).__name__}"
         )
+    if isinstance(target, nn.Module) and isinstance(optimizer, Optimizer):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in unwrap(target).parameters()):
+            raise StepError(
+                f"{type(optimizer).__name__} holds no parameter of {type(unwrap(target)).__name__}, so its steps would "
+                "say nothing; pass the optimizer that trains this model"
+            )
+    if scaler is not None and not hasattr(scaler, "scale_on") and not hasattr(scaler, "_scale"):
+        raise StepError(f"scaler must be the loop's GradScaler, halfstep's or torch's, and is {type(scaler).__name__}")
 
 
 def _low_format(model: nn.Module) -> Format:

@@ -71,6 +71,11 @@ class ParameterRecord:
         return self.gradient.zeros / self.gradient.count if self.gradient.count else 0.0
 
     @property
+    def nonfinite(self) -> float:
+        """Share of the gradient's elements that are inf or nan."""
+        return (self.gradient.infs + self.gradient.nans) / self.gradient.count if self.gradient.count else 0.0
+
+    @property
     def amax(self) -> float:
         """Largest finite magnitude of the gradient, scaled."""
         return self.gradient.largest
@@ -112,10 +117,11 @@ class MonitorRecord:
     activations: tuple[ActivationRecord, ...] = field(default=())
 
     def __str__(self) -> str:
-        """Return a readable table, worst underflow first."""
+        """Return a readable table, what is not finite first, then the worst underflow."""
         lines = [f"step {self.step}: {self.samples} samples, scale {self.scale:g}"]
-        for p in sorted(self.parameters, key=lambda p: (-p.underflow[1] - p.subnormal[1], p.name)):
-            parts = [
+        for p in sorted(self.parameters, key=lambda p: (-p.nonfinite, -p.underflow[1] - p.subnormal[1], p.name)):
+            parts = [f"inf or nan {p.nonfinite:.1%}"] if p.nonfinite else []
+            parts += [
                 f"underflow {p.underflow[0]:.1%}",
                 f"subnormal {p.subnormal[1]:.1%}",
                 f"zeros {p.zeros:.1%}",

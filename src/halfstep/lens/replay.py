@@ -7,6 +7,8 @@ hook that would step an optimizer or reduce over ranks; only re-entrant checkpoi
 
 from __future__ import annotations
 
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -142,9 +144,9 @@ class Replay:
     @contextmanager
     def _undone(self) -> Iterator[_Modules]:
         """Put back what a replay changes."""
-        random = random_states()
         modules = _Modules()
         modules.keep(self.model)
+        put_back = _generators()
         with ExitStack() as stack:
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -159,7 +161,22 @@ class Replay:
                 yield modules
             finally:
                 modules.put_back()
-                put_random(random)
+                put_back()
+
+
+def _generators() -> Callable[[], None]:
+    """Note the states of the generators of torch, Python and NumPy, and return what puts them back."""
+    states, python = random_states(), random.getstate()
+    numpy = sys.modules.get("numpy.random")  # nobody draws from it who has not imported it
+    array = None if numpy is None else numpy.get_state()
+
+    def put_back() -> None:
+        put_random(states)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(array)
+
+    return put_back
 
 
 def _several_ranks() -> bool:
@@ -184,11 +201,12 @@ class _Alone(TorchDispatchMode):
 
 
 class _Modules:
-    """Buffers and plain attributes of the modules that a replay runs, as they were before."""
+    """Buffers, generators and plain attributes of the modules that a replay runs, as they were before."""
 
     def __init__(self) -> None:
         self._kept: dict[nn.Module, tuple[dict[str, Tensor | None], dict[str, Any]]] = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
 
     def keep(self, module: nn.Module) -> None:
         """Remember `module` and all below, unless it is known."""
@@ -198,6 +216,8 @@ class _Modules:
             if part not in self._kept:
                 plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN)}
                 self._kept[part] = dict(part._buffers), plain
+                held = [value for value in vars(part).values() if isinstance(value, torch.Generator)]
+                self._generators += [(generator, generator.get_state()) for generator in held]
                 self._buffers += [(b, b.detach().clone()) for b in part._buffers.values() if b is not None]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -211,6 +231,8 @@ class _Modules:
             for buffer, kept in self._buffers:
                 if not torch.equal(buffer, kept) or not extremes(kept)[1]:
                     buffer.copy_(kept)
+        for generator, state in self._generators:
+            generator.set_state(state)
         for module, (held, plain) in self._kept.items():
             module._buffers.update(held)
             for name, value in plain.items():

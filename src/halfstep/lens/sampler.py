@@ -181,8 +181,8 @@ class Sampler:
         assert gradient is not None
         gradient = _local(gradient.to_dense() if gradient.is_sparse else gradient)
         old, held = before
-        change = torch.linalg.vector_norm(value.float() - old.float())
-        ratio = change / torch.linalg.vector_norm(old.float()).clamp(min=torch.finfo(torch.float32).tiny)
+        change = torch.linalg.vector_norm(_wide(value) - _wide(old))
+        ratio = change / torch.linalg.vector_norm(_wide(old)).clamp(min=torch.finfo(torch.float32).tiny)
         active = gradient != 0
         parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
         parts += [(active & (one == other)).sum() for one, other in zip(states, held, strict=False)]
@@ -229,6 +229,13 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if local is None else local()
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_complex() else tensor.float()
+
+
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype's format."""
-    return next((f.name for f in FORMATS.values() if f.torch_dtype is dtype), str(dtype).removeprefix("torch."))
+    """Return the name of a dtype's format: that of the parts of a complex one, and "fp32" for what is wider still."""
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    found = next((f.name for f in FORMATS.values() if f.torch_dtype is dtype), None)
+    return "fp32" if found is None and dtype is torch.float64 else found or str(dtype).removeprefix("torch.")

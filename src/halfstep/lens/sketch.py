@@ -84,10 +84,12 @@ class ExponentSketch:
             tensor: floating (fp8 too) or complex, of which real and imaginary parts count; any shape, also empty.
 
         Raises:
-            FormatError: it is a tensor of integers, or none.
+            FormatError: it is a tensor of integers, one without numbers (on meta), or none.
         """
         if not isinstance(tensor, Tensor):
             raise FormatError(f"ExponentSketch.of takes a tensor and got {type(tensor).__name__}")
+        if tensor.is_meta:
+            raise FormatError("a tensor on meta has a shape and no numbers; sketch it where its numbers are")
         found = Sketches(1, tensor.device)
         found.add_([tensor])
         return found.read()[0]
@@ -109,7 +111,15 @@ class ExponentSketch:
         )
 
     def merge_(self, other: ExponentSketch) -> ExponentSketch:
-        """Count the numbers of `other` too; return self."""
+        """Count the numbers of `other` too; return self.
+
+        Raises:
+            FormatError: `other` is no sketch.
+        """
+        if not isinstance(other, ExponentSketch):
+            raise FormatError(
+                f"merge_ takes an ExponentSketch and got {type(other).__name__}; ExponentSketch.of makes one"
+            )
         for mine, more in ((self.exponents, other.exponents), (self.powers, other.powers)):
             for exponent, count in list(more.items()):
                 mine[exponent] = mine.get(exponent, 0) + count
@@ -300,6 +310,10 @@ class ExponentSketch:
             FormatError: these are not its values.
         """
         kinds = {f.name: f.type for f in fields(cls)}
+        if not isinstance(values, Mapping):
+            raise FormatError(
+                f"not the values of an ExponentSketch: expected a mapping and got {type(values).__name__}"
+            )
         if set(values) != set(kinds):
             odd = sorted(set(values) ^ set(kinds))
             raise FormatError(f"not the values of an ExponentSketch: {odd} missing or unknown; expected {[*kinds]}")
@@ -350,10 +364,13 @@ class Sketches:
 
 
 def _given(format: AnyFormat, scale: float) -> tuple[Format, Fraction]:
-    scale = float(scale)
-    if not (math.isfinite(scale) and scale > 0):
+    try:
+        factor = float(scale)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not (math.isfinite(factor) and factor > 0):
         raise FormatError(f"scale={scale!r}; expected a positive finite number, such as 2.0**10")
-    return format_of(format), Fraction(scale)
+    return format_of(format), Fraction(factor)
 
 
 def _limit(format: Format) -> tuple[Fraction, bool]:

@@ -17,6 +17,9 @@ from halfstep.lens.sketch import ExponentSketch
 __all__ = ["EventWriter", "SketchWriter"]
 
 
+NEEDED = ("add_scalar", "add_histogram_raw")
+
+
 class EventWriter(Protocol):
     """What is needed of ``torch.utils.tensorboard.SummaryWriter``."""
 
@@ -42,14 +45,15 @@ class SketchWriter:
     """Writes what a `Monitor` has seen to TensorBoard.
 
     Tags: ``gradient/NAME``, ``weight/NAME`` and ``activation/MODULE`` are histograms; ``scale``, ``underflow/NAME``,
-    ``subnormal/NAME``, ``zeros/NAME``, ``headroom/NAME``, ``update_ratio/NAME`` and ``swallowed/NAME`` are curves.
+    ``subnormal/NAME``, ``zeros/NAME``, ``nonfinite/NAME``, ``headroom/NAME``, ``update_ratio/NAME`` and
+    ``swallowed/NAME`` are curves.
 
     Args:
         target: a folder for event files, or a SummaryWriter (or anything with its `add_scalar` and
             `add_histogram_raw`).
 
     Raises:
-        HalfstepError: a folder, and the package tensorboard is not installed.
+        HalfstepError: a folder, and the package tensorboard is not installed; or neither a folder nor a writer.
 
     Example:
         >>> writer = SketchWriter("runs/today")
@@ -58,6 +62,8 @@ class SketchWriter:
     """
 
     def __init__(self, target: str | Path | EventWriter) -> None:
+        if not isinstance(target, (str, Path)) and not all(hasattr(target, name) for name in NEEDED):
+            raise HalfstepError(f"SketchWriter takes a folder or a writer with {' and '.join(NEEDED)}, not {target!r}")
         self.writer: EventWriter = _opened(target) if isinstance(target, (str, Path)) else target
 
     def add(self, record: MonitorRecord) -> None:
@@ -72,6 +78,7 @@ class SketchWriter:
                 "underflow": p.underflow[1],
                 "subnormal": p.subnormal[1],
                 "zeros": p.zeros,
+                "nonfinite": p.nonfinite,
                 "headroom": p.headroom,
                 "update_ratio": p.update_ratio,
                 "swallowed": p.swallowed,

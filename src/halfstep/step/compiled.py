@@ -26,18 +26,24 @@ from halfstep.errors import StepError, did_you_mean
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors
 
-__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable", "uses_graphs"]
+__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable"]
 
 LOG = logging.getLogger("halfstep.step")
 OPTIONS = frozenset({"backend", "dynamic", "fullgraph", "mode", "options"})
 GRAPH_MODES = frozenset({"reduce-overhead", "max-autotune"})  # inductor puts what it compiles into CUDA graphs
 
 
-def compile_options(compile: object) -> dict[str, Any] | None:
+def compile_options(compile: object, *, accumulate: int, cuda_graph: bool) -> dict[str, Any] | None:
     """Return the arguments for torch.compile that `compile` asks for; None: do not compile.
 
+    Args:
+        compile: TrainStep's argument, as the two below.
+        accumulate: micro-batches per update.
+        cuda_graph: whether the step itself is captured in a CUDA graph.
+
     Raises:
-        StepError: it is neither a bool nor a mapping of torch.compile's own arguments.
+        StepError: it is neither a bool nor a mapping of torch.compile's own arguments, or asks for CUDA graphs where
+            their memory is overwritten or captured once more.
     """
     if compile is None or compile is False:
         return None
@@ -49,10 +55,21 @@ def compile_options(compile: object) -> dict[str, Any] | None:
         if name not in OPTIONS:
             near = did_you_mean(str(name), OPTIONS)
             raise StepError(f"compile={{{name!r}: ...}}: torch.compile takes {', '.join(sorted(OPTIONS))}{near}")
-    return dict(compile)
+    options = dict(compile)
+    if accumulate > 1 and _uses_graphs(options):
+        raise StepError(
+            f"compile={compile!r} with accumulate={accumulate}: torch's own CUDA graphs overwrite the gradients of "
+            "one micro-batch with those of the next; use mode='max-autotune-no-cudagraphs', or cuda_graph=True"
+        )
+    if cuda_graph and _uses_graphs(options):
+        raise StepError(
+            f"compile={compile!r} makes CUDA graphs of its own, which cuda_graph=True cannot capture; leave one of "
+            "them out, or use mode='max-autotune-no-cudagraphs'"
+        )
+    return options
 
 
-def uses_graphs(options: Mapping[str, Any]) -> bool:
+def _uses_graphs(options: Mapping[str, Any]) -> bool:
     """Return whether torch.compile with `options` makes CUDA graphs, whose results the next run overwrites."""
     return options.get("mode") in GRAPH_MODES or bool((options.get("options") or {}).get("triton.cudagraphs"))
 
@@ -89,7 +106,7 @@ class CompiledLoss:
 
     def __init__(self, loss_fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._run = torch.compile(_twin(loss_fn), **options)
-        self._overwritten = uses_graphs(options)
+        self._overwritten = _uses_graphs(options)
         self.breaks: tuple[str, ...] = ()
 
     def __call__(self, model: Any, *batch: Any, **named: Any) -> Any:

@@ -12,8 +12,8 @@ graphs rest on (other hyperparameters, where parameters, buffers and the optimiz
 graphs are dropped and made again.
 
 Note [windows]: with `accumulate` above 1 there is a graph for the first micro-batch, one for those between and one for
-the last with its update. What one leaves for the next (gradients, the scale of the window) is then pinned: copied into
-tensors that stay, so that any first graph can go before any last one.
+the last with its update; what one leaves for the next is pinned (`pinned`), so that any first graph can go before any
+last one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from halfstep.events import StepResult
 from halfstep.step.baked import Rates, facts_of
 from halfstep.step.capturable import REMEDY, kind_of, place_of
 from halfstep.step.culprits import Culprits
+from halfstep.step.pinned import Pins
 from halfstep.step.prepare import unwrap
 from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.trees import map_tensors
@@ -97,8 +98,7 @@ class Graphs:
         """Drop all graphs: whatever they rest on has changed."""
         self._graphs: dict[Hashable, _Graph] = {}
         self._kinds: set[Hashable] = set()
-        self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._scale: Tensor | None = None
+        self._pins = Pins()
         self._rates = Rates(self._device)
         self._full = False
 
@@ -160,26 +160,10 @@ class Graphs:
         step = self._step
         first = step._window == 0
         result = step._micro(batch, named)
-        if step._window == 0:
-            return result
-        if first:
-            if self._scale is None:
-                self._scale = step._scale.clone()
-            else:
-                self._scale.copy_(step._scale)
-            step._scale = self._scale
-        pinned, made = [], []
-        for parameter in self._model.parameters():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            known = self._gradients.setdefault(parameter, gradient)
-            if known is not gradient:
-                pinned.append(known)
-                made.append(gradient)
-                parameter.grad = known
-        if pinned:
-            torch._foreach_copy_(pinned, made)
+        if step._window:
+            if first:
+                step._scale = self._pins.pinned_scale(step._scale)
+            self._pins.pin_gradients(self._model.parameters())
         return result
 
     # ------------------------------------------------------------------ capture and replay
@@ -259,8 +243,8 @@ class Graphs:
             parameter.grad = None
         for parameter, gradient in graph.gradients:
             parameter.grad = gradient
-        if not updates and self._scale is not None:
-            step._scale = self._scale
+        if not updates and self._pins.scale is not None:
+            step._scale = self._pins.scale
         numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()

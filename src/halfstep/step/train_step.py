@@ -9,7 +9,6 @@ or does not), by which time the device has long produced it.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.cast.copies import Copies
 from halfstep.cast.recipe import Recipe, opened, run_eagerly
@@ -31,10 +30,11 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
+from halfstep.step.arguments import check_arguments, evidence_folder
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
-from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable, uses_graphs
+from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.culprits import Culprits
 from halfstep.step.graphed import Graphs
 from halfstep.step.memory import Memory
@@ -50,7 +50,6 @@ LossFn = Callable[..., Any]
 WHOLE = nullcontext()
 LOG = logging.getLogger("halfstep")
 KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph")  # of a copy
-NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 class TrainStep:
@@ -102,18 +101,9 @@ class TrainStep:
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
     ) -> None:
-        _validate(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
-        options = compile_options(compile)
-        if options is not None and accumulate > 1 and uses_graphs(options):
-            raise StepError(
-                f"compile={compile!r} with accumulate={accumulate}: torch's own CUDA graphs overwrite the gradients of "
-                "one micro-batch with those of the next; use mode='max-autotune-no-cudagraphs', or cuda_graph=True"
-            )
-        if options is not None and cuda_graph and uses_graphs(options):
-            raise StepError(
-                f"compile={compile!r} makes CUDA graphs of its own, which cuda_graph=True cannot capture; leave one of "
-                "them out, or use mode='max-autotune-no-cudagraphs'"
-            )
+        check_arguments(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
+        evidence = evidence_folder(blackbox)
+        options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if options is not None:
@@ -159,7 +149,7 @@ class TrainStep:
         self._sums = Sums(low, hooked=hooked, windows=windows)
         # what a graph repeats is not seen by Python, which could not run it again
         self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
-        self._evidence = None if isinstance(blackbox, bool) else Path(blackbox)
+        self._evidence = evidence
         self._box: Any = None  # made by the first step that is not finite
         self._refuse_replaced_parameters()
         if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
@@ -521,38 +511,3 @@ def _rebuild(
         load_rounding(made, weights)
     made._step = step
     return made
-
-
-def _validate(
-    loss_fn: object,
-    clip_norm: float | None,
-    clip_value: float | None,
-    accumulate: int,
-    scaler: object,
-    scheduler: object,
-    optimizer: object,
-) -> None:
-    if not callable(loss_fn):
-        raise StepError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
-    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-            raise StepError(f"{name} must be a positive finite number or None and is {value!r}")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise StepError(f"accumulate must be a whole number of micro-batches from 1 and is {accumulate!r}")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
-    if not isinstance(optimizer, Optimizer):
-        raise StepError(f"optimizer must be a torch optimizer and is {type(optimizer).__name__}")
-    if inspect.signature(optimizer.step).parameters.get("closure", NOTHING).default is inspect.Parameter.empty:
-        raise StepError(
-            f"{type(optimizer).__name__} evaluates the loss itself, through a closure, and TrainStep hands it "
-            "gradients; prepare the model with hs.prepare(model, optimizer, policy=...) in bf16 or fp32 and call "
-            "optimizer.step(closure) yourself"
-        )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise StepError(
-            "ReduceLROnPlateau needs a metric at each step; leave it out of TrainStep and call scheduler.step(metric) "
-            "yourself after each evaluation"
-        )
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")

@@ -127,8 +127,9 @@ def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
     """Bind every candidate to the task's model once, so that what cannot run says so before anything is trained.
 
     Raises:
-        HalfstepError, NotImplementedError: a policy cannot be bound to this model.
+        HalfstepError, NotImplementedError: a policy cannot be bound to this model, or the task has no metric.
     """
+    task.margin_around(0.0)
     model = _start(task, 0, device)
     for candidate in candidates:
         make_loop(candidate, task, copy.deepcopy(model), 1)
@@ -175,7 +176,7 @@ def compare(
             curves[label].append(losses[label])
             ends[label].append((_evaluate(task, loop, seed), loop.skipped(), loop.scale()))
     reference = [metric for metric, _, _ in ends[FP32]]
-    margin = task.margin * abs(statistics.fmean(reference)) if task.relative_margin else task.margin
+    margin = task.margin_around(statistics.fmean(reference))
 
     def ratio(label: str, baseline: str) -> Ratio | None:
         return paired_ratio(times[label], times[baseline]) if label != baseline and times[label] else None

@@ -106,7 +106,7 @@ class Fp32Loop:
 
     def evaluate(self, task: Task) -> float:
         """Return the metric of the fp32 model."""
-        return task.metric(self.model)
+        return task.measured(self.model)
 
     def skipped(self) -> tuple[int, ...]:
         """Return (): fp32 skips nothing."""
@@ -160,7 +160,7 @@ class AmpLoop(Fp32Loop):
     def evaluate(self, task: Task) -> float:
         """Return the metric, computed under autocast."""
         with torch.autocast(self.device, dtype=self.dtype):
-            return task.metric(self.model)
+            return task.measured(self.model)
 
     def skipped(self) -> tuple[int, ...]:
         """Return the steps after which the scale fell."""
@@ -192,7 +192,7 @@ class PolicyLoop:
 
     def evaluate(self, task: Task) -> float:
         """Return the metric; the model brings its policy along."""
-        return task.metric(self.step.model)
+        return task.measured(self.step.model)
 
     def skipped(self) -> tuple[int, ...]:
         """Return the steps whose gradients were not finite."""

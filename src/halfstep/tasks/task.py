@@ -32,11 +32,12 @@ class Task:
         optimizer: returns a new torch optimizer over the parameters of the model it is given.
         scheduler: ``scheduler(optimizer, steps)`` returns a learning-rate scheduler for a run of that length, advanced
             after every applied step; None: the rate stays.
-        metric: the number that matters, computed from a trained model in eval mode without gradients, on fixed data.
+        metric: the number that matters, computed from a trained model in eval mode without gradients, on fixed data;
+            None: the task can be audited and replayed, not compared.
         metric_name: what `metric` returns, with its unit, such as "accuracy, %".
         higher_is_better: whether a larger metric is a better one.
         margin: how far the metric may lie from fp32's and still count as the same; fixed before anything is measured.
-            In the metric's unit, or a fraction of fp32's metric if `relative_margin`.
+            In the metric's unit, or a fraction of fp32's metric if `relative_margin`. It comes with `metric`.
         relative_margin: whether `margin` is a fraction of the metric of fp32.
         steps: training steps of a full run.
         excerpt_steps: training steps of an excerpt (a few seconds).
@@ -49,11 +50,11 @@ class Task:
     batches: Callable[[int, int], tuple[Any, ...]]
     loss_fn: Callable[..., Any]
     optimizer: Callable[[nn.Module], Optimizer]
-    metric: Callable[[nn.Module], float]
+    metric: Callable[[nn.Module], float] | None = None
     scheduler: Callable[[Optimizer, int], LRScheduler] | None = None
     metric_name: str = "loss"
     higher_is_better: bool = False
-    margin: float
+    margin: float | None = None
     relative_margin: bool = False
     steps: int = 500
     excerpt_steps: int = 100
@@ -61,14 +62,36 @@ class Task:
     about: str = ""
 
     def __post_init__(self) -> None:
+        if (self.metric is None) != (self.margin is None):
+            raise TaskError(f"task {self.name!r}: metric and margin go together; give both, or none")
         for field in ("model", "batches", "loss_fn", "optimizer", "metric"):
-            if not callable(getattr(self, field)):
+            if not callable(getattr(self, field)) and not (field == "metric" and self.metric is None):
                 raise TaskError(f"task {self.name!r}: {field} must be callable and is {getattr(self, field)!r}")
         for field in ("steps", "excerpt_steps"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise TaskError(f"task {self.name!r}: {field} must be a whole number from 1 and is {value!r}")
-        if not 0 < self.margin < float("inf"):
+        if self.margin is not None and not 0 < self.margin < float("inf"):
             raise TaskError(f"task {self.name!r}: margin must be a positive number and is {self.margin!r}")
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise TaskError(f"task {self.name!r}: clip_norm must be positive or None and is {self.clip_norm!r}")
+
+    def measured(self, model: nn.Module) -> float:
+        """Return the metric of `model`.
+
+        Raises:
+            TaskError: the task has none.
+        """
+        if self.metric is None:
+            raise TaskError(f"task {self.name!r} has no metric to compare by; give it metric= and margin=")
+        return self.metric(model)
+
+    def margin_around(self, reference: float) -> float:
+        """Return how far a metric may lie from `reference`, fp32's, in its own unit.
+
+        Raises:
+            TaskError: the task has no margin.
+        """
+        if self.margin is None:
+            raise TaskError(f"task {self.name!r} has no metric to compare by; give it metric= and margin=")
+        return self.margin * abs(reference) if self.relative_margin else self.margin

@@ -1,6 +1,6 @@
 """master: an fp32 copy of every low parameter.
 
-Bytes per parameter: 2 (low) + 4 (master), and 4 more during the step for the fp32 gradient (see `store`).
+Bytes per parameter: 2 (low) + 4 (master), and 4 more during the step for the fp32 gradient (see `attachment`).
 """
 
 from __future__ import annotations

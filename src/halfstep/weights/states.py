@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 
 from halfstep.kernels.updates import FIRST, stochastic_bf16
 from halfstep.weights.draws import Draws
+from halfstep.weights.lows import LOWS
 
 __all__ = ["LowStates"]
-
-LOWS = (torch.bfloat16, torch.float16)
 
 
 class LowStates:

@@ -1,15 +1,7 @@
 """What stands behind low parameters: fp32 values that any torch optimizer steps while the model holds low ones.
 
 `WeightStore` is what the strategies share; how the fp32 values are kept between steps is theirs (`master`, `split`,
-`kahan`, `stochastic`). During a step every strategy needs 4 bytes a parameter more for the fp32 gradient that the
-optimizer reads. On CPU `master` keeps these buffers from step to step (allocating them again costs more page faults
-than the optimizer costs arithmetic); on accelerators they go back to the caching allocator, as they always do under the
-other strategies, which are chosen for their bytes.
-
-Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold fp32 parameters, the
-masters, and its `state` is keyed by them; before and after they hold the model's own parameters. The model's parameters
-are never pointed at other storage: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks
-with them.
+`kahan`, `stochastic`), and how an optimizer comes to step them is said in `attachment`.
 
 Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
 counts in their `_version`; whoever asks for a master first sees to it that it follows. Writes through ``.data`` are not
@@ -30,12 +22,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
-from halfstep.events import WEIGHTS_ATTRIBUTE
-from halfstep.kernels.host import peek
+from halfstep.weights.attachment import Attachment
+from halfstep.weights.lows import LOWS, is_low
 
-__all__ = ["LOWS", "WeightStore"]
-
-LOWS = (torch.bfloat16, torch.float16)
+__all__ = ["WeightStore"]
 
 
 class WeightStore(ABC):
@@ -71,8 +61,8 @@ class WeightStore(ABC):
         self._names: dict[int, str] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
-        self._attached = weakref.WeakValueDictionary[int, _Attachment]()  # by optimizer; its hooks own them
-        self._substituted: list[tuple[_Attachment, Optimizer]] = []  # these hold masters now
+        self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
+        self.substituted: list[tuple[Attachment, Optimizer]] = []  # these hold masters now; attachments write it
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for name, parameter in pairs:
             self.adopt(name, parameter)
@@ -245,7 +235,7 @@ class WeightStore(ABC):
         """
         if self.attached(optimizer):
             raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
-        self._attached[id(optimizer)] = _Attachment(self, optimizer)
+        self._attached[id(optimizer)] = Attachment(self, optimizer)
 
     def welcome(self, optimizer: Optimizer) -> None:
         """Attach `optimizer`, which is about to step, if it holds low parameters and nobody has attached it.
@@ -264,7 +254,7 @@ class WeightStore(ABC):
             return
         for parameter in mine:
             state = optimizer.state.get(parameter, {})
-            if float(state.get("step", 1)) > 0 and any(_is_low(value) for value in state.values()):
+            if float(state.get("step", 1)) > 0 and any(is_low(value) for value in state.values()):
                 raise WeightsError(
                     f"the state of {type(optimizer).__name__} for {self._names[id(parameter)]} was rounded to "
                     f"{self.dtype}, as torch does when it is loaded for low parameters; call hs.prepare(model, "
@@ -301,9 +291,9 @@ class WeightStore(ABC):
 
     def heal(self) -> bool:
         """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
-        if not self._substituted:
+        if not self.substituted:
             return False
-        for attachment, optimizer in list(self._substituted):
+        for attachment, optimizer in list(self.substituted):
             own = attachment.own or {}
             attachment.recover(optimizer)
             self.write_back(own.values())
@@ -337,10 +327,6 @@ class WeightStore(ABC):
                 self.detach(optimizer)
 
 
-def _is_low(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype in LOWS
-
-
 @cache
 def _stores() -> weakref.WeakSet[WeightStore]:
     """Return the stores there are; optimizers made after `hs.prepare` find theirs here when they step."""
@@ -352,158 +338,3 @@ def _stores() -> weakref.WeakSet[WeightStore]:
 
     register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
     return stores
-
-
-def _skipped(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer was told to leave everything as it is, where asking costs no wait."""
-    found = getattr(optimizer, "found_inf", None)
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return fused and type(found) is Tensor and found.device.type == "cpu" and peek(found)
-
-
-class _Attachment:
-    """One optimizer and one store: the hooks, the substitution and the gradient buffers between them.
-
-    The optimizer's hooks own it and it owns the store; nothing points back, so that all of it goes with the last
-    reference to the optimizer and the model, without waiting for the cyclic garbage collector.
-    """
-
-    def __init__(self, store: WeightStore, optimizer: Optimizer) -> None:
-        self.store = store
-        self.optimizer = weakref.ref(optimizer)
-        self.buffers: dict[int, Tensor] = {}
-        self.lifted: list[Tensor] | None = None
-        self.gradients: dict[int, Tensor] = {}  # those of them that masters get, by low parameter
-        self.own: dict[nn.Parameter, nn.Parameter] | None = None  # by master, while those are in place
-        self.handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_state),
-            optimizer.register_state_dict_post_hook(self._after_state),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_state),
-        ]
-        count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
-        setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
-        for parameter, state in optimizer.state.items():  # Adagrad makes some when it is built
-            if parameter in store:
-                state.update({key: value.float() for key, value in state.items() if _is_low(value)})
-
-    def remove(self, optimizer: Optimizer) -> None:
-        self.restore(optimizer)
-        for handle in self.handles:
-            handle.remove()
-        count = getattr(optimizer, WEIGHTS_ATTRIBUTE) - 1
-        if count:
-            setattr(optimizer, WEIGHTS_ATTRIBUTE, count)
-        else:
-            delattr(optimizer, WEIGHTS_ATTRIBUTE)
-
-    # ------------------------------------------------------------------ substitution
-
-    def substitute(self, optimizer: Optimizer) -> None:
-        """Put masters into the optimizer's groups and re-key its state."""
-        self.store.heal()
-        self.own = {}
-        for group in optimizer.param_groups:
-            for i, parameter in enumerate(group["params"]):
-                if parameter in self.store:
-                    master = group["params"][i] = self.store.master(parameter)
-                    master.grad = self.gradients.get(id(parameter))
-                    self.own[master] = parameter
-                    if parameter in optimizer.state:
-                        optimizer.state[master] = optimizer.state.pop(parameter)
-        self.store._substituted.append((self, optimizer))
-
-    def restore(self, optimizer: Optimizer) -> None:
-        """Put the model's own parameters back."""
-        if self.own is None:
-            return
-        for group in optimizer.param_groups:  # masters of another store may be among them, and stay
-            group["params"][:] = [self.own.get(p, p) for p in group["params"]]
-        for master, parameter in self.own.items():
-            master.grad = None
-            if master in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(master)
-        self.own = None
-        self.store._substituted.remove((self, optimizer))
-
-    def recover(self, optimizer: Optimizer) -> None:
-        """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
-        for master, parameter in (self.own or {}).items() if self.lifted is not None else ():
-            if parameter.grad is not None:
-                if master.grad is None:
-                    parameter.grad = None
-                elif not master.grad.any():
-                    parameter.grad.zero_()
-        self.drop()
-        self.restore(optimizer)
-
-    # ------------------------------------------------------------------ gradients
-
-    def lift(self, optimizer: Optimizer) -> list[Tensor]:
-        self.store.heal()
-        if self.lifted is not None:
-            return self.lifted
-        sources, targets, lifted = [], [], []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if parameter in self.store and gradient.dtype is not torch.float32:
-                    if gradient.is_sparse:
-                        gradient = gradient.float().coalesce()
-                    else:
-                        buffer = self.buffers.get(id(parameter))
-                        if buffer is None or buffer.shape != gradient.shape or buffer.device != gradient.device:
-                            buffer = self.buffers[id(parameter)] = torch.empty_like(parameter, dtype=torch.float32)
-                        sources.append(gradient)
-                        targets.append(buffer)
-                        gradient = buffer
-                if parameter in self.store:
-                    self.gradients[id(parameter)] = gradient
-                lifted.append(gradient)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        self.lifted = lifted
-        return lifted
-
-    def drop(self) -> None:
-        """Forget lifted gradients, and free buffers unless keeping them pays.
-
-        Accelerators' caching allocators hand the same memory out again at once.
-        """
-        self.lifted = None
-        self.gradients.clear()
-        for key in [k for k, b in self.buffers.items() if b.device.type != "cpu" or not self.store.keeps_buffers]:
-            del self.buffers[key]
-
-    # ------------------------------------------------------------------ hooks
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None:
-            raise WeightsError(
-                f"{type(optimizer).__name__}.step(closure) would run the model's backward pass while the optimizer "
-                "holds fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
-            )
-        with torch.no_grad():
-            self.lift(optimizer)
-        self.substitute(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = self.own or {}  # holds the masters until they are written back
-        self.restore(optimizer)
-        self.drop()
-        if not _skipped(optimizer):
-            self.store.write_back([p for p in own.values() if p.grad is not None], stepped=True)
-
-    def _before_state(self, optimizer: Optimizer) -> None:
-        self.substitute(optimizer)
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.substitute(optimizer)
-
-    def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
-        self.restore(optimizer)

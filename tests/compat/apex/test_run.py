@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -126,6 +127,26 @@ def test_install_registers_the_names_and_uninstall_takes_them_off() -> None:
     apex.uninstall()
     assert not [name for name in sys.modules if name == "apex" or name.startswith("apex.")]
     apex.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("fp16_utils.fp16_optimizer", "FP16_Optimizer"),
+        ("fp16_utils.fp16util", "network_to_half"),
+        ("fp16_utils.loss_scaler", "DynamicLossScaler"),
+        ("fp16_utils.loss_scaler", "to_python_float"),
+        ("optimizers.fused_lamb", "FusedLAMB"),
+        ("parallel.distributed", "DistributedDataParallel"),
+    ],
+)
+def test_a_file_of_apexs_has_the_names_of_its_package_and_no_copies_of_them(file: str, name: str) -> None:
+    apex.install()
+    try:
+        package = getattr(apex, file.partition(".")[0])
+        assert getattr(importlib.import_module(f"apex.{file}"), name) is getattr(package, name)
+    finally:
+        apex.uninstall()
 
 
 @pytest.fixture

@@ -18,6 +18,13 @@ NAMES = ("amp", "fp16_utils", "optimizers", "parallel")
 
 AMP = ("_amp_state", "_initialize", "_process_optimizer", "amp", "frontend", "handle", "lists", "opt", "scaler")
 
+FILES = {
+    "fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
+    "optimizers": ("fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
+    "parallel": ("LARC", "distributed"),
+}
+"""Submodules of Apex that scripts name: each has all names of its package."""
+
 _installed: dict[str, ModuleType | None] = {}
 """Name in sys.modules -> what was there before."""
 
@@ -59,8 +66,8 @@ def install(*, force: bool = False) -> bool:
         modules[f"apex.{name}"] = module
     for name in AMP:
         modules[f"apex.amp.{name}"] = importlib.import_module(f"{HERE}.amp.{name}")
-    modules["apex.fp16_utils.loss_scaler"] = modules["apex.fp16_utils.fp16util"] = modules["apex.fp16_utils"]
-    modules["apex.parallel.LARC"] = modules["apex.parallel.distributed"] = modules["apex.parallel"]
+    for name, files in FILES.items():
+        modules.update({f"apex.{name}.{file}": modules[f"apex.{name}"] for file in files})
     replaced = {name for name in sys.modules if name == "apex" or name.startswith("apex.")}
     _installed.update({name: sys.modules.get(name) for name in replaced | set(modules)})
     for name in replaced:

@@ -349,7 +349,7 @@ def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
 
 def _torch_class(kind: type) -> type:
     """Return torch's class behind one of this skin's layers, so that a torch network's layers count too."""
-    if kind.__module__ == layers.__name__:
+    if kind.__module__.startswith(f"{layers.__name__}."):
         return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules"))
     return kind
 

@@ -1,7 +1,4 @@
-"""The tail's operators on CPU: `native.cpp`, compiled by the machine's own compiler when somebody first asks for it.
-
-Compiled with no more than a C++ compiler, in about a second, into a cache of the user's: no headers of torch or Python,
-so nothing that changes with their versions. Called through ctypes, which lets other threads run meanwhile.
+"""The operators, carried out by `kernels.cpp`: their arguments as addresses and sizes.
 
 Note [one runtime]: two OpenMP runtimes in a process are two pools of threads that wait for each other in busy loops.
 So the kernels are linked with none: they are given the entry of the runtime that torch itself calls, found the way the
@@ -11,16 +8,8 @@ dynamic linker has found it for torch (what is global first, then what libtorch 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from struct import pack
 
@@ -28,14 +17,11 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.host import peek
-from halfstep.kernels.ops import FORMS, LIBRARY
+from halfstep.kernels.native.compiler import Unavailable
+from halfstep.kernels.ops import FORMS
 
-__all__ = ["why_not"]
+__all__ = ["Kernels"]
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-SHARED = ("-shared", "-fPIC")
-COMPILERS = ("g++", "clang++", "c++")
 ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000}
 """Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
 
@@ -43,127 +29,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3, 
 FORM_CODES = {form: code for code, form in enumerate(FORMS)}
 
 
-# ------------------------------------------------------------------ compiling
-
-
-class Unavailable(Exception):
-    """Why there are no compiled kernels, in one sentence."""
-
-
-def why_not() -> str:
-    """Return why the compiled kernels cannot be used, in one sentence; "" if they can, and then they are registered.
-
-    Compiles them if no process of this user has done so on a machine like this.
-    """
-    if os.environ.get("HALFSTEP_NATIVE") == "0":
-        return "the environment variable HALFSTEP_NATIVE is 0"
-    with _LOCK:
-        return _registered()
-
-
-_LOCK = threading.Lock()
-
-
-@cache
-def _registered() -> str:
-    try:
-        kernels = _Kernels(_library())
-    except Unavailable as reason:
-        return str(reason)
-    except OSError as error:  # a full disk, a file taken away
-        return f"the kernels could not be compiled: {error}"
-    for name in ("norms", "judge", "advance_", "adam_", "sgd_", "lion_", "exponents_"):
-        LIBRARY.impl(name, getattr(kernels, name), "CPU")
-    return ""
-
-
-def _compiler() -> str:
-    named = os.environ.get("CXX", "").strip()
-    if named:
-        found = shutil.which(named)
-        if found is None:
-            raise Unavailable(f"the environment variable CXX names {named!r}, which is no program here")
-        return found
-    for name in COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    raise Unavailable(f"no C++ compiler was found (looked for {', '.join(COMPILERS)}; CXX can name one)")
-
-
-def _machine() -> str:
-    """Return what a binary for this CPU depends on."""
-    kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
-
-
-def _compiled() -> Path:
-    """Return the path of the compiled kernels; compile them if they are not in the cache."""
-    if sys.platform not in ("linux", "darwin") or sys.maxsize < 2**32 or sys.byteorder != "little":
-        raise Unavailable(f"kernels are not compiled on this platform ({sys.platform}, {platform.machine()})")
-    compiler = _compiler()
-    arm = platform.machine().lower() in ("aarch64", "arm64")
-    flags = (*FLAGS, "-mcpu=native" if arm else "-march=native", *SHARED)
-    version = _run([compiler, "--version"]).stdout
-    key = hashlib.sha256("\0".join((SOURCE.read_text(encoding="utf-8"), *flags, version, _machine())).encode())
-    path = _folder() / f"native-{key.hexdigest()[:24]}.so"
-    if path.exists():
-        return path
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    try:
-        done = _run([compiler, *flags, "-o", temporary, str(SOURCE)])
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
-            raise Unavailable(f"{compiler} could not compile the kernels: {lines[0].strip()}")
-        os.replace(temporary, path)  # whole or not there, however many processes compile
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return path
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=120)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{command[0]} could not be run: {error}") from error
-
-
-def _folder() -> Path:
-    """Return a folder for compiled kernels that only this user can write to."""
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(home) / "halfstep"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
-        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        pass
-    return Path(_temporary().name)
-
-
-@cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that lasts as long as this process."""
-    return tempfile.TemporaryDirectory(prefix="halfstep-")
-
-
-def _library() -> ctypes.CDLL:
-    path = _compiled()
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # damaged: made once more
-        path.unlink(missing_ok=True)
-    return ctypes.CDLL(str(_compiled()))
-
-
 def _threads() -> tuple[int, int, int]:
-    """Return the addresses of what `native.cpp` needs to run on torch's threads, see Note [one runtime]; 0: one thread.
+    """Return the addresses of what the kernels need to run on torch's threads, see Note [one runtime]; 0: one thread.
 
     Raises:
         Unavailable: they were not found where they are to be expected.
@@ -183,11 +50,8 @@ def _threads() -> tuple[int, int, int]:
     raise Unavailable("torch's OpenMP runtime was not found, so the kernels could not use torch's threads")
 
 
-# ------------------------------------------------------------------ calling
-
-
-class _Kernels:
-    """The operators, with `native.cpp`'s functions behind them."""
+class Kernels:
+    """The operators, with functions of `kernels.cpp` behind them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         text, number, address = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
@@ -209,25 +73,28 @@ class _Kernels:
             function.restype = None
 
     def _team(self, work: str, sizes: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return who does the work, `native.cpp`'s `Threads`."""
+        """Return who does the work, the `Threads` of `threads.h`."""
         return torch.get_num_threads() if sum(sizes) > ALONE[work] else 1, *self._runtime
 
     def _threads(self, work: str, tensors: Sequence[Tensor]) -> bytes:
         return pack("4q", *self._team(work, [t.numel() for t in tensors]))
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Carry out `ops.norms`."""
         count = len(gradients)
         norms = torch.empty(count, dtype=torch.float32, device="cpu")
         self._norms(norms.data_ptr(), _columns(gradients), count, self._threads("norms", gradients))
         return norms
 
     def exponents_(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Carry out `ops.exponents_`."""
         if len(rows) != len(tensors) or not rows.is_contiguous():
             raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         self._exponents(rows.data_ptr(), _columns(dense), len(dense), self._threads("exponents", dense))
 
     def judge(self, norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Carry out `ops.judge`."""
         norms = norms.contiguous()
         norm, bad, factor = norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())
         clip = None if clip_norm is None else pack("f", clip_norm)
@@ -248,6 +115,7 @@ class _Kernels:
         floor: float,
         ceiling: float,
     ) -> None:
+        """Carry out `ops.advance_`."""
         state = (scale.data_ptr(), good.data_ptr(), total.data_ptr(), alarm.data_ptr())
         self._advance(*state, peek(found), growth, backoff, interval, floor, ceiling)
 
@@ -273,6 +141,7 @@ class _Kernels:
         decoupled: bool,
         maximize: bool,
     ) -> None:
+        """Carry out `ops.adam_`."""
         columns, team = self._table(weights, beside, first, second, steps, gradients)
         flags = (decoupled, maximize, False)
         given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (first, second))
@@ -296,6 +165,7 @@ class _Kernels:
         nesterov: bool,
         maximize: bool,
     ) -> None:
+        """Carry out `ops.sgd_`."""
         columns, team = self._table(weights, beside, momenta, (), (), gradients)
         flags = (False, maximize, nesterov)
         given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (momenta,))
@@ -319,6 +189,7 @@ class _Kernels:
         weight_decay: float,
         maximize: bool,
     ) -> None:
+        """Carry out `ops.lion_`."""
         columns, team = self._table(weights, beside, momenta, (), (), gradients)
         flags = (True, maximize, False)
         given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (momenta,))
@@ -333,7 +204,7 @@ class _Kernels:
         steps: Sequence[Tensor],
         gradients: Sequence[Tensor],
     ) -> tuple[bytes, tuple[int, int, int, int]]:
-        """Return `native.cpp`'s columns of `Parameter`, and who works on them."""
+        """Return the columns of `Parameter` in `updates.h`, and who works on them."""
         count = len(weights)
         sizes = [t.numel() for t in weights]
         if sizes != [t.numel() for t in gradients]:
@@ -368,7 +239,7 @@ def _job(
     rate: Tensor | None,
     states: Sequence[Sequence[Tensor]],
 ) -> bytes:
-    """Return the head of `native.cpp`'s `Job`."""
+    """Return the head of `Job` in `updates.h`."""
     if draws is None and (form == "stochastic" or any(s and s[0].dtype is torch.bfloat16 for s in states)):
         raise ValueError("bf16 is rounded stochastically here, which needs `draws`: (seed, count), int64")
     wide = rate is not None and rate.dtype is torch.float64

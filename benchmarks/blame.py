@@ -1,0 +1,197 @@
+"""Whom each instrument names, on one and the same fault: operator, module and source line.
+
+The faults are those of list A of the fault bench (`tests/faults`) that have a producer and that torch alone has too.
+halfstep runs them in its own step, the others in the same loop written with torch.autocast. What an instrument says is
+judged in three parts, generously where it speaks of something near: a node of the graph counts as the operator that it
+belongs to, and the innermost line of the program in any traceback counts as the line that was named.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.instruments import NotFinite, watch_modules
+from tests.faults import case as frame_of_faults
+from tests.faults.case import Fault, marked_line
+from tests.faults.catalog import LIST_A
+from tests.faults.plain import plain_bad_steps
+from tests.faults.scored import verdict_on
+
+SHOWN = (
+    "attention_logits",
+    "residual_sum",
+    "fully_masked_row",
+    "exp_without_max",
+    "distance_of_twins",
+    "exploding_gradient",
+)
+"""Faults that are shown one by one: forward and backward, NaN and inf, inside of modules and in the loss."""
+
+NODES: Mapping[str, frozenset[str]] = {
+    "matmul": frozenset({"mm", "bmm", "unsafeview"}),
+    "linear": frozenset({"mm", "addmm", "linear", "t"}),
+    "einsum": frozenset({"bmm"}),
+    "conv2d": frozenset({"convolution"}),
+    "convtranspose2d": frozenset({"convolution"}),
+    "crossentropy": frozenset({"logsoftmax", "nllloss", "nllloss2d"}),
+    "multiheadattentionforward": frozenset({"softmax", "bmm", "scaleddotproductflashattentionforcpu"}),
+    "to": frozenset({"tocopy"}),
+}
+"""Operator -> nodes of the graph that stand for it besides the one of its own name."""
+
+PROGRAMS = Path(frame_of_faults.__file__).parent
+FRAME = {"case.py", "plain.py", "scored.py"}
+NODE = re.compile(r"Function '(\w+?)Backward\w*'")
+PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What an instrument said of a fault.
+
+    Attributes:
+        words: in short; "" if it was silent.
+        op: operators that it may mean.
+        module: dotted path; None: it named none.
+        line: (file name, number); None: it named none.
+    """
+
+    words: str
+    op: frozenset[str] = frozenset()
+    module: str | None = None
+    line: tuple[str, int] | None = None
+
+
+SILENT = Said(words="")
+
+
+# ------------------------------------------------------------------ the instruments
+
+
+def halfstep(fault: Fault) -> Said:
+    """Ask the black box of a TrainStep."""
+    verdict = verdict_on(fault)
+    if verdict is None or not verdict.op:
+        return SILENT if verdict is None else Said(words=verdict.kind)
+    place = re.search(r"([^/\\\s:]+\.py):(\d+)", verdict.line)
+    where = "no line" if place is None else place[0]
+    return Said(
+        words=f"{verdict.kind}, {verdict.phase} of {verdict.op} in {verdict.module!r}, {where}",
+        op=frozenset({verdict.op}),
+        module=verdict.module,
+        line=(place[1], int(place[2])) if place else None,
+    )
+
+
+def anomaly_mode(fault: Fault) -> Said:
+    """Run under torch's anomaly mode; it raises at NaN in a backward pass, and tells where the node was made."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.set_detect_anomaly(True):
+                list(plain_bad_steps(fault.build()))
+        except RuntimeError as error:
+            node = NODE.search(str(error))
+            if node is None:
+                raise  # not its word
+            places = [p for w in told if "Error detected in" in str(w.message) for p in PLACE.findall(str(w.message))]
+            line = innermost((file, int(number)) for file, number in places)
+            where = "no line of the program" if line is None else f"{line[0]}:{line[1]}"
+            return Said(words=f"NaN, backward of {node[1]}, {where}", op=meant(node[1]), line=line)
+    return SILENT
+
+
+def hooks_on_modules(fault: Fault) -> Said:
+    """Run with a check of every module's outputs and gradients; it raises at the first that is not finite."""
+    case = fault.build()
+    watch_modules(case.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that a hook of a first module sees no gradient of its inputs
+        try:
+            list(plain_bad_steps(case))
+        except NotFinite as found:
+            line = innermost((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(found.__traceback__))
+            return Said(words=str(found), module=found.module, line=line)
+    return SILENT
+
+
+INSTRUMENTS: Mapping[str, Callable[[Fault], Said]] = {
+    "hs.TrainStep": halfstep,
+    "detect_anomaly": anomaly_mode,
+    "hooks on modules": hooks_on_modules,
+}
+
+
+# ------------------------------------------------------------------ judging
+
+
+def meant(node: str) -> frozenset[str]:
+    """Return the operators, in small letters without underscores, that a node of the graph may belong to."""
+    name = plain(node)
+    return frozenset({name} | {op for op, nodes in NODES.items() if name in nodes})
+
+
+def plain(name: str) -> str:
+    return name.lower().replace("_", "").replace(".", "").removeprefix("linalg")
+
+
+def innermost(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """Return the last of the places that lies in a fault's program, as (file name, line)."""
+    own = [(Path(f).name, n) for f, n in places if Path(f).parent == PROGRAMS and Path(f).name not in FRAME]
+    return own[-1] if own else None
+
+
+def judged(said: Said, fault: Fault) -> dict[str, Any]:
+    """Return what was said and which parts of it are right."""
+    truth, marked = fault.truth, marked_line(fault)
+    assert marked is not None
+    right = {plain(name) for name in (truth.op, *truth.also)}
+    return {
+        "words": said.words,
+        "op": bool(right & {plain(name) for name in said.op}),
+        "module": said.module is not None and said.module in (truth.module, *truth.also),
+        "line": said.line == marked[:2],
+    }
+
+
+def asked() -> list[Fault]:
+    """Return the faults that every instrument is asked about."""
+    return [fault for fault in LIST_A if fault.plain and fault.truth.op and marked_line(fault) is not None]
+
+
+def answer(ask: Callable[[Fault], Said], fault: Fault) -> Said:
+    """Ask an instrument; a program that fails otherwise because it is watched is no answer, and told as such."""
+    try:
+        return ask(fault)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        return Said(words=f"fails: {type(error).__name__}: {first}")
+
+
+def compared(faults: Iterable[Fault]) -> dict[str, Any]:
+    """Return what every instrument says of every fault."""
+    rows = {}
+    for fault in faults:
+        truth, marked = fault.truth, marked_line(fault)
+        assert marked is not None
+        rows[fault.name] = {
+            "truth": {
+                "kind": truth.kind,
+                "op": truth.op,
+                "module": truth.module,
+                "phase": truth.phase,
+                "line": f"{marked[0]}:{marked[1]}",
+                "text": marked[2],
+                "about": (fault.build.__doc__ or "").strip(),
+            },
+            "said": {name: judged(answer(ask, fault), fault) for name, ask in INSTRUMENTS.items()},
+        }
+    return {"instruments": list(INSTRUMENTS), "shown": [name for name in SHOWN if name in rows], "rows": rows}

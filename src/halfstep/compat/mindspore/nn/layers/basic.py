@@ -1,0 +1,184 @@
+"""Dense layers, activations, embeddings, recurrent cells: layers that need no more than torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.compat.mindspore.errors import MindSporeValueError
+from halfstep.compat.mindspore.nn.cell import Cell
+from halfstep.compat.mindspore.nn.layers.initial import fill
+
+__all__ = [
+    "Dense",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "GELU",
+    "GRUCell",
+    "LSTMCell",
+    "RNNCell",
+    "ReLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+]
+
+
+class Dense(Cell, nn.Linear):
+    """Fully connected layer; torch.nn.Linear."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        weight_init: Any = None,
+        bias_init: Any = None,
+        has_bias: bool = True,
+        activation: nn.Module | None = None,
+    ) -> None:
+        nn.Linear.__init__(self, in_channels, out_channels, bias=has_bias)
+        self.training = False
+        self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
+        self.activation = activation
+        fill("Dense: weight_init", self.weight, weight_init)
+        fill("Dense: bias_init", self.bias, bias_init)
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias, activated."""
+        x = F.linear(x, self.weight, self.bias)
+        return x if self.activation is None else self.activation(x)
+
+
+class ReLU(Cell, nn.ReLU):
+    """max(x, 0)."""
+
+    def __init__(self) -> None:
+        nn.ReLU.__init__(self)
+        self.training = False
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the activation of `x`."""
+        return F.relu(x)
+
+
+class Sigmoid(Cell, nn.Sigmoid):
+    """1 / (1 + exp(-x))."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the activation of `x`."""
+        return torch.sigmoid(x)
+
+
+class Tanh(Cell, nn.Tanh):
+    """Hyperbolic tangent."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the activation of `x`."""
+        return torch.tanh(x)
+
+
+class GELU(Cell, nn.GELU):
+    """x times the normal distribution function; by default the tanh approximation, as in MindSpore."""
+
+    def __init__(self, approximate: bool = True) -> None:
+        nn.GELU.__init__(self, "tanh" if approximate else "none")
+        self.training = False
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the activation of `x`."""
+        return F.gelu(x, approximate=self.approximate)
+
+
+class Softmax(Cell, nn.Softmax):
+    """exp(x) / sum(exp(x)) along an axis."""
+
+    def __init__(self, axis: int = -1) -> None:
+        nn.Softmax.__init__(self, axis)
+        self.training = False
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the softmax of `x`."""
+        return F.softmax(x, self.dim)
+
+
+class Dropout(Cell, nn.Dropout):
+    """Zero elements at random while training; the older `keep_prob` is 1 - p."""
+
+    def __init__(self, keep_prob: float | None = None, p: float | None = None) -> None:
+        if keep_prob is not None and p is not None:
+            raise MindSporeValueError(f"Dropout(keep_prob={keep_prob!r}, p={p!r}): give one; keep_prob is 1 - p")
+        share = 0.5 if p is None and keep_prob is None else (1.0 - keep_prob if keep_prob is not None else p)
+        nn.Dropout.__init__(self, float(share or 0.0))
+        self.training = False
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return `x` with elements zeroed and the rest scaled up."""
+        return F.dropout(x, self.p, self.training)
+
+
+class Flatten(Cell, nn.Flatten):
+    """All dimensions but the first as one."""
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        nn.Flatten.__init__(self, start_dim, end_dim)
+        self.training = False
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return `x` flattened."""
+        return torch.flatten(x, self.start_dim, self.end_dim)
+
+
+class Embedding(Cell, nn.Embedding):
+    """Rows of a table."""
+
+    def __init__(self, vocab_size: int, embedding_size: int, padding_idx: int | None = None) -> None:
+        nn.Embedding.__init__(self, vocab_size, embedding_size, padding_idx)
+        self.training = False
+
+    def construct(self, ids: Tensor) -> Tensor:
+        """Return the rows `ids`."""
+        return F.embedding(ids, self.weight, self.padding_idx)
+
+
+class _RecurrentCell(Cell):
+    """One step of a recurrent layer: torch's cell under MindSpore's arguments."""
+
+    def construct(self, x: Tensor, hx: Any = None) -> Any:
+        """Return the next hidden state (an LSTM's is a pair)."""
+        return self._torch_cell.forward(self, x, hx)
+
+    _torch_cell: Any = nn.RNNCell
+
+
+class RNNCell(_RecurrentCell, nn.RNNCell):
+    """One step of an Elman network, tanh or relu."""
+
+    _torch_cell = nn.RNNCell
+
+    def __init__(self, input_size: int, hidden_size: int, has_bias: bool = True, nonlinearity: str = "tanh") -> None:
+        nn.RNNCell.__init__(self, input_size, hidden_size, has_bias, nonlinearity)
+        self.training = False
+
+
+class LSTMCell(_RecurrentCell, nn.LSTMCell):
+    """One step of an LSTM."""
+
+    _torch_cell = nn.LSTMCell
+
+    def __init__(self, input_size: int, hidden_size: int, has_bias: bool = True) -> None:
+        nn.LSTMCell.__init__(self, input_size, hidden_size, has_bias)
+        self.training = False
+
+
+class GRUCell(_RecurrentCell, nn.GRUCell):
+    """One step of a GRU."""
+
+    _torch_cell = nn.GRUCell
+
+    def __init__(self, input_size: int, hidden_size: int, has_bias: bool = True) -> None:
+        nn.GRUCell.__init__(self, input_size, hidden_size, has_bias)
+        self.training = False

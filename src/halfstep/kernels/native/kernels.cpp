@@ -1,0 +1,18 @@
+// The tail's operators on CPU: what `updates.py` says, each byte read once and written once. Called by
+// `calls.py`; `ops.py` says what the arguments are.
+//
+// Compiled on the machine it runs on, without torch's headers: tensors come as addresses and sizes. Loops are written
+// so that compilers vectorise them: one result an iteration, branches only as selects. Nothing may be fused, reordered
+// or flushed to zero (-ffp-contract=off, no -ffast-math): results are `updates.py`'s bit for bit, but for those of NaN.
+//
+// Work goes in pieces of PIECE elements. A piece is widened to fp32 in scratch that stays in the L1 cache, updated
+// there and narrowed again; what is fp32 already is updated where it is. So formats do not multiply with optimizers.
+//
+// Threads are those torch has: the caller hands over the entry of its OpenMP runtime, and none is linked. Thread t of T
+// takes the t-th part of all elements of all tensors; only whole pieces, so results do not depend on T.
+//
+// One unit for the compiler, whatever the number of files: their functions are inlined into each other.
+
+#include "exponents.h"
+#include "norms.h"
+#include "updates.h"
