@@ -432,16 +432,18 @@ def test_evidence_is_bounded_in_number(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 8
 
 
-@pytest.mark.parametrize(("most", "words"), [(10_000, "weights are left out"), (100, "its micro-batches are")])
+@pytest.mark.parametrize(
+    ("most", "words"), [("MOST_BYTES", "weights are left out"), ("MOST_BATCHES", "its micro-batches are")]
+)
 def test_evidence_too_large_goes_without_weights_or_is_the_report_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: str, words: str
 ) -> None:
-    monkeypatch.setattr("halfstep.lens.evidence.MOST_BYTES", most)
+    monkeypatch.setattr(f"halfstep.lens.evidence.{most}", 100)
     step = step_of(nn.Linear(8, 500), squared, blackbox=tmp_path)
     step(torch.full((4, 8), math.nan))
     step.explain()
     assert words in (tmp_path / "halfstep-blackbox-1.txt").read_text()
-    assert (tmp_path / "halfstep-blackbox-1.pt").exists() == (most == 10_000)
+    assert (tmp_path / "halfstep-blackbox-1.pt").exists() == (most == "MOST_BYTES")
 
 
 def test_a_folder_that_runs_share_keeps_the_newest_files_of_all_and_what_is_not_evidence(tmp_path: Path) -> None:

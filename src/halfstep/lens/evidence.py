@@ -27,7 +27,8 @@ __all__ = ["load_evidence", "save_evidence", "window_of"]
 VERSION = 1
 MOST_FILES = 4  # of a run
 MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30  # with weights
+MOST_BATCHES = 1 << 30  # bytes of micro-batches
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 
 
@@ -98,8 +99,8 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
     buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
     state = {n: _cpu(v) for n, v in subject.model.state_dict().items() if isinstance(v, Tensor)}
     alone = sum(t.numel() * t.element_size() for t in tensors(window))
-    if alone > MOST_BYTES:
-        return None, [*notes, f"its micro-batches are {alone >> 20} MiB, more than {MOST_BYTES >> 20}"]
+    if alone > MOST_BATCHES:
+        return None, [*notes, f"its micro-batches are {alone >> 20} MiB, more than {MOST_BATCHES >> 20}"]
     size = sum(t.numel() * t.element_size() for t in tensors((window, state)))
     if size > MOST_BYTES:
         notes.append(f"weights are left out: with them it is {size >> 20} MiB, more than {MOST_BYTES >> 20}")
