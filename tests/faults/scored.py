@@ -174,16 +174,20 @@ def tell_flagged(title: str, found: Sequence[tuple[Fault, Sequence[Flag]]], *, v
 
 
 def tell_quiet(
-    title: str, said: Sequence[tuple[Control, Sequence[hs.Verdict], Sequence[Flag]]], *, verbose: bool
+    title: str,
+    said: Sequence[tuple[Control, Sequence[hs.Verdict] | None, Sequence[Flag] | None]],
+    *,
+    verbose: bool,
 ) -> None:
-    """Print the scores of controls: by the black box and by the audit."""
-    accused = Share.of((c.name, not alarmed(verdicts)) for c, verdicts, _ in said)
-    print(told(f"{title}, not accused by the black box", accused))
-    print(told(f"{title}, without a finding of the audit", Share.of((c.name, not some) for c, _, some in said)))
+    """Print the scores of controls: by the black box and by the audit. One that failed (None) is not right."""
+    quiet = Share.of((c.name, verdicts is not None and not alarmed(verdicts)) for c, verdicts, _ in said)
+    print(told(f"{title}, not accused by the black box", quiet))
+    clean = Share.of((c.name, some is not None and not some) for c, _, some in said)
+    print(told(f"{title}, without a finding of the audit", clean))
     for control, verdicts, some in said if verbose else ():
-        if alarmed(verdicts, some):
+        if alarmed(verdicts or (), some or ()):
             print(f"    {control.name}, which is healthy: {control.scare}")
-            for said_of_it in (*(v.headline for v in verdicts if alarmed([v])), *some):
+            for said_of_it in (*(v.headline for v in verdicts or () if alarmed([v])), *(some or ())):
                 print(f"      {said_of_it}")
 
 
@@ -215,7 +219,7 @@ def main() -> None:
     for title, faults in FINITE:
         tell_flagged(title, [(f, tried(f.name, flags, f) or ()) for f in faults], verbose=verbose)
     for title, controls in HEALTHY:
-        said = [(c, tried(c.name, accusations, c) or (), tried(c.name, flags, c) or ()) for c in controls]
+        said = [(c, tried(c.name, accusations, c), tried(c.name, flags, c)) for c in controls]
         tell_quiet(title, said, verbose=verbose)
 
 
