@@ -290,10 +290,10 @@ def test_gradients_that_fade_away_in_fp16_are_found_once_with_what_to_do() -> No
     monitor = hs.Monitor(step, every=1)
     run(step, 3)
     (finding,) = monitor.findings()
-    assert (finding.kind, finding.role, finding.step) == ("underflow", "gradient", 3)
+    assert (finding.kind, finding.role, finding.step) == ("underflow", "weight gradient", 3)
     assert "0.weight" in finding.where and "28.weight" not in finding.where
     assert "loss scale" in finding.remedy
-    assert str(finding).startswith("underflow in ") and "\n  remedy: " in str(finding)
+    assert str(finding).startswith("underflow: ") and "\n  remedy: " in str(finding)
     run(step, 3)
     assert [f.kind for f in monitor.findings()] == ["underflow"]
     scaled = trained(hs.Policy.of("mixed", dtype="fp16"), deep(nn.Tanh))
@@ -326,18 +326,18 @@ def test_a_weight_decay_below_half_an_ulp_is_found() -> None:
     (model(torch.zeros(1, 64, dtype=torch.bfloat16)) * 0).sum().backward()
     optimizer.step()
     (finding,) = monitor.findings()
-    assert finding.kind == "swallowed_update" and "weight decay takes 1e-05" in finding.text
+    assert finding.kind == "swallowed_update" and "weight decay takes 1e-05" in finding.cause
 
 
 def test_activations_at_the_end_of_their_format_are_found() -> None:
     model = network()
     with torch.no_grad():
-        model[3].weight.mul_(3e4)  # type: ignore[operator]
+        model[3].weight.mul_(4.5e4)  # type: ignore[operator]
     step = trained(hs.Policy.of("mixed", dtype="fp16"), model)
     monitor = hs.Monitor(step, every=1, activations=True)
     run(step, 1)
     (finding,) = monitor.findings()
-    assert (finding.kind, finding.role, finding.where) == ("saturating", "activation", ("3",))
+    assert (finding.kind, finding.role, finding.where) == ("overflow_risk", "activation", ("3",))
 
 
 def test_activations_that_are_cut_off_are_found() -> None:
@@ -348,7 +348,7 @@ def test_activations_that_are_cut_off_are_found() -> None:
     monitor = hs.Monitor(step, every=1, activations=True)
     run(step, 1)
     found = {f.kind: f for f in monitor.findings()}
-    assert found["saturating"].role == "activation" and "where fp8_e4m3 cuts off" in found["saturating"].text
+    assert found["saturation"].role == "activation" and "where fp8_e4m3 cuts off" in found["saturation"].cause
 
 
 def test_what_rounding_leaves_of_a_gradient_that_is_zero_is_no_underflow() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,41 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StepError
 from halfstep.formats import Format, format_of
+from halfstep.lens.finding import Finding
 from halfstep.lens.records import ActivationRecord, MonitorRecord, ParameterRecord
 from halfstep.lens.sampler import GOOD, LOWS, MOVABLE, RATIO, STATES, UNMOVED, Sampler, name_of
 from halfstep.lens.sketch import ExponentSketch
-from halfstep.lens.symptoms import NAMES, Symptom, symptoms
+from halfstep.lens.symptoms import symptoms
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
 
-__all__ = ["Finding", "Monitor"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Something that is wrong in a run.
-
-    Attributes:
-        kind: "underflow", "swallowed_update", "low_state", "saturating" or "bad_state".
-        role: "gradient", "weight", "update", "state" or "activation": where the worst of it is.
-        step: updates made when it was seen first.
-        where: parameters or modules concerned, the worst first.
-        text: what was seen in the worst place.
-        remedy: what to change.
-    """
-
-    kind: str
-    role: str
-    step: int
-    where: tuple[str, ...]
-    text: str
-    remedy: str
-
-    def __str__(self) -> str:
-        """Return two lines."""
-        more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
-        return f"{self.kind} in {self.where[0]}{more} (step {self.step}): {self.text}\n  remedy: {self.remedy}"
+__all__ = ["Monitor"]
 
 
 @dataclass
@@ -131,7 +106,7 @@ class Monitor:
         self._loads: list[_Load] = []
         self._records: list[MonitorRecord] = []
         self._largest: dict[str, float] = {}
-        self._found: dict[str, tuple[int, dict[str, Symptom]]] = {}
+        self._found: dict[str, tuple[int, dict[str, Finding]]] = {}
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
         self._attach()
@@ -227,19 +202,10 @@ class Monitor:
         """
         self._receive(wait=True)
         made = []
-        for kind, (step, places) in self._found.items():
-            worst = sorted(places.values(), key=lambda s: (-s.share, s.where))
-            first = worst[0]
-            made.append(
-                Finding(
-                    kind=kind,
-                    role=first.role,
-                    step=step,
-                    where=tuple(dict.fromkeys(s.where for s in worst)),
-                    text=f"{NAMES[kind]}: {first.text}",
-                    remedy=first.remedy,
-                )
-            )
+        for step, places in self._found.values():
+            worst = sorted(places.values(), key=lambda f: (-f.severity, f.place))
+            also = tuple(dict.fromkeys(f.place for f in worst[1:] if f.place != worst[0].place))
+            made.append(replace(worst[0], step=step, also=also))
         return tuple(made)
 
     def _read(self, *, wait: bool) -> list[MonitorRecord]:
@@ -260,11 +226,11 @@ class Monitor:
             self._loads.pop(0)
             record = self._record(load)
             self._records.append(record)
-            for symptom in symptoms(record, self.format):
-                _, places = self._found.setdefault(symptom.kind, (record.step, {}))
-                key = f"{symptom.role} {symptom.where}"
-                if key not in places or places[key].share < symptom.share:
-                    places[key] = symptom
+            for finding in symptoms(record, self.format):
+                _, places = self._found.setdefault(finding.kind, (record.step, {}))
+                key = f"{finding.role} {finding.place}"
+                if key not in places or places[key].severity < finding.severity:
+                    places[key] = finding
 
     def _send(self) -> None:
         load = _Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))

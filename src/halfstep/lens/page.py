@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, Format, format_of
-from halfstep.lens.findings import KINDS
+from halfstep.lens.finding import KINDS
 from halfstep.lens.rows import Row
 from halfstep.lens.text import COLUMNS, cells, grouped, headline, number, percent
 from halfstep.report import (
@@ -44,7 +44,7 @@ FEW = 0.01
 
 PLACES = 6
 FORMATS = (FP16, BF16, E5M2, E4M3)
-GRAVE = frozenset({"overflow", "gradient underflow", "swallowed update", "low state", "low buffer"})
+GRAVE = frozenset({"bad_state", "overflow", "underflow", "swallowed_update", "low_state"})
 
 METHOD = (
     "Each batch ran twice on a copy of the model: in fp32, and as the policy says, with the same random numbers.",
@@ -85,7 +85,7 @@ def _findings(audit: Audit) -> Section:
         diff = f" Policy: {'; '.join(finding.diff.splitlines())}" if finding.diff else ""
         remedy = f"Remedy: {finding.remedy}.{diff}"
         tone = "bad" if finding.kind in GRAVE else "open"
-        facts.append(Fact(heading=finding.kind, text=cause, more=(*words, remedy), tone=tone))
+        facts.append(Fact(heading=finding.kind.replace("_", " "), text=cause, more=(*words, remedy), tone=tone))
     if not facts:
         text = "Nothing underflows, overflows, is swallowed or far off."
         facts = [Fact(heading="Healthy", text=text, tone="good")]
@@ -195,7 +195,7 @@ def _updates(audit: Audit) -> Section:
         "Updates and low states: what their format swallows",
         (
             "parameter",
-            "role",
+            "what",
             "format",
             "largest change",
             "swallowed",
@@ -205,7 +205,7 @@ def _updates(audit: Audit) -> Section:
         (
             (
                 row.parameter,
-                row.role,
+                row.op.partition(".")[2] or row.role,
                 f"{row.format}, stochastic" if row.reason else row.format,
                 number(row.amax),
                 percent(row.swallowed) or "0 %",

@@ -139,10 +139,12 @@ class Tally:
     mass: float = 0.0
     swallowed_mass: float = 0.0
     saturated: int = 0
+    rows: int = 0
     given: float = 0.0
     pace: float = 0.0
     cancels: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
+    stochastic: bool = False
+    summed: Comparison = field(default_factory=Comparison)
 
     def see(self, tensor: Tensor, form: Format | None = None) -> None:
         """Add one tensor."""
@@ -170,7 +172,8 @@ class Row:
 
     Attributes:
         module: dotted name, "" for the root or code outside of it.
-        op: public short name of the operator; for "update" and "state" the optimizer's class.
+        op: public short name of the operator; for an update the optimizer's class, for its state with the state's name
+            ("Adam.exp_avg_sq"), "buffer" for a low buffer.
         role: one of `ROLES`: activation (what the operator gives), activation gradient (what comes back to it), weight,
             weight gradient, update (of a weight), state (of the optimizer, or a low buffer).
         parameter: dotted name of the parameter, or "".
@@ -198,8 +201,10 @@ class Row:
         worst: the largest such error of one call.
         accumulated: against the fp32 run of the whole model.
         given: the same of its inputs, the worst of them; nan where they come from nowhere.
+        summed: of a gradient over the micro-batches of a window: against the fp32 sum of the same gradients.
         missing: share of elements that are zero and are not in the fp32 run.
-        swallowed: share of changes smaller than half an ulp of what they change; of an update or a state.
+        swallowed: share of changes smaller than half an ulp of what they change; of an update or a state. Of a sum: the
+            share of the elements of one term that are too small to change the other.
         swallowed_mass: the same, weighted by the size of the change.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
@@ -235,6 +240,7 @@ class Row:
     worst: float = math.nan
     accumulated: float = math.nan
     given: float = math.nan
+    summed: float = math.nan
     missing: float = 0.0
     swallowed: float = math.nan
     swallowed_mass: float = math.nan
@@ -256,7 +262,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
     assert tally.sketch is not None
     (sketch,), form = tally.sketch.read(), tally.form
     count = max(sketch.count, 1)
-    changes = tally.role in {"update", "state"} and tally.moved > 0
+    changes = tally.moved > 0
     return Row(
         module=tally.module,
         op=tally.op,
@@ -285,12 +291,13 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         worst=tally.local.worst if tally.local.count else math.nan,
         accumulated=tally.whole.error,
         given=tally.given if tally.whole.count else math.nan,
+        summed=tally.summed.error,
         missing=tally.whole.share(tally.whole.flushed),
         swallowed=tally.swallowed / tally.moved if changes else math.nan,
         swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
         pace=tally.pace,
         cancels=tally.cancels,
-        saturated=tally.saturated / tally.notes["rows"] if "rows" in tally.notes else math.nan,
+        saturated=tally.saturated / tally.rows if tally.rows else math.nan,
         scale=tally.scale,
         sketch=sketch,
         wide=None if tally.wide is None else tally.wide.read()[0],

@@ -13,7 +13,8 @@ from typing import Any
 
 from halfstep.errors import AuditError, did_you_mean
 from halfstep.formats import Format, format_of
-from halfstep.lens.findings import Finding, diagnose
+from halfstep.lens.criteria import ROOM, diagnose
+from halfstep.lens.finding import Finding
 from halfstep.lens.rows import ROLES, Row
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
@@ -132,7 +133,7 @@ class Audit:
 
     # ------------------------------------------------------------------ asking
 
-    def findings(self, *, headroom: float = 2.0) -> tuple[Finding, ...]:
+    def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
         """Return what is wrong, the worst first; () for a healthy run.
 
         Args:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from halfstep.formats import FP32, Format
 from halfstep.lens.rows import Tally, form_of
 
-__all__ = ["Intended", "copied", "stored_form", "swallow"]
+__all__ = ["Intended", "copied", "pace_of", "stored_form", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
@@ -38,6 +38,17 @@ def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
             continue
         vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
     return made
+
+
+AVERAGES = {
+    "exp_avg_sq": ("betas", 1),
+    "max_exp_avg_sq": ("betas", 1),
+    "exp_avg": ("betas", 0),
+    "exp_inf": ("betas", 1),
+    "square_avg": ("alpha", None),
+    "momentum_buffer": ("momentum", None),
+}
+"""State of torch's optimizers -> where its group says how slowly it moves."""
 
 
 class Intended:
@@ -109,3 +120,13 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
 def stored_form(parameter: Tensor, strategy: str) -> Format:
     """Return the format in which the value that an optimizer steps is kept: fp32 behind low weights, if anything is."""
     return FP32 if strategy in {"master", "split", "kahan", "stochastic"} else form_of(parameter)
+
+
+def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
+    """Return how much of a moving average is new at each step; 0.0 if it is not known to be one."""
+    option, place = AVERAGES.get(key, ("", None))
+    for group in optimizer.param_groups:
+        if option in group and any(p is parameter for p in group["params"]):
+            factor = group[option] if place is None else group[option][place]
+            return 1.0 - float(factor)
+    return 0.0

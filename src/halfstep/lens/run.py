@@ -1,0 +1,417 @@
+"""Run: the steps of one audit: an fp32 twin, the audited step with its instruments, and the update that was meant.
+
+Of a window of micro-batches the first is looked at operator by operator; of the others only what they add to the
+gradients. Shadows go backward in the last step alone: these are half of the time of an audit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from halfstep.cast.region import suspended
+from halfstep.errors import AuditError
+from halfstep.events import HostStepResult
+from halfstep.formats import FP32, format_of
+from halfstep.lens.record import Recorder
+from halfstep.lens.reference import LOWS, Reference
+from halfstep.lens.rows import Tally, form_of, row_of
+from halfstep.lens.shadow import random_state, set_random
+from halfstep.lens.table import Audit
+from halfstep.lens.updates import Intended, pace_of, stored_form, swallow
+from halfstep.lens.watch import Call, Paths
+from halfstep.policy.plan import Plan
+from halfstep.policy.policy import DTYPES, Policy
+from halfstep.scale.scaler import GradScaler
+from halfstep.step.train_step import TrainStep
+from halfstep.trees import map_tensors
+from halfstep.weights.states import LowStates
+
+__all__ = ["Batch", "Run"]
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and named arguments of one micro-batch."""
+
+ATTEMPTS = 40
+"""Steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38."""
+
+
+class Run:
+    """One audit while it runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loss_fn: Callable[..., Any],
+        policy: Policy,
+        plan: Plan,
+        *,
+        clip_norm: float | None,
+        accumulate: int,
+        scaler: GradScaler | None,
+        shadow: torch.dtype,
+        reference: bool,
+    ) -> None:
+        self.loss_fn, self.plan, self.policy = loss_fn, plan, policy
+        self.notes: list[str] = []
+        self.skipped = 0
+        self.unfinished: list[str] = []  # steps that were not finite for another reason than a scale on its way down
+        self.operators = dict(plan.operators)
+        closed = frozenset(self.operators)
+        self.fp32 = _widened(copy.deepcopy(model)) if reference else None
+        simulated = {}
+        if plan.policy.dtype not in DTYPES:
+            form = format_of(plan.policy.dtype)
+            simulated = {op: form for op, decision in plan.operators if decision.rule == "low"}
+        self.moves = optimizer is not None
+        if optimizer is None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            if not trained:
+                raise AuditError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to audit")
+            optimizer = SGD(trained, lr=0.0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "policy .* on ")  # the plan's notes say it
+            self.train = _Step(
+                model,
+                optimizer,
+                self._watched,
+                policy=policy,
+                clip_norm=clip_norm,
+                accumulate=accumulate,
+                scaler=scaler,
+                blackbox=False,
+            )
+        self.train.run = self
+        self.train.watchers.append(self)
+        self.looks = True  # at this micro-batch
+        self._intended: Intended | None = None
+        self._sums: dict[str, Tensor] = {}  # fp32 sums of the gradients of low parameters over a window
+        if accumulate > 1:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and parameter.dtype in LOWS:
+                    parameter.register_hook(partial(self._add, name))
+        self.paths = Paths(model)
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.recorder = Recorder(
+            self.paths,
+            closed,
+            shadow=shadow,
+            parameters=self.names,
+            simulated=simulated,
+            devices=tuple(dict.fromkeys((plan.device, "cpu"))),
+        )
+        self.twin_paths = Paths(self.fp32) if self.fp32 is not None else None
+        self.twin = Reference(self.twin_paths, closed) if self.twin_paths is not None else None
+        self.scale = 1.0
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self.paths.remove()
+
+    def _watched(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.looks:
+            return self.loss_fn(model, *args, **kwargs)
+        with self.recorder.on():
+            return self.loss_fn(model, *args, **kwargs)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        if not gradient.is_sparse:
+            held = self._sums.get(name)
+            self._sums[name] = gradient.float() if held is None else held.add_(gradient)
+
+    def step(self, window: list[Batch], *, last: bool) -> None:
+        """Run one window of micro-batches; again while a dynamic loss scale is on its way down.
+
+        Args:
+            window: at least one.
+            last: whether it is the last one, in which shadows go backward.
+        """
+        for attempt in range(ATTEMPTS):
+            before = self.recorder.tallies
+            self.recorder.tallies = copy.deepcopy(before) if self.train.scaler.is_enabled() else before
+            result = self._window(window, last=last)
+            self.scale = result.scale
+            if not result.skipped:
+                return
+            self.skipped += 1
+            if not self._falling(result.loss) or attempt == ATTEMPTS - 1:
+                self.unfinished.append(
+                    f"loss {result.loss:g}, loss scale {result.scale:g}, gradients of "
+                    f"{', '.join(result.culprits[:3]) or 'no parameter'}"
+                )
+                return
+            self.recorder.tallies = before
+
+    def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
+        """Run the micro-batches of a window, and the update."""
+        self._sums = {}
+        args, kwargs = window[0]
+        random = random_state()
+        self._run_twin(args, kwargs)
+        set_random(random)
+        self.recorder.start(self.twin.kept if self.twin is not None else {}, backward=last)
+        self.looks = True
+        low = self._low_averages()
+        result = self.train(*args, **kwargs)
+        self._compare_averages(low)
+        self.looks = False
+        for args, kwargs in window[1:]:
+            result = self.train(*args, **kwargs)
+        if len(window) < self.train.accumulate:
+            loss, result = result.loss, self.train.flush() or result
+            return replace(result.host(), loss=float(loss))
+        return result.host()
+
+    def _falling(self, loss: float) -> bool:
+        scaler = self.train.scaler
+        return scaler.is_enabled() and math.isfinite(loss) and scaler.get_scale() < self.scale
+
+    # ------------------------------------------------------------------ the fp32 twin
+
+    def _run_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.fp32 is None or self.twin is None:
+            return
+        self._follow()
+        self.twin.begin()
+        self.twin.kept, self.twin.weights = {}, {}
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
+        try:
+            with suspended():
+                with self.twin.on():
+                    returned = self.loss_fn(self.fp32, *args, **kwargs)
+                loss = returned[0] if isinstance(returned, tuple) else returned
+                loss.backward()
+        except Exception as error:  # of the user's model, which may insist on a low format
+            self.fp32 = None
+            self.twin.kept = {}
+            first = (str(error).splitlines() or [""])[0]
+            self.notes.append(f"no accumulated errors: the model does not run in fp32: {type(error).__name__}: {first}")
+            return
+        for name, parameter in self.fp32.named_parameters():
+            if parameter.grad is not None:
+                self.twin.weights[name] = parameter.grad
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Give the twin the audited model's precise weights and its buffers."""
+        assert self.fp32 is not None
+        own = dict(self.train.model.named_parameters())
+        for name, parameter in self.fp32.named_parameters():
+            parameter.copy_(self.train.precise(own[name]))
+        buffers = dict(self.train.model.named_buffers())
+        for name, buffer in self.fp32.named_buffers():
+            if name in buffers and buffers[name].shape == buffer.shape:
+                buffer.copy_(buffers[name])
+
+    def _averages(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what a forward pass may average in: buffers, and parameters that no gradient trains (a teacher's)."""
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        return {**dict(model.named_buffers()), **frozen}
+
+    def _low_averages(self) -> dict[str, Tensor]:
+        """Return copies of those of them that are low."""
+        found = self._averages(self.train.model).items()
+        return {name: value.detach().clone() for name, value in found if value.dtype in LOWS}
+
+    def _compare_averages(self, before: dict[str, Tensor]) -> None:
+        """Look at running averages in low formats: the fp32 twin has made the same step with them in fp32."""
+        after = self._averages(self.fp32) if self.fp32 is not None else {}
+        found = self._averages(self.train.model) if before else {}
+        for name, old in before.items():
+            wanted = after.get(name)
+            if wanted is None or wanted.shape != old.shape or torch.equal(wanted, old.to(wanted.dtype)):
+                continue
+            module = name.rpartition(".")[0]
+            tally = self.recorder.tally(Call(module, "buffer", 0, ""), "state", name)
+            momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
+            tally.pace = momentum if isinstance(momentum, float) else 0.0
+            swallow(tally, old.double(), wanted.double(), found[name], form_of(old))
+            tally.whole.add(found[name], wanted, form_of(old))
+
+    # ------------------------------------------------------------------ what a step calls
+
+    def backward_ended(self, scale: float) -> None:
+        """Look at gradients, which carry the factor `scale`, and at weights."""
+        named = dict(self.train.model.named_parameters())
+        self.recorder.backward_ends(scale, named, self.twin.weights if self.twin is not None else {})
+        for name, parameter in named.items():
+            if parameter.is_floating_point() and parameter.numel():
+                self._weigh(name, parameter)
+
+    @torch.no_grad()
+    def _weigh(self, name: str, parameter: nn.Parameter) -> None:
+        """Look at a weight: as it is stored, and what is lost when its operator uses it."""
+        module, op, line = self.recorder.users.get(name, (name.rpartition(".")[0], "", ""))
+        tally = self.recorder.tally(Call(module, op, 0, line), "weight", name)
+        tally.see(parameter.detach())
+        precise = self.train.precise(parameter)
+        used = self.recorder.forms.get(name, tally.form)
+        form = min(used, tally.form, key=lambda form: form.bits)
+        if form is FP32:
+            tally.local.exact(parameter.numel())
+        else:
+            low = precise.to(form.torch_dtype) if form.torch_dtype is not None else form.round(precise)
+            tally.local.add(low, precise, form)
+            if form.exponent_bits < FP32.exponent_bits:
+                tally.wide = tally.wide or tally.sketch
+
+    def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note what the update is meant to do, unless it will be skipped or cannot be foreseen."""
+        self._intended = None
+        step, scale = self.train, float(self.train._scale)
+        self._compare_sums(parameters)
+        if not self.moves:
+            return
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for p in parameters:
+            assert p.grad is not None
+            gradients[p] = (p.grad.to_dense() if p.grad.is_sparse else p.grad).double().div_(scale)
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values()))
+        if not math.isfinite(norm):
+            return
+        if step.clip_norm is not None:
+            factor = min(1.0, step.clip_norm / (norm + 1e-6))
+            gradients = {p: g * factor for p, g in gradients.items()}
+        try:
+            self._intended = Intended(step.optimizer, {p: step.precise(p) for p in parameters}, gradients)
+        except Exception as error:  # of somebody's optimizer
+            self.moves = False
+            name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]
+            self.notes.append(f"no rows of updates: {name} cannot step in float64: {type(error).__name__}: {first}")
+
+    def _compare_sums(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compare the gradients of a window with fp32 sums of the same gradients."""
+        for p in parameters:
+            name = self.names.get(id(p), "")
+            held = self._sums.get(name)
+            if held is None or p.grad is None or p.grad.is_sparse:
+                continue
+            module, op, line = self.recorder.users.get(name, (name.rpartition(".")[0], "", ""))
+            tally = self.recorder.tally(Call(module, op, 0, line), "weight gradient", name)
+            tally.summed.add(p.grad, held, form_of(p.grad))
+
+    def after_update(self, bad: Tensor) -> None:
+        """Compare what the update has done with what it was meant to do."""
+        intended, self._intended = self._intended, None
+        if intended is None or bool(bad):
+            return
+        step = self.train
+        kind = type(step.optimizer).__name__
+        strategy = step.policy.master
+        managed = LowStates.of(step.optimizer) is not None
+        for p, before in intended.before.items():
+            name = self.names.get(id(p), "")
+            module = name.rpartition(".")[0]
+            tally = self.recorder.tally(Call(module, kind, 0, ""), "update", name)
+            low = step.is_low(p)
+            form = stored_form(p, strategy if low else "none")
+            tally.stochastic = low and strategy == "stochastic"
+            swallow(tally, before, intended.after[p], step.precise(p), form)
+            old, new = intended.states[p]
+            state = step.optimizer.state.get(p, {})
+            for key, value in new.items():
+                found = state.get(key)
+                if isinstance(found, Tensor) and key in old and found.is_floating_point():
+                    tally = self.recorder.tally(Call(module, f"{kind}.{key}", 0, ""), "state", name)
+                    tally.stochastic = managed
+                    tally.pace = pace_of(step.optimizer, p, key)
+                    form = form_of(found)
+                    if form.bits >= FP32.bits:  # nothing to lose
+                        tally.see(found)
+                    else:
+                        swallow(tally, old[key], value, found, form)
+                        tally.whole.add(found, value.float(), form)
+
+    # ------------------------------------------------------------------ what comes out
+
+    def result(self, *, steps: int, updates: bool) -> Audit:
+        """Return what has been seen in `steps` steps."""
+        seconds = sum(tally.seconds for tally in self.recorder.tallies.values())
+        rows = tuple(
+            row_of(tally, steps, seconds, *self._why(tally))
+            for tally in self.recorder.tallies.values()
+            if tally.sketch is not None
+        )
+        if self.unfinished:
+            self.notes.append(
+                f"{len(self.unfinished)} of {steps} steps were not finite, the first with {self.unfinished[0]}: rows "
+                "show where; hs.TrainStep(...).explain() says why"
+            )
+        if self.recorder.shadows.skipped:
+            self.notes.append(
+                f"{self.recorder.shadows.skipped} calls have no local error: their operator does not take "
+                f"{str(self.recorder.shadows.dtype).removeprefix('torch.')} arguments"
+            )
+        return Audit(
+            rows=rows,
+            policy=self.policy,
+            plan=self.plan,
+            steps=steps,
+            skipped=self.skipped,
+            scale=self.scale,
+            notes=(*self.plan.notes, *dict.fromkeys(self.notes)),
+        )
+
+    def _why(self, tally: Tally) -> tuple[str, str]:
+        if tally.role in {"update", "state"}:
+            return "", "stochastic rounding" if tally.stochastic else ""
+        modules = {module.path: module for module in self.plan.modules}
+        ruled = modules.get(tally.module)
+        if ruled is not None and ruled.rule:
+            return ruled.rule, ruled.reason
+        if tally.role == "weight":
+            reasons = {name: p.reason for p in self.plan.parameters for name in (p.name, *p.aliases)}
+            return "", reasons.get(tally.parameter, "")
+        decision = self.operators.get(tally.op)
+        if decision is None:
+            return "", "no rule: runs in its inputs' format"
+        by = f"table {self.policy.table!r}" if decision.origin == "table" else f"field {decision.origin!r}"
+        return decision.rule, f"{by}: {decision.reason}"
+
+
+class _Step(TrainStep):
+    """A training step that says when its backward pass is over, and when its update begins and ends."""
+
+    run: Run
+
+    def precise(self, parameter: nn.Parameter) -> Tensor:
+        """Return the precise value of `parameter` as a new tensor."""
+        if self._store is not None and parameter in self._store:
+            return self._store.read(parameter)
+        value = parameter.detach().clone()
+        return value.float() if value.dtype in {torch.float16, torch.bfloat16} else value
+
+    def is_low(self, parameter: nn.Parameter) -> bool:
+        """Return whether there are precise values behind `parameter`."""
+        return self._store is not None and parameter in self._store
+
+    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.run.looks:
+            return super()._backward(loss)
+        self.run.recorder.backward_begins()
+        scale, seed = super()._backward(loss)
+        self.run.backward_ended(float(scale) / self.accumulate)
+        return scale, seed
+
+
+def _widened(model: nn.Module) -> nn.Module:
+    """Bring low parameters and buffers of `model` to fp32, in place."""
+    for parameter in model.parameters():
+        if parameter.dtype in {torch.float16, torch.bfloat16}:
+            parameter.data = parameter.data.float()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in {torch.float16, torch.bfloat16}:
+                module._buffers[name] = buffer.float()
+    return model
