@@ -71,6 +71,7 @@ class Recorder(Watch):
         self.begin()
         self.shadows.backward = backward
         self.kept = kept
+        self._kept: Kept | None = None  # of the call that is looked at
         self._twins: list[Twin] = []
         self._arrived: list[tuple[Tally, Tensor, Kept | None]] = []
         self._running: Tally | None = None
@@ -90,49 +91,67 @@ class Recorder(Watch):
 
     def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
-        random = random_state() if call.op in RANDOM else None
-        given = floats_of((args, kwargs))
-        before = (args, kwargs)
-        if call.in_place:
-            before = (map_tensors(args[:1], _copy) + args[1:], kwargs)
-        elif call.op in STATEFUL:
-            before = map_tensors(before, _copy_statistics)
-        with _Casts(given) as casts:
+        with torch._C.DisableTorchFunction():  # looking is not for the region's rules, and costs less without them
+            random = random_state() if call.op in RANDOM else None
+            given = floats_of((args, kwargs))
+            before = (args, kwargs)
+            if call.in_place:
+                before = (map_tensors(args[:1], _copy) + args[1:], kwargs)
+            elif call.op in STATEFUL:
+                before = map_tensors(before, _copy_statistics)
+            casts = _Casts(given)
+        with casts:
             began = time.perf_counter()
             result = func(*args, **kwargs)
             took = time.perf_counter() - began
-        found = floats_of(result)
-        if not found or not found[0].numel():
-            return result
+        with torch._C.DisableTorchFunction():
+            found = floats_of(result)
+            if not found or not found[0].numel():
+                return result
+            if call.op == "to" and (found[0].dtype not in LOWS or any(found[0] is tensor for tensor in given)):
+                return result
+            tally = self.tally(call, "activation")
+            tally.seconds += took
+            again = self._look(call, tally, (func, *before), given, found, casts, random)
+        twin = None if again is None else again()
+        if twin is not None:
+            self._twins.append(twin)
+        if found[0].requires_grad:
+            self._hook(call, found[0], self._kept, twin)
+        return result
+
+    def _look(
+        self,
+        call: Call,
+        tally: Tally,
+        run: tuple[Callable[..., Any], Any, Any],
+        given: list[Tensor],
+        found: list[Tensor],
+        casts: _Casts,
+        random: Any,
+    ) -> Callable[[], Twin | None] | None:
+        """Measure what an operator has given; return what runs it once more as the policy does, or None."""
         output = found[0]
-        if call.op == "to" and (output.dtype not in LOWS or any(output is tensor for tensor in given)):
-            return result
         form = self.simulated.get(call.op) or form_of(output)
-        tally = self.tally(call, "activation")
-        tally.seconds += took
         made = casts.of_arguments(output)
         tally.casts += len(made)
         tally.cast_bytes += sum(made)
         for tensor in found:
             tally.see(tensor.detach(), form)
-        self._meet_weights(call, (args, kwargs), form)
-        twin = None
+        self._meet_weights(call, run[1:], form)
+        again = None
         low = made or output.dtype in LOWS or call.op in self.simulated or any(t.dtype in LOWS for t in given)
         if low or self.shadows.dtype is torch.float64:
             tallies = tally, partial(self.tally, call, "activation gradient")
-            twin = self.shadows.run(call, tallies, func, *before, output, form, random)
-            if twin is not None:
-                self._twins.append(twin)
+            again = self.shadows.run(call, tallies, *run, output, form, random)
         elif output.dtype is torch.float32:
             tally.local.exact(output.numel())
-        kept = self._twin_of(call, output)
-        if kept is not None:
-            off = tally.whole.add(output.detach(), kept.value, form)
+        self._kept = self._twin_of(call, output)
+        if self._kept is not None:
+            off = tally.whole.add(output.detach(), self._kept.value, form)
             tally.given = max([tally.given, *(self._off.get(_place(t), 0.0) for t in given)])
             self._off[_place(output)] = off
-        if output.requires_grad:
-            self._hook(call, output, kept, twin)
-        return result
+        return again
 
     def _twin_of(self, call: Call, output: Tensor) -> Kept | None:
         kept = self.kept.pop((call.module, call.op, call.nth), None)

@@ -322,16 +322,15 @@ class Run:
             state = step.optimizer.state.get(p, {})
             for key, value in new.items():
                 found = state.get(key)
-                if isinstance(found, Tensor) and key in old and found.is_floating_point():
+                if isinstance(found, Tensor) and found.is_floating_point():
                     tally = self.recorder.tally(Call(module, f"{kind}.{key}", 0, ""), "state", name)
                     tally.stochastic = managed
                     tally.pace = pace_of(step.optimizer, p, key)
-                    form = form_of(found)
-                    if form.bits >= FP32.bits:  # nothing to lose
+                    if key in old:
+                        swallow(tally, old[key], value, found, form_of(found))
+                        tally.whole.add(found, value.float(), form_of(found))
+                    elif found.dtype not in LOWS:  # nothing to lose
                         tally.see(found)
-                    else:
-                        swallow(tally, old[key], value, found, form)
-                        tally.whole.add(found, value.float(), form)
 
     # ------------------------------------------------------------------ what comes out
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,12 @@ class Shadows:
         output: Tensor,
         form: Format,
         random: Any,
-    ) -> Twin | None:
-        """Compare `output` with what the shadow format gives; with gradients, also prepare both to go backward.
+    ) -> Callable[[], Twin | None] | None:
+        """Compare `output` with what the shadow format gives, under no rule.
+
+        Returns:
+            What runs the operator once more under the rules, ready to go backward beside the shadow; None where it
+            has nothing to round there, or where shadows do not go backward.
 
         Args:
             call: which call it is.
@@ -145,40 +150,38 @@ class Shadows:
             elif call.op in {"add", "sub"} and output.requires_grad and output.numel() > 1:
                 _swallowed_addends(tally, output.detach(), args)
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:
-            return self._twin(backward_tally(), func, args, kwargs, wide, leaves, random)
+            return partial(_twin, backward_tally(), func, args, kwargs, wide, leaves, random)
         return None
 
-    def _twin(
-        self,
-        tally: Tally,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        wide: Tensor,
-        leaves: list[tuple[Tensor, Tensor, str]],
-        random: Any,
-    ) -> Twin | None:
-        made: dict[int, Tensor] = {}
-        wanted = {id(tensor) for tensor, _, _ in leaves}
 
-        def leaf(tensor: Tensor) -> Tensor:
-            if id(tensor) not in wanted:
-                return tensor.detach()
-            if id(tensor) not in made:
-                detached = tensor.detach()
-                made[id(tensor)] = (
-                    nn.Parameter(detached) if isinstance(tensor, nn.Parameter) else detached.requires_grad_()
-                )
-            return made[id(tensor)]
+def _twin(
+    tally: Tally,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wide: Tensor,
+    leaves: list[tuple[Tensor, Tensor, str]],
+    random: Any,
+) -> Twin | None:
+    made: dict[int, Tensor] = {}
+    wanted = {id(tensor) for tensor, _, _ in leaves}
 
-        low_args, low_kwargs = map_tensors((args, kwargs), leaf)
-        with _unseen_by_checkpointing(), _same_numbers(random), torch.enable_grad(), _own_casts():
-            low = floats_of(func(*low_args, **low_kwargs))[0]
-        if not low.requires_grad:
-            return None
-        tensors, wide_leaves, names = zip(*leaves, strict=True)
-        low_leaves = [made[id(tensor)] for tensor in tensors]
-        return Twin(tally, low, wide, low_leaves, list(wide_leaves), list(names))
+    def leaf(tensor: Tensor) -> Tensor:
+        if id(tensor) not in wanted:
+            return tensor.detach()
+        if id(tensor) not in made:
+            detached = tensor.detach()
+            made[id(tensor)] = nn.Parameter(detached) if isinstance(tensor, nn.Parameter) else detached.requires_grad_()
+        return made[id(tensor)]
+
+    low_args, low_kwargs = map_tensors((args, kwargs), leaf)
+    with _unseen_by_checkpointing(), _same_numbers(random), torch.enable_grad(), _own_casts():
+        low = floats_of(func(*low_args, **low_kwargs))[0]
+    if not low.requires_grad:
+        return None
+    tensors, wide_leaves, names = zip(*leaves, strict=True)
+    low_leaves = [made[id(tensor)] for tensor in tensors]
+    return Twin(tally, low, wide, low_leaves, list(wide_leaves), list(names))
 
 
 # ------------------------------------------------------------------ what an operator alone can do wrong
@@ -206,6 +209,9 @@ def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -
     tally.rows += found.numel()
 
 
+NOTABLE = 0.1
+"""Share of a sum's elements below which nobody looks at what is lost."""
+
 MASK = -1e4
 """What is added from here down hides its place on purpose."""
 
@@ -220,18 +226,25 @@ def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> N
     if len(terms) < 2:
         return
     lost: tuple[float, float, int, int] = (0.0, 1.0, 0, 1)
-    size = output.float().abs()
+    size = output.abs()
     for term, other in (terms, terms[::-1]):
         low, rest = term.detach(), other.detach()
+        same = size == rest.abs()
+        if int(torch.count_nonzero(same)) < NOTABLE * output.numel() or _follows(term, other):
+            continue
         counts = ((low != 0) & (rest > MASK) & rest.isfinite()).expand_as(output)
-        gone = counts & (size == rest.float().abs())
-        weights = low.float().abs().nan_to_num_(0.0, 0.0, 0.0).expand_as(output)
-        mass = float(weights[counts].double().sum())
-        found = float(weights[gone].double().sum()), mass, int(gone.sum()), int(counts.sum())
-        if mass and found[0] / mass >= lost[0] / lost[1] and not (found[0] and _follows(term, other)):
+        gone = counts & same
+        sizes = low.float().abs().nan_to_num_(0.0, 0.0, 0.0).expand_as(output)
+        mass = float((sizes * counts).sum())
+        found = float((sizes * gone).sum()), mass, int(gone.sum()), int(counts.sum())
+        if mass and found[0] / mass >= lost[0] / lost[1]:
             lost = found
-    tally.swallowed_mass, tally.mass = tally.swallowed_mass + lost[0], tally.mass + lost[1]
-    tally.swallowed, tally.moved = tally.swallowed + lost[2], tally.moved + lost[3]
+    if lost[2]:
+        tally.swallowed_mass, tally.mass = tally.swallowed_mass + lost[0], tally.mass + lost[1]
+        tally.swallowed, tally.moved = tally.swallowed + lost[2], tally.moved + lost[3]
+    else:
+        tally.mass += float(torch.linalg.vector_norm(terms[1].detach().float(), 1))
+        tally.moved += output.numel()
 
 
 def _follows(term: Tensor, other: Tensor) -> bool:
