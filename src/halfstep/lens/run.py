@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +21,18 @@ from halfstep.cast.region import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
 from halfstep.formats import FP32, format_of
+from halfstep.lens.meter import AuditedStep, Meter
 from halfstep.lens.record import Recorder
 from halfstep.lens.reference import LOWS, Reference
 from halfstep.lens.rows import Tally, form_of, row_of
 from halfstep.lens.shadow import random_state, set_random
 from halfstep.lens.table import Audit
-from halfstep.lens.updates import Intended, pace_of, stored_form, swallow
+from halfstep.lens.updates import swallow
 from halfstep.lens.watch import Call, Paths
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import DTYPES, Policy
 from halfstep.scale.scaler import GradScaler
-from halfstep.step.train_step import TrainStep
 from halfstep.trees import map_tensors
-from halfstep.weights.states import LowStates
 
 __all__ = ["Batch", "Run"]
 
@@ -73,7 +71,7 @@ class Run:
         if plan.policy.dtype not in DTYPES:
             form = format_of(plan.policy.dtype)
             simulated = {op: form for op, decision in plan.operators if decision.rule == "low"}
-        self.moves = optimizer is not None
+        moves = optimizer is not None
         if optimizer is None:
             trained = [p for p in model.parameters() if p.requires_grad]
             if not trained:
@@ -81,7 +79,7 @@ class Run:
             optimizer = SGD(trained, lr=0.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "policy .* on ")  # the plan's notes say it
-            self.train = _Step(
+            self.train = AuditedStep(
                 model,
                 optimizer,
                 self._watched,
@@ -91,15 +89,8 @@ class Run:
                 scaler=scaler,
                 blackbox=False,
             )
-        self.train.run = self
-        self.train.watchers.append(self)
+        self.train.listener = self
         self.looks = True  # at this micro-batch
-        self._intended: Intended | None = None
-        self._sums: dict[str, Tensor] = {}  # fp32 sums of the gradients of low parameters over a window
-        if accumulate > 1:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad and parameter.dtype in LOWS:
-                    parameter.register_hook(partial(self._add, name))
         self.paths = Paths(model)
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.recorder = Recorder(
@@ -110,6 +101,7 @@ class Run:
             simulated=simulated,
             devices=tuple(dict.fromkeys((plan.device, "cpu"))),
         )
+        self.meter = Meter(self.train, self.recorder, self.names, moves=moves)
         self.twin_paths = Paths(self.fp32) if self.fp32 is not None else None
         self.twin = Reference(self.twin_paths, closed) if self.twin_paths is not None else None
         self.scale = 1.0
@@ -123,11 +115,6 @@ class Run:
             return self.loss_fn(model, *args, **kwargs)
         with self.recorder.on():
             return self.loss_fn(model, *args, **kwargs)
-
-    def _add(self, name: str, gradient: Tensor) -> None:
-        if not gradient.is_sparse:
-            held = self._sums.get(name)
-            self._sums[name] = gradient.float() if held is None else held.add_(gradient)
 
     def step(self, window: list[Batch], *, last: bool) -> None:
         """Run one window of micro-batches; again while a dynamic loss scale is on its way down.
@@ -154,7 +141,7 @@ class Run:
 
     def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
         """Run the micro-batches of a window, and the update."""
-        self._sums = {}
+        self.meter.begin()
         args, kwargs = window[0]
         random = random_state()
         self._run_twin(args, kwargs)
@@ -241,6 +228,10 @@ class Run:
 
     # ------------------------------------------------------------------ what a step calls
 
+    def backward_begins(self) -> None:
+        """Start the clock of the backward pass."""
+        self.recorder.backward_begins()
+
     def backward_ended(self, scale: float) -> None:
         """Look at gradients, which carry the factor `scale`, and at weights."""
         named = dict(self.train.model.named_parameters())
@@ -265,72 +256,6 @@ class Run:
             tally.local.add(low, precise, form)
             if form.exponent_bits < FP32.exponent_bits:
                 tally.wide = tally.wide or tally.sketch
-
-    def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note what the update is meant to do, unless it will be skipped or cannot be foreseen."""
-        self._intended = None
-        step, scale = self.train, float(self.train._scale)
-        self._compare_sums(parameters)
-        if not self.moves:
-            return
-        gradients: dict[nn.Parameter, Tensor] = {}
-        for p in parameters:
-            assert p.grad is not None
-            gradients[p] = (p.grad.to_dense() if p.grad.is_sparse else p.grad).double().div_(scale)
-        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values()))
-        if not math.isfinite(norm):
-            return
-        if step.clip_norm is not None:
-            factor = min(1.0, step.clip_norm / (norm + 1e-6))
-            gradients = {p: g * factor for p, g in gradients.items()}
-        try:
-            self._intended = Intended(step.optimizer, {p: step.precise(p) for p in parameters}, gradients)
-        except Exception as error:  # of somebody's optimizer
-            self.moves = False
-            name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]
-            self.notes.append(f"no rows of updates: {name} cannot step in float64: {type(error).__name__}: {first}")
-
-    def _compare_sums(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Compare the gradients of a window with fp32 sums of the same gradients."""
-        for p in parameters:
-            name = self.names.get(id(p), "")
-            held = self._sums.get(name)
-            if held is None or p.grad is None or p.grad.is_sparse:
-                continue
-            module, op, line = self.recorder.users.get(name, (name.rpartition(".")[0], "", ""))
-            tally = self.recorder.tally(Call(module, op, 0, line), "weight gradient", name)
-            tally.summed.add(p.grad, held, form_of(p.grad))
-
-    def after_update(self, bad: Tensor) -> None:
-        """Compare what the update has done with what it was meant to do."""
-        intended, self._intended = self._intended, None
-        if intended is None or bool(bad):
-            return
-        step = self.train
-        kind = type(step.optimizer).__name__
-        strategy = step.policy.master
-        managed = LowStates.of(step.optimizer) is not None
-        for p, before in intended.before.items():
-            name = self.names.get(id(p), "")
-            module = name.rpartition(".")[0]
-            tally = self.recorder.tally(Call(module, kind, 0, ""), "update", name)
-            low = step.is_low(p)
-            form = stored_form(p, strategy if low else "none")
-            tally.stochastic = low and strategy == "stochastic"
-            swallow(tally, before, intended.after[p], step.precise(p), form)
-            old, new = intended.states[p]
-            state = step.optimizer.state.get(p, {})
-            for key, value in new.items():
-                found = state.get(key)
-                if isinstance(found, Tensor) and found.is_floating_point():
-                    tally = self.recorder.tally(Call(module, f"{kind}.{key}", 0, ""), "state", name)
-                    tally.stochastic = managed
-                    tally.pace = pace_of(step.optimizer, p, key)
-                    if key in old:
-                        swallow(tally, old[key], value, found, form_of(found))
-                        tally.whole.add(found, value.float(), form_of(found))
-                    elif found.dtype not in LOWS:  # nothing to lose
-                        tally.see(found)
 
     # ------------------------------------------------------------------ what comes out
 
@@ -359,7 +284,7 @@ class Run:
             steps=steps,
             skipped=self.skipped,
             scale=self.scale,
-            notes=(*self.plan.notes, *dict.fromkeys(self.notes)),
+            notes=(*self.plan.notes, *dict.fromkeys((*self.notes, *self.meter.notes))),
         )
 
     def _why(self, tally: Tally) -> tuple[str, str]:
@@ -377,31 +302,6 @@ class Run:
             return "", "no rule: runs in its inputs' format"
         by = f"table {self.policy.table!r}" if decision.origin == "table" else f"field {decision.origin!r}"
         return decision.rule, f"{by}: {decision.reason}"
-
-
-class _Step(TrainStep):
-    """A training step that says when its backward pass is over, and when its update begins and ends."""
-
-    run: Run
-
-    def precise(self, parameter: nn.Parameter) -> Tensor:
-        """Return the precise value of `parameter` as a new tensor."""
-        if self._store is not None and parameter in self._store:
-            return self._store.read(parameter)
-        value = parameter.detach().clone()
-        return value.float() if value.dtype in {torch.float16, torch.bfloat16} else value
-
-    def is_low(self, parameter: nn.Parameter) -> bool:
-        """Return whether there are precise values behind `parameter`."""
-        return self._store is not None and parameter in self._store
-
-    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.run.looks:
-            return super()._backward(loss)
-        self.run.recorder.backward_begins()
-        scale, seed = super()._backward(loss)
-        self.run.backward_ended(float(scale) / self.accumulate)
-        return scale, seed
 
 
 def _widened(model: nn.Module) -> nn.Module:

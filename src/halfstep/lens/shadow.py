@@ -20,6 +20,7 @@ from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
 from halfstep.lens.reference import widened_dtypes
 from halfstep.lens.rows import Tally, merged
+from halfstep.lens.signs import note_signs
 from halfstep.lens.watch import Call, floats_of
 from halfstep.trees import map_tensors
 
@@ -34,9 +35,6 @@ RANDOM = frozenset(
 
 SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hstack vstack".split())
 """Operators that choose and copy: their backward passes round nothing."""
-
-NEAR_ONE = 2.0**-12
-"""A number of fp32 this far below 1 is not yet 1: fp16 and bf16 may say it is."""
 
 
 @dataclass(slots=True)
@@ -145,10 +143,7 @@ class Shadows:
         if form.exponent_bits < FP32.exponent_bits:
             tally.wide = merged(tally.wide, wide)
         if form.mantissa_bits < FP32.mantissa_bits:
-            if call.op in {"softmax", "sigmoid", "tanh"}:
-                _saturation(tally, call.op, output.detach(), wide.detach(), _dim(args, kwargs))
-            elif call.op in {"add", "sub"} and output.requires_grad and output.numel() > 1:
-                _swallowed_addends(tally, output.detach(), args)
+            note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:
             return partial(_twin, backward_tally(), func, args, kwargs, wide, leaves, random)
         return None
@@ -182,85 +177,6 @@ def _twin(
     tensors, wide_leaves, names = zip(*leaves, strict=True)
     low_leaves = [made[id(tensor)] for tensor in tensors]
     return Twin(tally, low, wide, low_leaves, list(wide_leaves), list(names))
-
-
-# ------------------------------------------------------------------ what an operator alone can do wrong
-
-
-def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the dimension of a softmax; -1 where it is not said."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return dim if isinstance(dim, int) else -1
-
-
-def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -> None:
-    """Count what the format alone makes 1: rows of a softmax, elements of a sigmoid or tanh.
-
-    A softmax is one-hot if a probability is 1 that is not in fp32, or if all others are 0 that are not.
-    """
-    if op == "softmax" and output.dim():
-        found, wanted = output.amax(dim), wide.amax(dim)
-        alone = ((output != 0).sum(dim) == 1) & ((wide != 0).sum(dim) > 1)
-        hit = ((found == 1) & (wanted < 1 - NEAR_ONE)) | alone
-    else:
-        found, wanted = output.abs(), wide.abs()
-        hit = (found == 1) & (wanted < 1 - NEAR_ONE)
-    tally.saturated += int(hit.sum())
-    tally.rows += found.numel()
-
-
-NOTABLE = 0.1
-"""Share of a sum's elements below which nobody looks at what is lost."""
-
-MASK = -1e4
-"""What is added from here down hides its place on purpose."""
-
-
-def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> None:
-    """Count elements of a sum that are exactly one of its terms although the other is not zero.
-
-    Of the two terms the one counts that loses more of its size. A term that is computed from the other alone, such as
-    that of a series, says nothing new, and may be lost.
-    """
-    terms = [a for a in args[:2] if isinstance(a, Tensor) and a.is_floating_point() and a.numel() > 1]
-    if len(terms) < 2:
-        return
-    lost: tuple[float, float, int, int] = (0.0, 1.0, 0, 1)
-    size = output.abs()
-    for term, other in (terms, terms[::-1]):
-        low, rest = term.detach(), other.detach()
-        same = size == rest.abs()
-        if int(torch.count_nonzero(same)) < NOTABLE * output.numel() or _follows(term, other):
-            continue
-        counts = ((low != 0) & (rest > MASK) & rest.isfinite()).expand_as(output)
-        gone = counts & same
-        sizes = low.float().abs().nan_to_num_(0.0, 0.0, 0.0).expand_as(output)
-        mass = float((sizes * counts).sum())
-        found = float((sizes * gone).sum()), mass, int(gone.sum()), int(counts.sum())
-        if mass and found[0] / mass >= lost[0] / lost[1]:
-            lost = found
-    if lost[2]:
-        tally.swallowed_mass, tally.mass = tally.swallowed_mass + lost[0], tally.mass + lost[1]
-        tally.swallowed, tally.moved = tally.swallowed + lost[2], tally.moved + lost[3]
-    else:
-        tally.mass += float(torch.linalg.vector_norm(terms[1].detach().float(), 1))
-        tally.moved += output.numel()
-
-
-def _follows(term: Tensor, other: Tensor) -> bool:
-    """Return whether everything that `term` depends on with a gradient goes through `other`."""
-    if term.grad_fn is None or other.grad_fn is None:
-        return False
-    seen, todo = {other.grad_fn}, [term.grad_fn]
-    while todo:
-        node: Any = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name().endswith("AccumulateGrad"):
-            return False
-        todo += [following for following, _ in node.next_functions if following is not None]
-    return True
 
 
 # ------------------------------------------------------------------ as if nothing had run
