@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -117,22 +118,35 @@ def _pictures(audit: Audit) -> Section:
 def _figure(those: Audit, heading: str, caption: str) -> Figure | None:
     if not those.rows:
         return None
+    names = _names(those)
     shown = those.worst(STRIPS)
     some = f"the {len(shown)} of {len(those)} that lose most" if len(shown) < len(those) else f"all {len(those)}"
     return Figure(
         heading=heading,
         caption=f"{caption[0].upper()}{caption[1:]}; {some}.",
         alt=f"Heat map of {heading.lower()} over powers of two, {some}.",
-        chart=HeatMap(x_label="magnitude", strips=tuple(_strip(row) for row in shown)),
+        chart=HeatMap(x_label="magnitude", strips=tuple(_strip(row, names[id(row)]) for row in shown)),
     )
 
 
-def _strip(row: Row) -> Strip:
+def _names(rows: Iterable[Row]) -> dict[int, str]:
+    """Return id -> name of rows; with the number of the line where one operator is called from several in a module."""
+    table = list(rows)
+    plain = {id(row): row.parameter or f"{row.module} {row.op}".strip() for row in table}
+    many = {name for name, count in Counter((plain[id(row)], row.role) for row in table).items() if count > 1}
+    named = {}
+    for row in table:
+        name = plain[id(row)]
+        line = row.line.partition(" ")[0].rpartition(":")[2]
+        named[id(row)] = f"{name}, line {line}" if (name, row.role) in many and line else name
+    return named
+
+
+def _strip(row: Row, name: str) -> Strip:
     sketch, form = row.sketch, format_of(row.format)
     total = max(sketch.count, 1)
-    where = row.parameter or (f"{row.module} {row.op}" if row.module else row.op)
     return Strip(
-        label=where,
+        label=name,
         text=f"{form.name}{_trouble(row)}",
         cells=tuple((e, sketch.exponents[e] / total) for e in sorted(sketch.exponents)),
         zeros=sketch.zeros / total,
@@ -144,8 +158,9 @@ def _trouble(row: Row) -> str:
     """Return the worst number of a row, for beside its strip."""
     if row.overflow > 0:
         return f", {percent(row.overflow)} beyond"
-    if row.underflow >= 0.001:
-        return f", {percent(row.underflow)} lost"
+    lost = max(row.underflow, 0.0 if row.cancels else row.missing)
+    if lost >= 0.001:
+        return f", {percent(lost)} lost"
     if row.subnormal >= 0.001:
         return f", {percent(row.subnormal)} subnormal"
     return f", error {percent(row.error)}" if percent(row.error) else ""
@@ -163,9 +178,8 @@ HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "acc
            "time", "casts", "kB", "rule")  # fmt: skip
 
 
-def _words(row: Row) -> tuple[str, ...]:
-    """Return a row for a table that is as wide as a page: what matters most stands first."""
-    where = row.parameter or f"{row.module} {row.op}".strip()
+def _words(row: Row, where: str) -> tuple[str, ...]:
+    """Return a row, named `where`, for a table that is as wide as a page: what matters most stands first."""
     by_name = dict(zip(COLUMNS, cells(row), strict=True))
     middle = (by_name[name] for name in HEADERS[1:-3])
     casts = str(row.casts) if row.casts else ""
@@ -174,8 +188,9 @@ def _words(row: Row) -> tuple[str, ...]:
 
 def _rows(audit: Audit) -> Section:
     rest = audit.filter(lambda row: row.role not in {"update", "state"})
-    worst = _table("What loses most", HEADERS, map(_words, rest.worst(WORST)))
-    every = _table("In the order in which operators ran", HEADERS, map(_words, rest))
+    names = _names(rest)
+    worst = _table("What loses most", HEADERS, (_words(row, names[id(row)]) for row in rest.worst(WORST)))
+    every = _table("In the order in which operators ran", HEADERS, (_words(row, names[id(row)]) for row in rest))
     reasons = dict.fromkeys((row.op, row.rule, row.reason) for row in rest if row.reason and row.role == "activation")
     why = _table("Why each operator has its format", ("operator", "rule", "reason"), reasons)
     blocks: tuple[Block, ...] = (
