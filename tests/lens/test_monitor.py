@@ -360,6 +360,25 @@ def test_what_rounding_leaves_of_a_gradient_that_is_zero_is_no_underflow() -> No
     assert monitor.findings() == ()
 
 
+def test_complex_parameters_are_watched_by_their_parts() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.turn = nn.Linear(16, 4), nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x).float() * self.turn).abs()  # type: ignore[no-any-return]  # module calls are Any
+
+    model = Turned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = hs.TrainStep(model, optimizer, lambda m, x: m(x).mean(), policy=hs.Policy.of("mixed", dtype="bf16"))
+    monitor = hs.Monitor(step, every=1, activations=True)
+    step(torch.ones(2, 16))
+    (record,) = monitor.poll()
+    assert named(record)["turn"].dtype == "fp32" and named(record)["turn"].gradient.count == 8
+    assert monitor.findings() == ()
+
+
 def test_weights_that_are_nan_are_found() -> None:
     step = trained(POLICIES["fp32"])
     monitor = hs.Monitor(step, every=1)

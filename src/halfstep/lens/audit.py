@@ -32,6 +32,7 @@ from halfstep.trees import tensors
 
 __all__ = ["audit"]
 
+META = torch.device("meta")
 SHADOWS = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -161,7 +162,13 @@ def _fits(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[st
         return
     places = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
     found = {t.device for t in tensors((args, kwargs))}
-    if places and found and not places & found:
+    empty = [name for name, p in model.named_parameters() if p.device.type == "meta" and not is_lazy(p)]
+    if empty:
+        raise AuditError(
+            f"parameter {empty[0]} is on the meta device and has no values; materialise the model first (to_empty and "
+            "load_state_dict)"
+        )
+    if places and found and (not places & found or (META in found and META not in places)):
         raise AuditError(
             f"the batch is on {_listed(found)} and the model on {_listed(places)}; move one of them, e.g. "
             f"hs.map_tensors(batch, lambda t: t.to({str(next(iter(places)))!r}))"

@@ -102,6 +102,10 @@ class Meter:
         self._compare_sums(parameters)
         if not self.moves:
             return
+        if any(p.is_complex() for p in parameters):
+            self.moves = False
+            self.notes.append("no rows of updates: parameters are complex")
+            return
         gradients: dict[nn.Parameter, Tensor] = {}
         for p in parameters:
             assert p.grad is not None

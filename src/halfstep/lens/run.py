@@ -39,6 +39,9 @@ __all__ = ["Batch", "Run"]
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and named arguments of one micro-batch."""
 
+SAME = 1e-3
+"""Relative difference of losses that order of summation alone does not make in fp32."""
+
 ATTEMPTS = 40
 """Steps that may be skipped until a dynamic loss scale fits: from its ceiling to its floor are 38."""
 
@@ -105,6 +108,7 @@ class Run:
         self.twin_paths = Paths(self.fp32) if self.fp32 is not None else None
         self.twin = Reference(self.twin_paths, closed) if self.twin_paths is not None else None
         self.scale = 1.0
+        self._twice = False  # whether the twin has run the same batch twice
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -168,6 +172,7 @@ class Run:
     def _run_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.fp32 is None or self.twin is None:
             return
+        before = self._first_loss(args, kwargs)
         self._follow()
         self.twin.begin()
         self.twin.kept, self.twin.weights = {}, {}
@@ -175,8 +180,15 @@ class Run:
         try:
             with suspended():
                 with self.twin.on():
-                    returned = self.loss_fn(self.fp32, *args, **kwargs)
-                loss = returned[0] if isinstance(returned, tuple) else returned
+                    loss = _loss_of(self.loss_fn(self.fp32, *args, **kwargs))
+                if before is not None and abs(float(loss) - before) > SAME * abs(before):
+                    self.fp32, self.twin.kept = None, {}
+                    self.notes.append(
+                        f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
+                        f"{float(loss):.6g} in fp32; what differs from call to call (Python's or NumPy's generators, a "
+                        "counter) would pass for an error"
+                    )
+                    return
                 loss.backward()
         except Exception as error:  # of the user's model, which may insist on a low format
             self.fp32 = None
@@ -188,6 +200,23 @@ class Run:
             if parameter.grad is not None:
                 self.twin.weights[name] = parameter.grad
                 parameter.grad = None
+
+    def _first_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """Return the loss of the fp32 twin, once: what a second run is held against."""
+        if self._twice:
+            return None
+        self._twice = True
+        self._follow()
+        random = random_state()
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
+        try:
+            with suspended(), torch.no_grad():
+                loss = float(_loss_of(self.loss_fn(self.fp32, *args, **kwargs)))
+        except Exception:  # the run that follows says so
+            return None
+        finally:
+            set_random(random)
+        return loss if math.isfinite(loss) else None
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -302,6 +331,11 @@ class Run:
             return "", "no rule: runs in its inputs' format"
         by = f"table {self.policy.table!r}" if decision.origin == "table" else f"field {decision.origin!r}"
         return decision.rule, f"{by}: {decision.reason}"
+
+
+def _loss_of(returned: Any) -> Tensor:
+    loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return loss
 
 
 def _widened(model: nn.Module) -> nn.Module:
