@@ -691,6 +691,28 @@ def test_a_model_that_differs_from_call_to_call_is_audited_without_accumulated_e
     assert math.isnan(row.accumulated) and row.error < 0.01
 
 
+@pytest.mark.parametrize("way", ["scatter", "index"])
+def test_decisions_that_fall_otherwise_than_in_fp32_are_no_rounding(way: str) -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.score, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = F.softmax(self.score(x) * 0.01, -1)
+            best = weights.topk(2, -1).indices
+            if way == "scatter":
+                chosen = x * torch.zeros_like(weights).scatter(-1, best, 1.0)
+            else:
+                chosen = x[torch.arange(len(x)), best[:, 0]][:, None] * x
+            return self.head(chosen)  # type: ignore[no-any-return]  # module calls are Any
+
+    audit = hs.audit(Router(), data(), loss_fn, hs.Policy.of("O2", dtype="bf16"))
+    assert max(row.accumulated for row in audit.filter(op="mul", role="activation")) > 0.1
+    assert not audit.findings()
+
+
 def test_generators_as_outputs_and_complex_parameters_pass() -> None:
     class Streaming(nn.Module):
         def __init__(self) -> None:

@@ -244,7 +244,10 @@ def _drift(doctor: Doctor) -> Iterator[Finding]:
     for row in () if said else doctor.of("activation"):
         if row.numel <= 1 or not row.accumulated >= DRIFT or row.overflow > 0:
             continue
-        if row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2:
+        sudden = row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2
+        if sudden and row.decides:
+            return  # an index or a mask came out otherwise than in fp32: what follows is another computation
+        if sudden:
             cause = (
                 f"its inputs are {_percent(row.given)} off the fp32 run and its result is "
                 f"{_percent(min(row.accumulated, 9.99))} off: the digits that are left after it were lost before it"

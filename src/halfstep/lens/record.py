@@ -76,6 +76,7 @@ class Recorder(Watch):
         self._arrived: list[tuple[Tally, Tensor, Kept | None]] = []
         self._running: Tally | None = None
         self._mark = 0.0
+        self._chosen: set[int] = set()  # storages of numbers that were picked by an index
         self._off: dict[int, float] = {}  # storage -> how far its numbers are from the fp32 twin's
 
     def tally(self, call: Call, role: str, parameter: str = "") -> Tally:
@@ -120,6 +121,16 @@ class Recorder(Watch):
             self._hook(call, found[0], self._kept, twin)
         return result
 
+    def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow numbers through indexing, which copies them."""
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
+            with torch._C.DisableTorchFunction():
+                if any(_is_index(t) for t in tensors_in(args[1:])):
+                    self._off[_place(result)] = self._off.get(_place(args[0]), 0.0)
+                    self._chosen.add(_place(result))
+        return result
+
     def _look(
         self,
         call: Call,
@@ -139,6 +150,8 @@ class Recorder(Watch):
         for tensor in found:
             tally.see(tensor.detach(), form)
         self._meet_weights(call, run[1:], form)
+        taken = tensors_in(run[1:])
+        tally.decides |= any(_is_index(t) or _place(t) in self._chosen for t in taken if t.layout is torch.strided)
         again = None
         low = made or output.dtype in LOWS or call.op in self.simulated or any(t.dtype in LOWS for t in given)
         if low or self.shadows.dtype is torch.float64:
@@ -146,6 +159,7 @@ class Recorder(Watch):
             again = self.shadows.run(call, tallies, *run, output, form, random)
         elif output.dtype is torch.float32:
             tally.local.exact(output.numel())
+        self._chosen.discard(_place(output))  # memory that was given back
         self._kept = self._twin_of(call, output)
         if self._kept is not None:
             off = tally.whole.add(output.detach(), self._kept.value, form)
@@ -243,6 +257,10 @@ class Recorder(Watch):
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
             if scale != 1.0 or made_in.exponent_bits < FP32.exponent_bits:
                 tally.wide = merged(tally.wide, wanted)
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _place(tensor: Tensor) -> int:

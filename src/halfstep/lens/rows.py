@@ -64,6 +64,7 @@ class Tally:
     given: float = 0.0
     pace: float = 0.0
     cancels: bool = False
+    decides: bool = False
     stochastic: bool = False
     summed: Comparison = field(default_factory=Comparison)
 
@@ -129,6 +130,7 @@ class Row:
         swallowed_mass: the same, weighted by the size of the change.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
+        decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
         sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
@@ -167,6 +169,7 @@ class Row:
     swallowed_mass: float = math.nan
     pace: float = 0.0
     cancels: bool = False
+    decides: bool = False
     saturated: float = math.nan
     scale: float = 1.0
     sketch: ExponentSketch = field(repr=False, compare=False)
@@ -218,6 +221,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
         pace=tally.pace,
         cancels=tally.cancels,
+        decides=tally.decides,
         saturated=tally.saturated / tally.rows if tally.rows else math.nan,
         scale=tally.scale,
         sketch=sketch,
