@@ -102,7 +102,8 @@ def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
             hit = drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
         else:
             much = max(row.underflow, row.subnormal / 2) >= MOSTLY
-            hit = drowned or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= LOST)
+            gone = row.missing >= MOSTLY and row.accumulated >= MOSTLY
+            hit = drowned or gone or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= LOST)
         if hit:
             below = f"{_percent(row.underflow)} of what its backward pass computes becomes zero in {form.name}"
             if row.missing > row.underflow:

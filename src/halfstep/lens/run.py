@@ -181,11 +181,12 @@ class Run:
             with suspended():
                 with self.twin.on():
                     loss = _loss_of(self.loss_fn(self.fp32, *args, **kwargs))
-                if before is not None and abs(float(loss) - before) > SAME * abs(before):
+                now = float(loss.detach())
+                if before is not None and abs(now - before) > SAME * abs(before):
                     self.fp32, self.twin.kept = None, {}
                     self.notes.append(
                         f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
-                        f"{float(loss):.6g} in fp32; what differs from call to call (Python's or NumPy's generators, a "
+                        f"{now:.6g} in fp32; what differs from call to call (Python's or NumPy's generators, a "
                         "counter) would pass for an error"
                     )
                     return
