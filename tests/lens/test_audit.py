@@ -110,6 +110,15 @@ def test_gradient_errors_are_those_of_each_backward_pass_on_the_gradient_it_is_g
     assert only(audit, module="0", role="activation gradient").amax == pytest.approx(float(gradient.abs().max()))
 
 
+def test_an_operator_given_one_tensor_twice_has_one_gradient() -> None:
+    def squared(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        hidden = model(x)
+        return F.cross_entropy(hidden * hidden, y)
+
+    row = only(hs.audit(mlp(), data(), squared, BF16), op="mul", role="activation gradient")
+    assert 0 < row.error < 0.01
+
+
 def test_under_fp32_nothing_errs_and_an_fp64_shadow_sees_fp32s_own_rounding() -> None:
     model = mlp()
     audit = hs.audit(model, data(), loss_fn, "O0", adamw(model))

@@ -109,14 +109,18 @@ class Shadows:
         tally, backward_tally = tallies
         differentiable = self.backward and output.requires_grad and not call.in_place and call.op not in SELECTING
         leaves: list[tuple[Tensor, Tensor, str]] = []
+        known: dict[int, Tensor] = {}  # h * h has one leaf, here and in the run under the rules
 
         def wide_leaf(tensor: Tensor) -> Tensor:
+            if id(tensor) in known:
+                return known[id(tensor)]
             if not tensor.is_floating_point() or tensor.is_nested:
                 return tensor.detach() if tensor.is_complex() else tensor
             made = tensor.detach().to(self.dtype)
             made = made.clone() if made.data_ptr() == tensor.data_ptr() and call.in_place else made
             if differentiable and tensor.requires_grad:
                 made.requires_grad_()
+                known[id(tensor)] = made
                 leaves.append((tensor, made, self.parameters.get(id(tensor), "")))
             return made
 
