@@ -45,7 +45,7 @@ def test_findings_come_with_their_remedy(tasks: Path, tmp_path: Path) -> None:
     policy = tmp_path / "static.toml"
     policy.write_text('preset = "mixed"\ndtype = "fp16"\nscale = "none"\n', encoding="utf-8")
     code, text = run(f"{tasks}:faint", "--policy", str(policy))
-    assert code == 0 and "gradient underflow: " in text
+    assert code == 0 and "underflow: " in text
     assert "remedy: scale the loss" in text and "scale: 'none' -> 'halfstep'" in text
 
 

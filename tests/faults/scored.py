@@ -29,33 +29,24 @@ import halfstep as hs
 from tests.faults.case import Control, Fault, marked_line, start
 from tests.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B
 from tests.faults.score import Share, alarmed, cured_right, flagged, kind_right, located
+from tests.faults.second.catalog import SECOND_A, SECOND_B, SECOND_CONTROLS
 
 __all__ = ["main", "verdict_on"]
 
-ONE: tuple[tuple[str, Sequence[Fault]], ...] = (("A", LIST_A),)
+ONE: tuple[tuple[str, Sequence[Fault]], ...] = (("A", LIST_A), ("A, second set", SECOND_A))
 """Groups of faults that end in a step that is not finite, each scored apart: (title, faults)."""
 
 RANKS: tuple[tuple[str, Sequence[Fault]], ...] = (("A, two processes", LIST_A_RANKS),)
 """The same of faults that run in two processes."""
 
-FINITE: tuple[tuple[str, Sequence[Fault]], ...] = (("B", LIST_B),)
+FINITE: tuple[tuple[str, Sequence[Fault]], ...] = (("B", LIST_B), ("B, second set", SECOND_B))
 """Groups of faults that stay finite."""
 
-HEALTHY: tuple[tuple[str, Sequence[Control]], ...] = (("controls", CONTROLS),)
+HEALTHY: tuple[tuple[str, Sequence[Control]], ...] = (("controls", CONTROLS), ("controls, second set", SECOND_CONTROLS))
 """Groups of healthy programs."""
 
-CAUSES = {
-    "gradient underflow": "underflow",
-    "activation underflow": "underflow",
-    "swallowed update": "swallowed_update",
-    "low state": "low_state",
-    "low buffer": "rounding",
-    "large error": "rounding",
-    "cancellation": "rounding",
-    "accumulated error": "rounding",
-    "overflow risk": "overflow",
-}
-"""Kind of an audit's finding -> cause in the words of the bench, where they differ."""
+CAUSES = {"overflow_risk": "overflow"}
+"""Kind of a finding -> cause in the words of the bench, where they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +89,34 @@ def accusations(control: Control) -> list[hs.Verdict]:
 
 
 def flags(fault: Fault | Control) -> list[Flag]:
-    """Audit a program and return its findings."""
+    """Audit the first steps of a program and return what is found."""
     case = fault.build()
     batches = (case.batch(number) for number in itertools.count(1))
-    known = {name: value for name, value in case.options.items() if name in {"clip_norm", "scaler"}}
-    found = hs.audit(case.model, batches, case.loss_fn, case.policy, case.optimizer, steps=3, **known).findings()
-    return [Flag(cause=CAUSES.get(f.kind, f.kind), module=f.module, op=f.op, parameter=f.parameter) for f in found]
+    known = {n: value for n, value in case.options.items() if n in {"clip_norm", "accumulate", "scaler"}}
+    steps = max(1, min(3, case.steps // known.get("accumulate", 1)))
+    audit = hs.audit(case.model, batches, case.loss_fn, case.policy, case.optimizer, steps=steps, **known)
+    return [_flag(f.kind, f.module, f.op, f.parameter) for f in audit.findings()]
+
+
+def watched(fault: Fault | Control) -> list[Flag]:
+    """Run a program to its end under a Monitor that samples every update, and return what it finds."""
+    case = fault.build()
+    step = start(case)
+    monitor = hs.Monitor(step, every=1, activations=True)
+    for number in range(1, case.steps + 1):
+        case.before(number)
+        step(*case.batch(number))
+    step.flush()
+    names = {name for name, _ in case.model.named_parameters()}
+    return [
+        _flag(f.kind, place.rpartition(".")[0] if place in names else place, "", place if place in names else "")
+        for f in monitor.findings()
+        for place in f.where
+    ]
+
+
+def _flag(kind: str, module: str, op: str, parameter: str) -> Flag:
+    return Flag(cause=CAUSES.get(kind, kind), module=module, op=op, parameter=parameter)
 
 
 def verdicts_of_ranks(faults: Sequence[Fault]) -> dict[str, list[hs.Verdict | None]]:
@@ -163,32 +176,34 @@ def tell_located(title: str, said: Sequence[tuple[Fault, Sequence[hs.Verdict | N
                     print("      " + str(verdict).replace("\n", "\n      "))
 
 
-def tell_flagged(title: str, found: Sequence[tuple[Fault, Sequence[Flag]]], *, verbose: bool) -> None:
-    """Print the score of faults of list B."""
-    print(told(f"{title}, flagged with its cause", Share.of((f.name, flagged(some, f)) for f, some in found)))
-    for fault, some in found if verbose else ():
+def tell_flagged(title: str, faults: Sequence[Fault], *, verbose: bool) -> None:
+    """Score faults of list B and print it: by the audit, and by the audit or Monitor."""
+    audited = [(fault, tried(fault.name, flags, fault) or []) for fault in faults]
+    print(told(f"{title}, flagged with its cause by the audit", Share.of((f.name, flagged(s, f)) for f, s in audited)))
+    seen = [(fault, [*some, *(tried(fault.name, watched, fault) or [])]) for fault, some in audited]
+    print(told(f"{title}, by the audit or by Monitor", Share.of((f.name, flagged(some, f)) for f, some in seen)))
+    for fault, some in seen if verbose else ():
         if not flagged(some, fault):
             print(f"    {fault.name}: expected {expected(fault)}")
             for flag in some:
                 print(f"      {flag}")
 
 
-def tell_quiet(
-    title: str,
-    said: Sequence[tuple[Control, Sequence[hs.Verdict] | None, Sequence[Flag] | None]],
-    *,
-    verbose: bool,
-) -> None:
-    """Print the scores of controls: by the black box and by the audit. One that failed (None) is not right."""
-    quiet = Share.of((c.name, verdicts is not None and not alarmed(verdicts)) for c, verdicts, _ in said)
+def tell_quiet(title: str, controls: Sequence[Control], *, verbose: bool) -> None:
+    """Score controls and print it. One that raises is not right."""
+    said = [(c, tried(c.name, accusations, c)) for c in controls]
+    quiet = Share.of((c.name, verdicts is not None and not alarmed(verdicts)) for c, verdicts in said)
     print(told(f"{title}, not accused by the black box", quiet))
-    clean = Share.of((c.name, some is not None and not some) for c, _, some in said)
-    print(told(f"{title}, without a finding of the audit", clean))
-    for control, verdicts, some in said if verbose else ():
-        if alarmed(verdicts or (), some or ()):
-            print(f"    {control.name}, which is healthy: {control.scare}")
-            for said_of_it in (*(v.headline for v in verdicts or () if alarmed([v])), *(some or ())):
-                print(f"      {said_of_it}")
+    for control, verdicts in said if verbose else ():
+        for verdict in verdicts or ():
+            if alarmed([verdict]):
+                print(f"    {control.name}, which is healthy ({control.scare}): {verdict.headline}")
+    for who, look in (("the audit", flags), ("Monitor", watched)):
+        found = [(control, tried(control.name, look, control)) for control in controls]
+        print(told(f"{title}, without a finding of {who}", Share.of((c.name, some == []) for c, some in found)))
+        for control, some in found if verbose else ():
+            for flag in some or ():
+                print(f"    {control.name}, which is healthy ({control.scare}): {flag}")
 
 
 def expected(fault: Fault) -> str:
@@ -217,10 +232,9 @@ def main() -> None:
         verdicts = tried(title, verdicts_of_ranks, faults) or {}
         tell_located(title, [(f, verdicts.get(f.name, [None])) for f in faults], verbose=verbose)
     for title, faults in FINITE:
-        tell_flagged(title, [(f, tried(f.name, flags, f) or ()) for f in faults], verbose=verbose)
+        tell_flagged(title, faults, verbose=verbose)
     for title, controls in HEALTHY:
-        said = [(c, tried(c.name, accusations, c), tried(c.name, flags, c)) for c in controls]
-        tell_quiet(title, said, verbose=verbose)
+        tell_quiet(title, controls, verbose=verbose)
 
 
 if __name__ == "__main__":

@@ -290,10 +290,10 @@ def test_gradients_that_fade_away_in_fp16_are_found_once_with_what_to_do() -> No
     monitor = hs.Monitor(step, every=1)
     run(step, 3)
     (finding,) = monitor.findings()
-    assert (finding.kind, finding.role, finding.step) == ("underflow", "gradient", 3)
+    assert (finding.kind, finding.role, finding.step) == ("underflow", "weight gradient", 3)
     assert "0.weight" in finding.where and "28.weight" not in finding.where
     assert "loss scale" in finding.remedy
-    assert str(finding).startswith("underflow in ") and "\n  remedy: " in str(finding)
+    assert str(finding).startswith("underflow: ") and "\n  remedy: " in str(finding)
     run(step, 3)
     assert [f.kind for f in monitor.findings()] == ["underflow"]
     scaled = trained(hs.Policy.of("mixed", dtype="fp16"), deep(nn.Tanh))
@@ -326,18 +326,18 @@ def test_a_weight_decay_below_half_an_ulp_is_found() -> None:
     (model(torch.zeros(1, 64, dtype=torch.bfloat16)) * 0).sum().backward()
     optimizer.step()
     (finding,) = monitor.findings()
-    assert finding.kind == "swallowed_update" and "weight decay takes 1e-05" in finding.text
+    assert finding.kind == "swallowed_update" and "weight decay takes 1e-05" in finding.cause
 
 
 def test_activations_at_the_end_of_their_format_are_found() -> None:
     model = network()
     with torch.no_grad():
-        model[3].weight.mul_(3e4)  # type: ignore[operator]
+        model[3].weight.mul_(4.5e4)  # type: ignore[operator]
     step = trained(hs.Policy.of("mixed", dtype="fp16"), model)
     monitor = hs.Monitor(step, every=1, activations=True)
     run(step, 1)
     (finding,) = monitor.findings()
-    assert (finding.kind, finding.role, finding.where) == ("saturating", "activation", ("3",))
+    assert (finding.kind, finding.role, finding.where) == ("overflow_risk", "activation", ("3",))
 
 
 def test_activations_that_are_cut_off_are_found() -> None:
@@ -348,7 +348,7 @@ def test_activations_that_are_cut_off_are_found() -> None:
     monitor = hs.Monitor(step, every=1, activations=True)
     run(step, 1)
     found = {f.kind: f for f in monitor.findings()}
-    assert found["saturating"].role == "activation" and "where fp8_e4m3 cuts off" in found["saturating"].text
+    assert found["saturation"].role == "activation" and "where fp8_e4m3 cuts off" in found["saturation"].cause
 
 
 def test_what_rounding_leaves_of_a_gradient_that_is_zero_is_no_underflow() -> None:
@@ -357,6 +357,25 @@ def test_what_rounding_leaves_of_a_gradient_that_is_zero_is_no_underflow() -> No
     run(step, 2)
     (record,) = monitor.poll()
     assert named(record)["0.bias"].amax < 0.01 * named(record)["0.weight"].amax
+    assert monitor.findings() == ()
+
+
+def test_complex_parameters_are_watched_by_their_parts() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.turn = nn.Linear(16, 4), nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x).float() * self.turn).abs()  # type: ignore[no-any-return]  # module calls are Any
+
+    model = Turned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = hs.TrainStep(model, optimizer, lambda m, x: m(x).mean(), policy=hs.Policy.of("mixed", dtype="bf16"))
+    monitor = hs.Monitor(step, every=1, activations=True)
+    step(torch.ones(2, 16))
+    (record,) = monitor.poll()
+    assert named(record)["turn"].dtype == "fp32" and named(record)["turn"].gradient.count == 8
     assert monitor.findings() == ()
 
 

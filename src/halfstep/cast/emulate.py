@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.cast.functions import plain  # `lens.record` takes it from here
 from halfstep.cast.rounded import add_product, convolve, linear, product, recomputed, rounded
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of", "plain", "widened"]
+__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of", "widened"]
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ PLACES = 4
 HIT = 0.01
 """Share of a row's numbers whose loss counts."""
 
-COLOURS = {"overflow risk": "yellow", "accumulated error": "yellow", "saturation": "yellow"}
+COLOURS = {"overflow_risk": "yellow", "rounding": "yellow", "saturation": "yellow"}
 
 
 def run_audit(

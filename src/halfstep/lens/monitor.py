@@ -7,9 +7,8 @@ and hands it out once it has arrived. So sketches of a thousand steps take no mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,52 +18,16 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StepError
 from halfstep.formats import Format, format_of
-from halfstep.lens.records import ActivationRecord, MonitorRecord, ParameterRecord
-from halfstep.lens.sampler import GOOD, LOWS, MOVABLE, RATIO, STATES, UNMOVED, Sampler, name_of
-from halfstep.lens.sketch import ExponentSketch
-from halfstep.lens.symptoms import NAMES, Symptom, symptoms
+from halfstep.lens.finding import Finding
+from halfstep.lens.readings import Load, Readings
+from halfstep.lens.records import MonitorRecord
+from halfstep.lens.sampler import LOWS, Sampler
+from halfstep.lens.symptoms import symptoms
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
 
-__all__ = ["Finding", "Monitor"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Something that is wrong in a run.
-
-    Attributes:
-        kind: "underflow", "swallowed_update", "low_state", "saturating" or "bad_state".
-        role: "gradient", "weight", "update", "state" or "activation": where the worst of it is.
-        step: updates made when it was seen first.
-        where: parameters or modules concerned, the worst first.
-        text: what was seen in the worst place.
-        remedy: what to change.
-    """
-
-    kind: str
-    role: str
-    step: int
-    where: tuple[str, ...]
-    text: str
-    remedy: str
-
-    def __str__(self) -> str:
-        """Return two lines."""
-        more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
-        return f"{self.kind} in {self.where[0]}{more} (step {self.step}): {self.text}\n  remedy: {self.remedy}"
-
-
-@dataclass
-class _Load:
-    """A record on its way to the host."""
-
-    step: int
-    samples: int
-    paces: dict[int, tuple[float, float]]
-    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
+__all__ = ["Monitor"]
 
 
 class Monitor:
@@ -124,14 +87,14 @@ class Monitor:
         assert trained is not None
         self._optimizer = trained
         self._scaler = scaler
-        self._store = store_of(model)
-        self._sampler = Sampler(unwrap(model), trained, self._store, weights=weights, activations=activations)
+        store = store_of(model)
+        self._sampler = Sampler(unwrap(model), trained, store, weights=weights, activations=activations)
+        self._readings = Readings(self._sampler, store, self.format)
         self._updates = self._samples = 0
         self._scale: Tensor | None = None  # of the last sample
-        self._loads: list[_Load] = []
+        self._loads: list[Load] = []
         self._records: list[MonitorRecord] = []
-        self._largest: dict[str, float] = {}
-        self._found: dict[str, tuple[int, dict[str, Symptom]]] = {}
+        self._found: dict[str, tuple[int, dict[str, Finding]]] = {}
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
         self._attach()
@@ -227,19 +190,10 @@ class Monitor:
         """
         self._receive(wait=True)
         made = []
-        for kind, (step, places) in self._found.items():
-            worst = sorted(places.values(), key=lambda s: (-s.share, s.where))
-            first = worst[0]
-            made.append(
-                Finding(
-                    kind=kind,
-                    role=first.role,
-                    step=step,
-                    where=tuple(dict.fromkeys(s.where for s in worst)),
-                    text=f"{NAMES[kind]}: {first.text}",
-                    remedy=first.remedy,
-                )
-            )
+        for step, places in self._found.values():
+            worst = sorted(places.values(), key=lambda f: (-f.severity, f.place))
+            also = tuple(dict.fromkeys(f.place for f in worst[1:] if f.place != worst[0].place))
+            made.append(replace(worst[0], step=step, also=also))
         return tuple(made)
 
     def _read(self, *, wait: bool) -> list[MonitorRecord]:
@@ -258,16 +212,16 @@ class Monitor:
                 elif not event.query():
                     return
             self._loads.pop(0)
-            record = self._record(load)
+            record = self._readings.record(load)
             self._records.append(record)
-            for symptom in symptoms(record, self.format):
-                _, places = self._found.setdefault(symptom.kind, (record.step, {}))
-                key = f"{symptom.role} {symptom.where}"
-                if key not in places or places[key].share < symptom.share:
-                    places[key] = symptom
+            for finding in symptoms(record, self.format):
+                _, places = self._found.setdefault(finding.kind, (record.step, {}))
+                key = f"{finding.role} {finding.place}"
+                if key not in places or places[key].severity < finding.severity:
+                    places[key] = finding
 
     def _send(self) -> None:
-        load = _Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
+        load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
         for device, shelf in self._sampler.take().items():
             gathered = shelf.tensors()
             if self._scale is not None and self._scale.device == device:
@@ -283,72 +237,6 @@ class Monitor:
             load.parts.append((shelf.numbers, gathered))
         self._samples = 0
         self._loads.append(load)
-
-    def _record(self, load: _Load) -> MonitorRecord:
-        sampler, states = self._sampler, self._sampler.low_states()
-        parameters: dict[int, ParameterRecord] = {}
-        outputs: dict[int, ExponentSketch] = {}
-        scale = 1.0
-        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
-            for place, number in enumerate(numbers):
-                sketch = ExponentSketch.from_row(gradients[place].tolist())
-                if sketch.count:
-                    weight = ExponentSketch.from_row(weights[place].tolist()) if sampler.weights else None
-                    totals, pace = sums[place].tolist(), load.paces.get(number, (0.0, 1.0))
-                    low = bool(states.get(number))
-                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low)
-            for number, row in enumerate(returned.tolist()):
-                outputs.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
-            scale = float(rest[0]) if rest else scale
-        activations = (
-            ActivationRecord(
-                module=sampler.leaves[n][0],
-                kind=type(sampler.leaves[n][1]).__name__,
-                dtype=sampler.dtypes[n],
-                sketch=sketch,
-            )
-            for n, sketch in sorted(outputs.items())
-            if sketch.count
-        )
-        return MonitorRecord(
-            step=load.step,
-            samples=load.samples,
-            scale=scale,
-            parameters=tuple(parameters[n] for n in sorted(parameters)),
-            activations=tuple(activations),
-        )
-
-    def _parameter(
-        self,
-        number: int,
-        sketches: tuple[ExponentSketch, ExponentSketch | None],
-        sums: list[float],
-        pace: tuple[float, float],
-        low_state: bool,
-    ) -> ParameterRecord:
-        gradient, weight = sketches
-        name, parameter = self._sampler.names[number], self._sampler.parameters[number]
-        store = self._store if self._store is not None and parameter in self._store else None
-        stochastic = store is not None and store.name == "stochastic"
-        dtype = name_of(parameter.dtype)
-        before, now = self._largest.get(name, 0.0), gradient.largest
-        self._largest[name] = now
-        good, movable = sums[GOOD], sums[MOVABLE]
-        return ParameterRecord(
-            name=name,
-            dtype=dtype,
-            precise=dtype if store is None or stochastic else "fp32",
-            gradient=gradient,
-            weight=weight,
-            format=self.format,
-            update_ratio=sums[RATIO] / good if good else math.nan,
-            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
-            frozen_state=max(sums[STATES:]) / movable if movable and low_state else math.nan,
-            decay=pace[0] if good else 0.0,
-            pace=pace[1],
-            drift=math.log2(now / before) if now and before else math.nan,
-            stochastic=stochastic,
-        )
 
 
 # ---------------------------------------------------------------------- what it is given

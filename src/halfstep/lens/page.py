@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, Format, format_of
-from halfstep.lens.findings import KINDS
+from halfstep.lens.finding import KINDS
 from halfstep.lens.rows import Row
 from halfstep.lens.text import COLUMNS, cells, grouped, headline, number, percent
 from halfstep.report import (
@@ -44,7 +45,7 @@ FEW = 0.01
 
 PLACES = 6
 FORMATS = (FP16, BF16, E5M2, E4M3)
-GRAVE = frozenset({"overflow", "gradient underflow", "swallowed update", "low state", "low buffer"})
+GRAVE = frozenset({"bad_state", "overflow", "underflow", "swallowed_update", "low_state"})
 
 METHOD = (
     "Each batch ran twice on a copy of the model: in fp32, and as the policy says, with the same random numbers.",
@@ -85,7 +86,7 @@ def _findings(audit: Audit) -> Section:
         diff = f" Policy: {'; '.join(finding.diff.splitlines())}" if finding.diff else ""
         remedy = f"Remedy: {finding.remedy}.{diff}"
         tone = "bad" if finding.kind in GRAVE else "open"
-        facts.append(Fact(heading=finding.kind, text=cause, more=(*words, remedy), tone=tone))
+        facts.append(Fact(heading=finding.kind.replace("_", " "), text=cause, more=(*words, remedy), tone=tone))
     if not facts:
         text = "Nothing underflows, overflows, is swallowed or far off."
         facts = [Fact(heading="Healthy", text=text, tone="good")]
@@ -117,22 +118,35 @@ def _pictures(audit: Audit) -> Section:
 def _figure(those: Audit, heading: str, caption: str) -> Figure | None:
     if not those.rows:
         return None
+    names = _names(those)
     shown = those.worst(STRIPS)
     some = f"the {len(shown)} of {len(those)} that lose most" if len(shown) < len(those) else f"all {len(those)}"
     return Figure(
         heading=heading,
         caption=f"{caption[0].upper()}{caption[1:]}; {some}.",
         alt=f"Heat map of {heading.lower()} over powers of two, {some}.",
-        chart=HeatMap(x_label="magnitude", strips=tuple(_strip(row) for row in shown)),
+        chart=HeatMap(x_label="magnitude", strips=tuple(_strip(row, names[id(row)]) for row in shown)),
     )
 
 
-def _strip(row: Row) -> Strip:
+def _names(rows: Iterable[Row]) -> dict[int, str]:
+    """Return id -> name of rows; with the number of the line where one operator is called from several in a module."""
+    table = list(rows)
+    plain = {id(row): row.parameter or f"{row.module} {row.op}".strip() for row in table}
+    many = {name for name, count in Counter((plain[id(row)], row.role) for row in table).items() if count > 1}
+    named = {}
+    for row in table:
+        name = plain[id(row)]
+        line = row.line.partition(" ")[0].rpartition(":")[2]
+        named[id(row)] = f"{name}, line {line}" if (name, row.role) in many and line else name
+    return named
+
+
+def _strip(row: Row, name: str) -> Strip:
     sketch, form = row.sketch, format_of(row.format)
     total = max(sketch.count, 1)
-    where = row.parameter or (f"{row.module} {row.op}" if row.module else row.op)
     return Strip(
-        label=where,
+        label=name,
         text=f"{form.name}{_trouble(row)}",
         cells=tuple((e, sketch.exponents[e] / total) for e in sorted(sketch.exponents)),
         zeros=sketch.zeros / total,
@@ -144,8 +158,9 @@ def _trouble(row: Row) -> str:
     """Return the worst number of a row, for beside its strip."""
     if row.overflow > 0:
         return f", {percent(row.overflow)} beyond"
-    if row.underflow >= 0.001:
-        return f", {percent(row.underflow)} lost"
+    lost = max(row.underflow, 0.0 if row.cancels else row.missing)
+    if lost >= 0.001:
+        return f", {percent(lost)} lost"
     if row.subnormal >= 0.001:
         return f", {percent(row.subnormal)} subnormal"
     return f", error {percent(row.error)}" if percent(row.error) else ""
@@ -163,9 +178,8 @@ HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "acc
            "time", "casts", "kB", "rule")  # fmt: skip
 
 
-def _words(row: Row) -> tuple[str, ...]:
-    """Return a row for a table that is as wide as a page: what matters most stands first."""
-    where = row.parameter or f"{row.module} {row.op}".strip()
+def _words(row: Row, where: str) -> tuple[str, ...]:
+    """Return a row, named `where`, for a table that is as wide as a page: what matters most stands first."""
     by_name = dict(zip(COLUMNS, cells(row), strict=True))
     middle = (by_name[name] for name in HEADERS[1:-3])
     casts = str(row.casts) if row.casts else ""
@@ -174,8 +188,9 @@ def _words(row: Row) -> tuple[str, ...]:
 
 def _rows(audit: Audit) -> Section:
     rest = audit.filter(lambda row: row.role not in {"update", "state"})
-    worst = _table("What loses most", HEADERS, map(_words, rest.worst(WORST)))
-    every = _table("In the order in which operators ran", HEADERS, map(_words, rest))
+    names = _names(rest)
+    worst = _table("What loses most", HEADERS, (_words(row, names[id(row)]) for row in rest.worst(WORST)))
+    every = _table("In the order in which operators ran", HEADERS, (_words(row, names[id(row)]) for row in rest))
     reasons = dict.fromkeys((row.op, row.rule, row.reason) for row in rest if row.reason and row.role == "activation")
     why = _table("Why each operator has its format", ("operator", "rule", "reason"), reasons)
     blocks: tuple[Block, ...] = (
@@ -195,7 +210,7 @@ def _updates(audit: Audit) -> Section:
         "Updates and low states: what their format swallows",
         (
             "parameter",
-            "role",
+            "what",
             "format",
             "largest change",
             "swallowed",
@@ -205,7 +220,7 @@ def _updates(audit: Audit) -> Section:
         (
             (
                 row.parameter,
-                row.role,
+                row.op.partition(".")[2] or row.role,
                 f"{row.format}, stochastic" if row.reason else row.format,
                 number(row.amax),
                 percent(row.swallowed) or "0 %",

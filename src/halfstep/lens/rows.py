@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import FP32, Format, format_of
+from halfstep.lens.comparison import Comparison
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
-__all__ = ["ROLES", "Comparison", "Row", "Tally", "form_of"]
-
-MASKED = 1e30
-"""Numbers beyond it are masks: the most negative number of fp32, where the audited run has that of its low format."""
+__all__ = ["ROLES", "Row", "Tally", "form_of", "merged", "row_of"]
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
@@ -25,83 +23,6 @@ ROLES = ("activation", "activation gradient", "weight", "weight gradient", "upda
 def form_of(tensor: Tensor, otherwise: Format = FP32) -> Format:
     """Return the format whose numbers `tensor` holds; `otherwise` for float64, which has none here."""
     return otherwise if tensor.dtype is torch.float64 else format_of(tensor.dtype)
-
-
-@dataclass(slots=True)
-class Comparison:
-    """How far tensors are from what they should be: sums over elements, added up over calls.
-
-    Attributes:
-        difference: sum of squared differences, where both are finite.
-        reference: sum of squares of what should be there.
-        worst: largest relative error of one call.
-        count: elements compared.
-        flushed: elements that are zero and should not be: too small for the format.
-        lost: elements that are not finite, or at the format's limit, and should be finite and within it.
-    """
-
-    difference: float = 0.0
-    reference: float = 0.0
-    worst: float = 0.0
-    count: int = 0
-    flushed: int = 0
-    lost: int = 0
-
-    @torch.no_grad()
-    def add(self, actual: Tensor, wanted: Tensor, form: Format, scale: float = 1.0) -> float:
-        """Compare `actual`, numbers of `form` that carry a factor `scale`, with `wanted`, which carries none.
-
-        Returns:
-            The relative error of this one.
-        """
-        wide = torch.float64 if wanted.dtype is torch.float64 else torch.float32
-        found, wanted = actual.to(wide), wanted.to(wide)
-        if scale != 1.0:
-            wanted = wanted * scale
-        apart = found - wanted
-        difference, reference = _square(apart), _square(wanted)
-        if not math.isfinite(difference) or not math.isfinite(reference):
-            wanted = torch.where(wanted.abs() > MASKED, math.inf, wanted)
-            both = found.isfinite() & wanted.isfinite()
-            self.lost += int((~found.isfinite() & wanted.isfinite()).sum())
-            apart, wanted = apart[both].double(), torch.where(wanted.isfinite(), wanted, 0.0)
-            difference, reference = _square(apart), _square(wanted.double())
-        if not form.has_inf:
-            self.lost += int(((found.abs() >= form.max) & (wanted.abs() > form.max)).sum())
-        if form.exponent_bits < FP32.exponent_bits:
-            self.flushed += int(((found == 0) & (wanted != 0) & (wanted.abs() < form.smallest_normal)).sum())
-        self.count += actual.numel()
-        if scale != 1.0:
-            difference, reference = difference / scale**2, reference / scale**2
-        self.difference += difference
-        self.reference += reference
-        error = _ratio(difference, reference)
-        self.worst = max(self.worst, error)
-        return error
-
-    def exact(self, count: int) -> None:
-        """Count elements that are what they should be by definition."""
-        self.count += count
-
-    @property
-    def error(self) -> float:
-        """Return the relative error: the norm of all differences over that of what should be there; nan of nothing."""
-        return _ratio(self.difference, self.reference) if self.count else math.nan
-
-    def share(self, elements: int) -> float:
-        """Return `elements` as a share of those compared."""
-        return elements / self.count if self.count else 0.0
-
-
-def _square(tensor: Tensor) -> float:
-    flat = tensor.reshape(-1)
-    return float(flat.dot(flat))
-
-
-def _ratio(difference: float, reference: float) -> float:
-    if reference:
-        return math.sqrt(difference / reference)
-    return math.inf if difference else 0.0
 
 
 @dataclass(slots=True)
@@ -139,10 +60,13 @@ class Tally:
     mass: float = 0.0
     swallowed_mass: float = 0.0
     saturated: int = 0
+    rows: int = 0
     given: float = 0.0
     pace: float = 0.0
     cancels: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
+    decides: bool = False
+    stochastic: bool = False
+    summed: Comparison = field(default_factory=Comparison)
 
     def see(self, tensor: Tensor, form: Format | None = None) -> None:
         """Add one tensor."""
@@ -170,7 +94,8 @@ class Row:
 
     Attributes:
         module: dotted name, "" for the root or code outside of it.
-        op: public short name of the operator; for "update" and "state" the optimizer's class.
+        op: public short name of the operator; for an update the optimizer's class, for its state with the state's name
+            ("Adam.exp_avg_sq"), "buffer" for a low buffer.
         role: one of `ROLES`: activation (what the operator gives), activation gradient (what comes back to it), weight,
             weight gradient, update (of a weight), state (of the optimizer, or a low buffer).
         parameter: dotted name of the parameter, or "".
@@ -198,11 +123,14 @@ class Row:
         worst: the largest such error of one call.
         accumulated: against the fp32 run of the whole model.
         given: the same of its inputs, the worst of them; nan where they come from nowhere.
+        summed: of a gradient over the micro-batches of a window: against the fp32 sum of the same gradients.
         missing: share of elements that are zero and are not in the fp32 run.
-        swallowed: share of changes smaller than half an ulp of what they change; of an update or a state.
+        swallowed: share of changes smaller than half an ulp of what they change; of an update or a state. Of a sum: the
+            share of the elements of one term that are too small to change the other.
         swallowed_mass: the same, weighted by the size of the change.
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
+        decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
         sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
@@ -235,11 +163,13 @@ class Row:
     worst: float = math.nan
     accumulated: float = math.nan
     given: float = math.nan
+    summed: float = math.nan
     missing: float = 0.0
     swallowed: float = math.nan
     swallowed_mass: float = math.nan
     pace: float = 0.0
     cancels: bool = False
+    decides: bool = False
     saturated: float = math.nan
     scale: float = 1.0
     sketch: ExponentSketch = field(repr=False, compare=False)
@@ -256,7 +186,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
     assert tally.sketch is not None
     (sketch,), form = tally.sketch.read(), tally.form
     count = max(sketch.count, 1)
-    changes = tally.role in {"update", "state"} and tally.moved > 0
+    changes = tally.moved > 0
     return Row(
         module=tally.module,
         op=tally.op,
@@ -285,12 +215,14 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         worst=tally.local.worst if tally.local.count else math.nan,
         accumulated=tally.whole.error,
         given=tally.given if tally.whole.count else math.nan,
+        summed=tally.summed.error,
         missing=tally.whole.share(tally.whole.flushed),
         swallowed=tally.swallowed / tally.moved if changes else math.nan,
         swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
         pace=tally.pace,
         cancels=tally.cancels,
-        saturated=tally.saturated / tally.notes["rows"] if "rows" in tally.notes else math.nan,
+        decides=tally.decides,
+        saturated=tally.saturated / tally.rows if tally.rows else math.nan,
         scale=tally.scale,
         sketch=sketch,
         wide=None if tally.wide is None else tally.wide.read()[0],

@@ -181,8 +181,9 @@ class Sampler:
         assert gradient is not None
         gradient = _local(gradient.to_dense() if gradient.is_sparse else gradient)
         old, held = before
-        change = torch.linalg.vector_norm(_wide(value) - _wide(old))
-        ratio = change / torch.linalg.vector_norm(_wide(old)).clamp(min=torch.finfo(torch.float32).tiny)
+        start = _parts(old).float()
+        change = torch.linalg.vector_norm(_parts(value).float() - start)
+        ratio = change / torch.linalg.vector_norm(start).clamp(min=torch.finfo(torch.float32).tiny)
         active = gradient != 0
         parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
         parts += [(active & (one == other)).sum() for one, other in zip(states, held, strict=False)]
@@ -229,8 +230,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if local is None else local()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_complex() else tensor.float()
+def _parts(tensor: Tensor) -> Tensor:
+    """Return the real and imaginary parts of a complex tensor, others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def name_of(dtype: torch.dtype) -> str:

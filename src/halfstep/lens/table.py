@@ -13,7 +13,8 @@ from typing import Any
 
 from halfstep.errors import AuditError, did_you_mean
 from halfstep.formats import Format, format_of
-from halfstep.lens.findings import Finding, diagnose
+from halfstep.lens.criteria import ROOM, diagnose
+from halfstep.lens.finding import Finding
 from halfstep.lens.rows import ROLES, Row
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
@@ -132,7 +133,7 @@ class Audit:
 
     # ------------------------------------------------------------------ asking
 
-    def findings(self, *, headroom: float = 2.0) -> tuple[Finding, ...]:
+    def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
         """Return what is wrong, the worst first; () for a healthy run.
 
         Args:
@@ -224,7 +225,9 @@ def badness(row: Row) -> float:
     error = 0.0 if math.isnan(row.error) else min(row.error, 1.0)
     swallowed = 0.0 if math.isnan(row.swallowed_mass) or row.reason else row.swallowed_mass
     risk = max(0.0, 4.0 - row.headroom) / 8.0
-    return max(row.overflow, row.underflow, row.subnormal / 2, error, swallowed, risk)
+    missing = 0.0 if row.cancels else row.missing
+    summed = 0.0 if math.isnan(row.summed) else min(row.summed, 1.0)
+    return max(row.overflow, row.underflow, missing, row.subnormal / 2, error, summed, swallowed, risk)
 
 
 def _is_seed(row: Row) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from halfstep.lens.findings import Finding
+from halfstep.lens.finding import Finding
 from halfstep.lens.rows import Row
 
 if TYPE_CHECKING:
@@ -77,14 +77,7 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
     for finding in findings:
         key = finding.kind, finding.diff or finding.remedy
         groups.setdefault(key, []).append(finding)
-    return [(members[0], [place(finding) for finding in members]) for members in groups.values()]
-
-
-def place(finding: Finding) -> str:
-    """Return where a finding was made, in a few words."""
-    if finding.parameter:
-        return finding.parameter
-    return f"{finding.op} in {finding.module}" if finding.module else finding.op
+    return [(members[0], [finding.place for finding in members]) for members in groups.values()]
 
 
 def text(audit: Audit) -> str:

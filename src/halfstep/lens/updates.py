@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.formats import FP32, Format
+from halfstep.formats import FP32, Format, format_of
 from halfstep.lens.rows import Tally, form_of
 
-__all__ = ["Intended", "copied", "stored_form", "swallow"]
+__all__ = ["Intended", "copied", "pace_of", "stored_form", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
@@ -40,6 +40,17 @@ def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return made
 
 
+AVERAGES = {
+    "exp_avg_sq": ("betas", 1),
+    "max_exp_avg_sq": ("betas", 1),
+    "exp_avg": ("betas", 0),
+    "exp_inf": ("betas", 1),
+    "square_avg": ("alpha", None),
+    "momentum_buffer": ("momentum", None),
+}
+"""State of torch's optimizers -> where its group says how slowly it moves."""
+
+
 class Intended:
     """The step that an optimizer is about to make, in float64.
 
@@ -51,7 +62,7 @@ class Intended:
     Attributes:
         before: parameter -> float64 value.
         after: parameter -> float64 value after the intended step.
-        states: parameter -> (state before, state after), float64, of states in the shape of the parameter.
+        states: parameter -> (low states before, all states after), float64, of states in the shape of the parameter.
     """
 
     def __init__(
@@ -59,19 +70,23 @@ class Intended:
     ) -> None:
         self.before = {p: value.detach().double() for p, value in precise.items()}
         twins = {p: nn.Parameter(value.clone()) for p, value in self.before.items()}
-        wide = copied(optimizer, {id(p): twin for p, twin in twins.items()})
+        memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
+        old: dict[nn.Parameter, dict[str, Tensor]] = {p: {} for p in twins}
+        for p, state in optimizer.state.items():
+            for name, value in state.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if name == "step":
+                    memo[id(value)] = value.detach().cpu().clone()
+                elif value.is_floating_point():
+                    memo[id(value)] = value.detach().double()
+                    if isinstance(p, nn.Parameter) and p in old and format_of(value.dtype).bits < FP32.bits:
+                        old[p][name] = value.detach().double()
+        wide = copied(optimizer, memo)
         for group in (wide.defaults, *wide.param_groups):
             group.update({name: value for name, value in FORMS.items() if name in group})
-        for state in wide.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
-                    state[name] = value.double()
-                elif isinstance(value, Tensor) and name == "step":
-                    state[name] = value.cpu()
         for p, twin in twins.items():
             twin.grad = gradients[p].detach().double()
-        old = {p: dict(_states(wide, twin)) for p, twin in twins.items()}
-        old = {p: {name: value.clone() for name, value in states.items()} for p, states in old.items()}
         wide.step()
         self.after = {p: twin.detach() for p, twin in twins.items()}
         self.states = {p: (old[p], dict(_states(wide, twin))) for p, twin in twins.items()}
@@ -94,18 +109,30 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
         form: the format it is stored in.
     """
     change = after - before
-    size = change.abs()
+    narrow = change.float()
     back = after.to(form.torch_dtype) if form.torch_dtype is not None else form.round(after)
-    small = (back == before) & (size > 0)
-    tally.see(change.float(), FP32)
+    small = (back == before).logical_and_(change != 0)
+    lost = int(torch.count_nonzero(small))
+    tally.see(narrow, FP32)
     tally.form = form
-    tally.moved += int(torch.count_nonzero(size))
-    tally.swallowed += int(torch.count_nonzero(small))
-    tally.mass += float(size.sum())
-    tally.swallowed_mass += float((size * small).sum())
-    tally.local.add((found.double() - before).float(), change.float(), FP32)
+    tally.moved += int(torch.count_nonzero(change))
+    tally.swallowed += lost
+    tally.mass += float(torch.linalg.vector_norm(change, 1))
+    if lost:
+        tally.swallowed_mass += float(torch.linalg.vector_norm(change[small], 1))
+    tally.local.add(found.to(torch.float64, copy=True).sub_(before).float(), narrow, FP32)
 
 
 def stored_form(parameter: Tensor, strategy: str) -> Format:
     """Return the format in which the value that an optimizer steps is kept: fp32 behind low weights, if anything is."""
     return FP32 if strategy in {"master", "split", "kahan", "stochastic"} else form_of(parameter)
+
+
+def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
+    """Return how much of a moving average is new at each step; 0.0 if it is not known to be one."""
+    option, place = AVERAGES.get(key, ("", None))
+    for group in optimizer.param_groups:
+        if option in group and any(p is parameter for p in group["params"]):
+            factor = group[option] if place is None else group[option][place]
+            return 1.0 - float(factor)
+    return 0.0

@@ -106,7 +106,6 @@ class Watch(TorchFunctionMode):
         """Count calls from zero again."""
         self._counts = Counter[tuple[str, str]]()
         self._busy = False
-        self._lines: dict[tuple[str, str], str] = getattr(self, "_lines", {})
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -117,6 +116,10 @@ class Watch(TorchFunctionMode):
                 yield
         finally:
             STATE.above = before
+
+    def line(self) -> str:
+        """Return the user's line that calls the operator."""
+        return user_line()
 
     def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func(*args, **kwargs)``, look at it, and return its result."""
@@ -139,10 +142,7 @@ class Watch(TorchFunctionMode):
             with self:
                 return unreported(func)(*args, **kwargs)
         key = (self.paths.current, op)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = user_line()
-        call = Call(*key, self._counts[key], line, in_place)
+        call = Call(*key, self._counts[key], self.line(), in_place)
         self._counts[key] += 1
         self._busy = True
         try:

@@ -1,4 +1,4 @@
-"""Findings: what is wrong in an audit's rows, with its cause and its remedy.
+"""Criteria: which of an audit's rows are findings.
 
 A number alone is no fault: tails of gradients underflow in every fp16 run, fp32 weights swallow updates of elements
 that hardly move. So most rules ask for two things: how many elements are hit, and how much of the whole goes with them.
@@ -6,34 +6,22 @@ that hardly move. So most rules ask for two things: how many elements are hit, a
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from halfstep.formats import FP32, Format, format_of
+from halfstep.lens.finding import KINDS, Finding
+from halfstep.lens.remedies import Doctor
 from halfstep.lens.rows import Row
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["KINDS", "Finding", "diagnose"]
+__all__ = ["ROOM", "diagnose"]
 
-KINDS = {
-    "overflow": "an operator makes inf or nan, or saturates, where a wide format has numbers",
-    "gradient underflow": "gradients become zero, or lose their digits, because the format has no numbers that small",
-    "activation underflow": "activations become zero because the format has no numbers that small",
-    "swallowed update": "updates are smaller than half an ulp of the weights they change",
-    "low state": "the optimizer's state is kept in a format that cannot follow it",
-    "low buffer": "a running average is kept in a format that cannot follow it",
-    "large error": "an operator's result is far from what fp32 gives on the same inputs",
-    "cancellation": "an operator takes the difference of numbers that are nearly equal and whose digits are lost",
-    "accumulated error": "the rounding of many operators has added up",
-    "saturation": "rounding makes probabilities exactly 1 (or a sigmoid, a tanh), so that no gradient flows",
-    "overflow risk": "the largest number is near the end of the format",
-}
-"""Kind of a finding -> what it means, the gravest first."""
+ROOM = 0.5
+"""Bits to the end of a format. From a few steps to a long run the largest of many numbers that do not drift grows by a
+third, as that of normal numbers does from 4.5 to 6 standard deviations."""
 
 LOST = 0.05
 """Share of a weight's gradient whose loss is a fault: Adam gives each element its own pace, however small it is."""
@@ -56,66 +44,15 @@ MOSTLY = 0.25
 SWALLOWED = 0.1
 """Share of the size of an update, or of a change of state, that must not be lost."""
 
-AVERAGES = {
-    "exp_avg_sq": ("betas", 1),
-    "max_exp_avg_sq": ("betas", 1),
-    "exp_avg": ("betas", 0),
-    "exp_inf": ("betas", 1),
-    "square_avg": ("alpha", None),
-    "momentum_buffer": ("momentum", None),
-}
-"""State of torch's optimizers -> where its group says how slowly it moves."""
+SUMMED = 0.02
+"""Error of a sum of gradients over micro-batches: in bf16 64 of them make 0.008."""
+
+HALF = 0.5
+"""Share of a term, in elements and in size, without which a sum does not contain it. New models with weights of 0.02
+lose up to a third of a branch in a bf16 stream, and learn."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One thing that is wrong.
-
-    Attributes:
-        kind: one of `KINDS`.
-        module: dotted name of the module, "" for the root.
-        op: operator, public short name.
-        role: role of the row it was found in.
-        parameter: dotted name, or "".
-        line: the user's line, "file.py:12 source text".
-        severity: from 0 to 1: how much is lost.
-        cause: what happens, with its numbers.
-        remedy: what to do, in words.
-        policy: the audited policy with the remedy made, or None where no policy is the remedy.
-        diff: ``audited.diff(policy)``: what to change.
-    """
-
-    kind: str
-    module: str
-    op: str
-    role: str
-    parameter: str = ""
-    line: str = ""
-    severity: float
-    cause: str
-    remedy: str
-    policy: Policy | None = None
-    diff: str = ""
-
-    def __str__(self) -> str:
-        """Return the finding as text of a few lines."""
-        where = self.parameter or f"{self.op} in {self.module or 'the root'}"
-        lines = [
-            f"{self.kind}: {where}{f' at {self.line}' if self.line else ''}",
-            f"  {self.cause}",
-            f"  {self.remedy}",
-        ]
-        lines += [f"    {line}" for line in self.diff.splitlines()]
-        return "\n".join(lines)
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values; the policy as TOML."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["policy"] = None if self.policy is None else self.policy.to_toml()
-        return values
-
-
-def diagnose(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float = 2.0) -> tuple[Finding, ...]:
+def diagnose(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
     """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
 
     Args:
@@ -125,87 +62,10 @@ def diagnose(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float
         headroom: bits below the largest number of a format that are a risk.
     """
     table = tuple(rows)
-    doctor = _Doctor(table, policy, plan, headroom)
+    doctor = Doctor(table, policy, plan, headroom)
     found = [finding for rule in RULES for finding in rule(doctor)]
     order = list(KINDS)
     return tuple(sorted(found, key=lambda finding: (order.index(finding.kind), -finding.severity)))
-
-
-class _Doctor:
-    """The rows, and what the rules share."""
-
-    def __init__(self, rows: tuple[Row, ...], policy: Policy, plan: Plan, headroom: float) -> None:
-        self.rows, self.policy, self.plan, self.headroom = rows, policy, plan, headroom
-
-    def of(self, *roles: str) -> Iterator[Row]:
-        return (row for row in self.rows if row.role in roles)
-
-    def finding(
-        self, kind: str, row: Row, severity: float, cause: str, remedy: str, policy: Policy | None = None
-    ) -> Finding:
-        diff = "" if policy is None else self.policy.diff(policy)
-        if not diff:
-            policy = None
-        return Finding(
-            kind=kind,
-            module=row.module,
-            op=row.op,
-            role=row.role,
-            parameter=row.parameter,
-            line=row.line,
-            severity=min(max(severity, 0.0), 1.0),
-            cause=cause,
-            remedy=remedy,
-            policy=policy,
-            diff=diff,
-        )
-
-    # ------------------------------------------------------------------ remedies
-
-    def wider(self, row: Row) -> tuple[str, Policy | None]:
-        """Return how to keep an operator out of the low format."""
-        if row.op == "to" and not row.module and self.plan.policy.inputs == "low":
-            return "let the inputs come as they are", self.policy.replace(inputs="keep")
-        if row.op == "to" or row.rule not in {"low", "keep", "widest"}:
-            if format_of(row.format).bits >= FP32.bits:
-                return "its inputs are fp32 already; compute it in float64, or write it in another way", None
-            if row.op != "to" and row.module:
-                policy = self.policy.with_modules({row.module: "fp32"})
-                return f"keep module {row.module!r} in fp32", policy
-            if row.op != "to" and "::" not in row.op:
-                return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
-            return "your code asks for the low format here: leave the cast out, and let the policy decide", None
-        if row.module:
-            return (
-                f"keep module {row.module!r} in fp32, or the operator everywhere: policy.with_ops(fp32=[{row.op!r}])",
-                self.policy.with_modules({row.module: "fp32"}),
-            )
-        return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
-
-    def scaled(self, row: Row) -> tuple[str, Policy | None]:
-        """Return how to lift gradients into the format."""
-        form = format_of(row.format)
-        if form.exponent_bits >= FP32.exponent_bits:
-            form = format_of(self.plan.policy.dtype)
-        scale = self.plan.policy.scale
-        if not isinstance(scale, ScaleRule):
-            if self.policy.dtype != "fp32" and form.exponent_bits < FP32.exponent_bits:
-                return "scale the loss: the rule 'halfstep' starts high and adapts", self.policy.replace(
-                    scale="halfstep"
-                )
-            return "scale the loss", self.policy.replace(scale="halfstep")
-        return (
-            "the range of these gradients is wider than the format's: use bf16, whose exponents are fp32's, or keep "
-            f"{row.module or row.op!r} in fp32",
-            self.policy.replace(dtype="bf16", scale="auto"),
-        )
-
-
-def _with_fp32(policy: Policy, op: str) -> Policy | None:
-    try:
-        return policy.with_ops(fp32=[op])
-    except ValueError:  # no operator of torch: a custom one without a name, a conversion
-        return None
 
 
 def _unit(form: Format) -> float:
@@ -219,41 +79,41 @@ def _percent(share: float) -> str:
 # ---------------------------------------------------------------------- rules
 
 
-def _overflow(doctor: _Doctor) -> Iterator[Finding]:
+def _overflow(doctor: Doctor) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         if row.overflow > 0:
             form = format_of(row.format)
-            cause = (
-                f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}, and "
-                "would be finite in fp32"
-            )
+            beyond = f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}"
+            cause = f"{beyond}, and {'would be finite in fp32' if form.has_inf else 'is cut off there'}"
             remedy, policy = doctor.wider(row)
-            yield doctor.finding("overflow", row, 1.0, cause, remedy, policy)
+            yield doctor.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, remedy, policy)
 
 
-def _gradient_underflow(doctor: _Doctor) -> Iterator[Finding]:
+def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
     for row in doctor.of("activation gradient", "weight gradient"):
         lost = max(row.underflow, row.missing)
         form = _narrow(doctor, row)
         if form.exponent_bits >= FP32.exponent_bits or max(lost, row.subnormal) < FEW or row.cancels:
             continue
-        drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW
+        off = max((error for error in (row.error, row.accumulated) if not math.isnan(error)), default=0.0)
+        drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW and off >= LOST
         imprecise = row.error >= ROUNDINGS * _unit(form) and row.error >= 0.02
         if row.role == "weight gradient":
             hit = drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
         else:
             much = max(row.underflow, row.subnormal / 2) >= MOSTLY
-            hit = drowned or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= FEW)
+            gone = row.missing >= MOSTLY and row.accumulated >= MOSTLY
+            hit = drowned or gone or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= LOST)
         if hit:
             below = f"{_percent(row.underflow)} of what its backward pass computes becomes zero in {form.name}"
             if row.missing > row.underflow:
                 below = f"{_percent(row.missing)} of its gradient is zero and is not in fp32"
             cause = f"{below}, {_percent(row.subnormal)} is subnormal (loss scale {row.scale:g})"
             remedy, policy = doctor.scaled(row)
-            yield doctor.finding("gradient underflow", row, max(lost, row.subnormal), cause, remedy, policy)
+            yield doctor.finding("underflow", row, max(lost, row.subnormal), cause, remedy, policy)
 
 
-def _narrow(doctor: _Doctor, row: Row) -> Format:
+def _narrow(doctor: Doctor, row: Row) -> Format:
     """Return the format that a gradient went through: an fp32 one may have been low on its way."""
     form = format_of(row.format)
     low = format_of(doctor.plan.policy.dtype)
@@ -261,16 +121,16 @@ def _narrow(doctor: _Doctor, row: Row) -> Format:
     return low if passed and low.exponent_bits < form.exponent_bits else form
 
 
-def _activation_underflow(doctor: _Doctor) -> Iterator[Finding]:
+def _activation_underflow(doctor: Doctor) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         form = format_of(row.format)
-        if row.underflow >= FEW and row.error >= max(0.02, ROUNDINGS * _unit(form)):
+        if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * _unit(form)):
             cause = f"{_percent(row.underflow)} of its result is below {form.smallest_subnormal:.3g} and becomes zero"
             remedy, policy = doctor.wider(row)
-            yield doctor.finding("activation underflow", row, row.underflow, cause, remedy, policy)
+            yield doctor.finding("underflow", row, row.underflow, cause, remedy, policy)
 
 
-def _swallowed(doctor: _Doctor) -> Iterator[Finding]:
+def _swallowed(doctor: Doctor) -> Iterator[Finding]:
     for row in doctor.of("update"):
         if row.reason or math.isnan(row.swallowed):  # stochastic rounding is right on average
             continue
@@ -292,17 +152,17 @@ def _swallowed(doctor: _Doctor) -> Iterator[Finding]:
                 remedy = "these parameters stay low: leave out the rule that keeps them, or load the model in fp32"
                 policy = None
             yield doctor.finding(
-                "swallowed update", row, max(row.swallowed_mass, min(row.error, 1.0)), cause, remedy, policy
+                "swallowed_update", row, max(row.swallowed_mass, min(row.error, 1.0)), cause, remedy, policy
             )
 
 
-def _low_state(doctor: _Doctor) -> Iterator[Finding]:
+def _low_state(doctor: Doctor) -> Iterator[Finding]:
+    trained = {name for p in doctor.plan.parameters for name in (p.name, *p.aliases)}
     for row in doctor.of("state"):
         form = format_of(row.format)
         if row.reason == "stochastic rounding" or form.bits >= FP32.bits:
             continue
-        buffer = row.op == "buffer"
-        kind = "low buffer" if buffer else "low state"
+        average = row.op == "buffer"
         slow = 0.0 < row.pace < _unit(form)
         stuck = row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED
         if row.missing >= FEW:
@@ -318,22 +178,23 @@ def _low_state(doctor: _Doctor) -> Iterator[Finding]:
             why = f"its changes are wrong by {_percent(row.error)}"
         else:
             continue
-        what = "the buffer" if buffer else "the state"
         policy = None
-        if buffer:
+        if average and row.parameter in trained:  # a teacher's weights
+            remedy, policy = doctor.wider(row)
+        elif average:
             remedy = "keep this buffer in fp32: halfstep never lowers buffers, the model does"
         elif doctor.policy.params == "low" and doctor.policy.master == "none":
-            remedy, policy = (
-                "step fp32 values, whose state is fp32: master='auto'",
-                doctor.policy.replace(master="auto"),
-            )
+            remedy = "step fp32 values, whose state is fp32: master='auto'"
+            policy = doctor.policy.replace(master="auto")
         else:
             remedy = "keep it in fp32, or let the policy keep it in bf16 with stochastic rounding: state='low'"
+        what = "the running average" if average else f"the state {row.op.rpartition('.')[2]} of"
         share = max(row.missing, row.swallowed_mass if stuck else 0.0, 0.5 if slow else 0.0, 0.3)
+        kind = "swallowed_update" if average and stuck else "low_state"
         yield doctor.finding(kind, row, share, f"{what} {row.parameter} is {form.name}: {why}", remedy, policy)
 
 
-def _large_error(doctor: _Doctor) -> Iterator[Finding]:
+def _large_error(doctor: Doctor) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         form = format_of(row.format)
         limit = max(ROUNDINGS * _unit(_low(doctor, form)), 1e-3)
@@ -345,49 +206,76 @@ def _large_error(doctor: _Doctor) -> Iterator[Finding]:
             f"{roundings:.0f} roundings"
         )
         remedy, policy = doctor.wider(row)
-        yield doctor.finding("large error", row, row.error, cause, remedy, policy)
+        yield doctor.finding("rounding", row, row.error, cause, remedy, policy)
 
 
-def _low(doctor: _Doctor, form: Format) -> Format:
+def _addends(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        if row.swallowed >= HALF and row.swallowed_mass >= HALF:
+            cause = (
+                f"{_percent(row.swallowed)} of the elements of one of its terms, {_percent(row.swallowed_mass)} of "
+                f"their size, are below half an ulp of the other one in {row.format}: the sum does not contain them"
+            )
+            remedy, policy = doctor.wider(row)
+            if doctor.plan.policy.residual == "low" and row.rule != "low":
+                remedy, policy = "keep the stream that is added to in fp32", doctor.policy.replace(residual="fp32")
+            yield doctor.finding("rounding", row, row.swallowed_mass, cause, remedy, policy)
+
+
+def _summed(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("weight gradient"):
+        if row.summed >= SUMMED:
+            cause = (
+                f"the sum of its micro-batches' gradients in {row.format} is {_percent(min(row.summed, 9.99))} off "
+                "their sum in fp32: late ones are small beside the sum"
+            )
+            policy = doctor.policy.replace(grads="fp32")
+            yield doctor.finding("rounding", row, row.summed, cause, "sum gradients in fp32: grads='fp32'", policy)
+
+
+def _low(doctor: Doctor, form: Format) -> Format:
     """Return the format whose roundings count: that of an fp32 result may have come from low inputs."""
     low = format_of(doctor.plan.policy.dtype)
     return min(form, low, key=lambda each: each.mantissa_bits)
 
 
-def _drift(doctor: _Doctor) -> Iterator[Finding]:
+def _drift(doctor: Doctor) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
     said = any(row.overflow > 0 for row in doctor.of("activation"))  # whatever comes after it is off
     for row in () if said else doctor.of("activation"):
         if row.numel <= 1 or not row.accumulated >= DRIFT or row.overflow > 0:
             continue
-        if row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2:
+        sudden = row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2
+        if sudden and row.decides:
+            return  # an index or a mask came out otherwise than in fp32: what follows is another computation
+        if sudden:
             cause = (
                 f"its inputs are {_percent(row.given)} off the fp32 run and its result is "
                 f"{_percent(min(row.accumulated, 9.99))} off: the digits that are left after it were lost before it"
             )
             remedy = "compute what it is given in fp32"
             policy = doctor.policy.with_modules({row.module: "fp32"}) if row.module else None
-            yield doctor.finding("cancellation", row, row.accumulated, cause, remedy, policy)
+            yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
             said = True
         elif not said and row.error < row.accumulated / 2:
             off = _percent(min(row.accumulated, 9.99))
             cause = f"its result is {off} off the fp32 run, by its inputs more than by itself"
             remedy = "look at the rows before it, sorted by error; residual='fp32' keeps the stream precise"
             policy = doctor.policy.replace(residual="fp32") if doctor.policy.residual == "low" else None
-            yield doctor.finding("accumulated error", row, row.accumulated, cause, remedy, policy)
+            yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
             said = True
 
 
-def _saturation(doctor: _Doctor) -> Iterator[Finding]:
+def _saturation(doctor: Doctor) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         if row.saturated >= MOSTLY:
-            what = "rows of this softmax are" if row.op == "softmax" else f"elements of this {row.op} are"
-            cause = f"{_percent(row.saturated)} of the {what} exactly 1 in {row.format} and not in fp32"
+            what = "rows of this softmax are one-hot" if row.op == "softmax" else f"elements of this {row.op} are 1"
+            cause = f"{_percent(row.saturated)} of the {what} in {row.format} and not in fp32: no gradient passes them"
             remedy, policy = doctor.wider(row)
             yield doctor.finding("saturation", row, row.saturated, cause, remedy, policy)
 
 
-def _risk(doctor: _Doctor) -> Iterator[Finding]:
+def _risk(doctor: Doctor) -> Iterator[Finding]:
     dynamic = isinstance(doctor.plan.policy.scale, ScaleRule)
     for row in doctor.of("activation", "weight", "activation gradient", "weight gradient"):
         form = format_of(row.format)
@@ -404,16 +292,18 @@ def _risk(doctor: _Doctor) -> Iterator[Finding]:
             remedy, policy = "hold it in bf16 or fp32", doctor.policy.replace(dtype="bf16")
         else:
             remedy, policy = doctor.wider(row)
-        yield doctor.finding("overflow risk", row, 1 - row.headroom / max(doctor.headroom, 1e-9), cause, remedy, policy)
+        yield doctor.finding("overflow_risk", row, 1 - row.headroom / max(doctor.headroom, 1e-9), cause, remedy, policy)
 
 
-RULES: tuple[Callable[[_Doctor], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Doctor], Iterator[Finding]], ...] = (
     _overflow,
     _gradient_underflow,
     _activation_underflow,
     _swallowed,
     _low_state,
     _large_error,
+    _addends,
+    _summed,
     _drift,
     _saturation,
     _risk,

@@ -1,0 +1,91 @@
+"""Finding: one thing that is wrong with a run's numbers, in one vocabulary for the audit and for Monitor."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.policy.policy import Policy
+
+__all__ = ["KINDS", "Finding"]
+
+KINDS = {
+    "bad_state": "weights are inf or nan",
+    "overflow": "an operator makes inf or nan where a wide format has numbers",
+    "underflow": "numbers become zero, or lose their digits, because the format has none that small",
+    "swallowed_update": "updates of weights, or of a running average, are smaller than half an ulp of what they change",
+    "low_state": "an optimizer's state, or a running average, is kept in a format that cannot follow it",
+    "rounding": "digits are gone: one operator rounds too much, takes the difference of nearly equal numbers, adds "
+    "small numbers to large ones, or the rounding of many has added up",
+    "saturation": "the format alone makes probabilities (or a sigmoid, a tanh) exactly 0 or 1, or cuts numbers off at "
+    "its largest one",
+    "overflow_risk": "the largest number is near the end of the format",
+}
+"""Kind of a finding -> what it means, the gravest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: one of `KINDS`.
+        role: what the numbers are: activation, activation gradient, weight, weight gradient, update or state.
+        module: dotted name of the module, "" for the root.
+        op: operator, public short name; the optimizer's class for updates, "Adam.exp_avg_sq" for a state; "" where
+            Monitor looks at a module as a whole.
+        parameter: dotted name of the parameter or buffer, or "".
+        line: the user's line, "file.py:12 source text".
+        step: updates made when Monitor saw it first; 0 in an audit.
+        severity: from 0 to 1: how much is lost.
+        cause: what happens in this place, with its numbers.
+        remedy: what to do, in words.
+        policy: the audited policy with the remedy made, or None where no policy is the remedy.
+        diff: ``audited.diff(policy)``: what to change.
+        also: more places with the same finding, the worst first; Monitor says each kind once.
+    """
+
+    kind: str
+    role: str
+    module: str = ""
+    op: str = ""
+    parameter: str = ""
+    line: str = ""
+    step: int = 0
+    severity: float
+    cause: str
+    remedy: str
+    policy: Policy | None = None
+    diff: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Where it is, in a few words: the parameter, or the operator and its module."""
+        if self.parameter:
+            return f"{self.parameter} ({self.op})" if self.role == "state" and self.op else self.parameter
+        if not self.op:
+            return self.module or "the model"
+        return f"{self.op} in {self.module}" if self.module else self.op
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """All places, the worst first."""
+        return (self.place, *self.also)
+
+    def __str__(self) -> str:
+        """Return the finding as text of a few lines."""
+        more = f" and {len(self.also)} more" if self.also else ""
+        at = f" at {self.line}" if self.line else ""
+        when = f" (step {self.step})" if self.step else ""
+        lines = [f"{self.kind}: {self.place}{more}{at}{when}", f"  {self.cause}", f"  remedy: {self.remedy}"]
+        lines += [f"    {line}" for line in self.diff.splitlines()]
+        return "\n".join(lines)
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values; the policy as TOML."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["policy"] = None if self.policy is None else self.policy.to_toml()
+        values["also"] = list(self.also)
+        return values
