@@ -51,3 +51,19 @@ def test_an_idle_black_box_and_a_monitor_between_samples_run_no_operator(dtype: 
 def test_a_buffer_that_the_forward_pass_changes_costs_one_copy_a_step() -> None:
     plain = counted("bf16", Average(), box=False, monitor=False)
     assert counted("bf16", Average(), box=True, monitor=False).launches() == plain.launches() + 1
+
+
+@pytest.mark.filterwarnings("ignore:gradients are not finite under the static loss scale")
+@pytest.mark.parametrize(("by_hand", "runs"), [(False, True), (True, False)])
+def test_a_scale_that_somebody_moves_by_hand_is_on_its_way_and_not_replayed(by_hand: bool, runs: bool) -> None:
+    model = nn.Linear(4, 4)
+    scaler = hs.GradScaler("cpu", rule=hs.ScaleRule.static(2.0**24))
+    if by_hand:
+        scaler.update(2.0**24)
+    policy = hs.Policy.of("mixed", dtype="fp16")
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters()), loss_fn, policy=policy, scaler=scaler)
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert step(torch.randn(2, 4), torch.arange(2)).skipped
+    step.state_dict()
+    assert (len(calls) > 1) is runs

@@ -199,7 +199,9 @@ class StepBox(Box):
 
     def _scaling(self) -> str:
         scaler = self.step.scaler
-        return "none" if not scaler.is_enabled() else "static" if scaler.rule.is_static else "dynamic"
+        if not scaler.is_enabled():
+            return "none"
+        return "static" if scaler.rule.is_static and not scaler.by_hand else "dynamic"
 
     def _matters(self, window: Window) -> bool:
         """Return whether there is more to a step than a dynamic scale on its way down."""

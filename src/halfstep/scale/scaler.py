@@ -59,6 +59,7 @@ class GradScaler(HeldScale):
 
     Attributes:
         host_reads: how often `step` and `update` have waited for the device so far.
+        by_hand: whether `update` was ever given a scale: somebody else moves it, whatever the rule says.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class GradScaler(HeldScale):
         self._device = device_type(device)
         self._warned = False
         self.host_reads = 0
+        self.by_hand = False
         self._begin()
 
     def _begin(self) -> None:
@@ -305,6 +307,7 @@ class GradScaler(HeldScale):
         if new_scale is not None:
             self._set_scale(new_scale)
             self._turns = Turns()
+            self.by_hand = True
             return
         if not turns:
             raise ScaleError("update(): nothing was stepped since the last update(); call step(optimizer) before it")
@@ -380,6 +383,7 @@ class GradScaler(HeldScale):
             "host": self._host_state(),
             "warned": self._warned,
             "host_reads": self.host_reads,
+            "by_hand": self.by_hand,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -387,7 +391,7 @@ class GradScaler(HeldScale):
         self._device, self._enabled = state["device"], state["enabled"]
         self._rule, self._host, self._state = state["rule"], state["host"], None
         self._scalings = 0
-        self._warned, self.host_reads = state["warned"], state["host_reads"]
+        self._warned, self.host_reads, self.by_hand = state["warned"], state["host_reads"], state["by_hand"]
         self._begin()
 
     def __repr__(self) -> str:
