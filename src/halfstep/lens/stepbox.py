@@ -58,7 +58,13 @@ WRITTEN = (
 
 
 class Box:
-    """What both boxes do."""
+    """What both boxes do.
+
+    Attributes:
+        verdict: the last one, or None.
+    """
+
+    spelled = "step"  # whose explain() the user calls
 
     def __init__(self, evidence: Path | None) -> None:
         self.verdict: Verdict | None = None
@@ -67,6 +73,7 @@ class Box:
         self._trouble = Trouble()
         self._replays = 0
         self._said: set[str] = set()
+        self._first: Verdict | None = None  # on the first step of the streak, if that was explained
 
     def explain_subject(self, subject: Subject) -> Verdict:
         """Replay, name the cause, look for cures, keep the evidence."""
@@ -97,7 +104,15 @@ class Box:
         return all(extremes(t)[1] for t in (*model.parameters(), *held))
 
     def _announce(self, verdict: Verdict) -> None:
-        self._say(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", verdict.headline)
+        """Say what happened and what helps in one line, once for each cause."""
+        self._first = verdict
+        verified = [cure for cure in verdict.cures if cure.verified]
+        text = verdict.headline
+        if verified and verdict.kind != "scale_too_high":
+            text += f"; verified cure: {verified[0].text.splitlines()[0]}"
+            if len(verified) > 1:
+                text += f" ({len(verified) - 1} more: print({self.spelled}.explain()))"
+        self._say(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", text)
 
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
@@ -145,6 +160,8 @@ class StepBox(Box):
     def _skipped(self, window: Window) -> None:
         """Look at an update that was not applied; all ranks come here together."""
         self._trouble.skipped()
+        if self._trouble.streak == 1:
+            self._first = None
         matters = self._together(self._matters(window))
         try:
             self._warn(window.last, self._trouble.see(self._seen(window)))
@@ -215,6 +232,7 @@ class StepBox(Box):
             floor=step.scaler.rule.floor,
             low=step.policy.dtype,
             state_finite=finite or self._state_finite(unwrap(step.model), step.optimizer),
+            verdict=self._first,
         )
 
     # ------------------------------------------------------------------ replay

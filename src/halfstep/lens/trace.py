@@ -33,6 +33,7 @@ from halfstep.lens.values import (
     extremes,
     floats,
     held,
+    read,
     writes,
 )
 from halfstep.trees import map_tensors, tensors
@@ -253,7 +254,7 @@ class Trace:
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         self._depth += 1
         try:
-            found = floats((args, kwargs))
+            found = read(func, args, kwargs)
             in_place = writes(func)
             before = [extremes(tensor) for tensor in found]
             copies = None
