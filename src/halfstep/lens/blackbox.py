@@ -258,7 +258,12 @@ def _loss_in(returned: Any) -> Tensor | None:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    """Return the values of a gradient that are here, whatever its layout."""
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient._values() if gradient.is_sparse else gradient.values()
 
 
 def _not_finite(found: list[Tensor]) -> Tensor:

@@ -77,6 +77,8 @@ class Box:
 
     def explain_subject(self, subject: Subject) -> Verdict:
         """Replay, name the cause, look for cures, keep the evidence."""
+        if any(hasattr(p, "placements") for p in subject.model.parameters()):
+            raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
         try:
             verdict, attempt = diagnose(subject)
         except Exception as error:
@@ -116,7 +118,8 @@ class Box:
 
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
-            LOG.warning("black box: %s", f"step {step}: {text}")
+            said = text.replace("step.explain()", f"{self.spelled}.explain()")
+            LOG.warning("black box: %s", f"step {step}: {said}")
 
     def _say(self, key: str, text: str) -> None:
         if key not in self._said:
@@ -240,8 +243,6 @@ class StepBox(Box):
     def _explained(self, window: Window) -> Verdict:
         step = self.step
         model = unwrap(step.model)
-        if any(hasattr(p, "placements") for p in model.parameters()):
-            raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
             return step._forward(model, batch, named, recipe())[0]
