@@ -202,7 +202,7 @@ def test_wrong_arguments_are_named() -> None:
         ((model, squared, model), "optimizer must be a torch.optim.Optimizer or None and is Linear"),
     ):
         with pytest.raises(StepError, match=words):
-            hs.BlackBox(*arguments)  # type: ignore[arg-type]
+            hs.BlackBox(*arguments)
     with pytest.raises(StepError, match="evidence must be a folder's path or None and is 3.5"):
         hs.BlackBox(model, squared, evidence=3.5)  # type: ignore[arg-type]
 
@@ -241,13 +241,29 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], l
 }  # fmt: skip
 
 
+REGIONS: dict[str, Region] = {
+    "torch.autocast": fp16,
+    "hs.autocast": lambda: hs.autocast("cpu", torch.float16),
+    "a policy's hs.autocast": lambda: hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16")),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_verified_is_what_is_pasted(name: str) -> None:
+def test_what_was_verified_is_what_is_pasted(name: str, region: str) -> None:
     made, inputs, expected = CASES[name]
     model = made()
     kinds = [type(module) for module in model.modules()]
-    verdict = looped(model, inputs()).explain()
-    assert [cure.text.partition(":")[0] for cure in verdict.cures if cure.verified] == expected
+    verdict = looped(model, inputs(), region=REGIONS[region]).explain()
+    preset = "mixed" if region == "a policy's hs.autocast" else "torch"
+    for cure in verdict.cures:
+        assert f"hs.Policy.of('{preset}', dtype=" in cure.text
+        assert cure.text.endswith(f"in place of {'hs' if 'hs' in region else 'torch'}.autocast")
+    verified = [cure.text.partition(":")[0] for cure in verdict.cures if cure.verified]
+    if preset == "mixed" and "conv2d in fp32" in expected:  # whose norms take what is fp32 into fp16
+        assert verified[0] in {"conv2d in fp32", "conv2d and group_norm in fp32"}
+    else:
+        assert verified == expected
     assert [type(module) for module in model.modules()] == kinds  # prepared for a trial, and as before
     assert not any("_halfstep" in vars(module) for module in model.modules())
     for cure in verdict.cures:
@@ -256,6 +272,17 @@ def test_what_was_verified_is_what_is_pasted(name: str) -> None:
         loss.backward()
         assert all(bool(p.grad.isfinite().all()) for p in again.parameters() if p.grad is not None)
         assert bool(loss.isfinite())
+
+
+def test_a_policy_of_ones_own_is_changed_by_its_name() -> None:
+    mine = hs.Policy.of("torch", dtype="fp16").with_ops(fp32=["softmax"]).replace(name="mine")
+    verdict = looped(transformer(), batch(), region=lambda: hs.autocast(policy=mine)).explain()
+    first = verdict.cures[0]
+    assert first.policy == mine.with_ops(fp32=["matmul"])
+    assert first.text == (
+        "matmul in fp32: with hs.autocast(policy=policy.with_ops(fp32=['matmul'])):\n"
+        "in place of hs.autocast, `policy` being that of the region"
+    )
 
 
 def test_a_model_with_low_parameters_is_not_prepared_for_a_trial() -> None:
@@ -403,7 +430,7 @@ def test_a_report_of_an_invalid_operation_has_no_limit_and_no_negative_zero() ->
 
 def test_a_slope_of_a_root_at_zero_and_an_impossible_alignment_are_invalid() -> None:
     def root(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x * 0).float().norm(dim=-1).sqrt().mean()
+        return model(x * 0).float().norm(dim=-1).sqrt().mean()  # type: ignore[no-any-return]
 
     def aligned(model: nn.Module, x: Tensor) -> Tensor:
         steps = model(x).float().log_softmax(-1).transpose(0, 1)

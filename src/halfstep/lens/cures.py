@@ -12,6 +12,7 @@ from halfstep.lens.replay import Attempt, Replay
 from halfstep.lens.values import extremes
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
+from halfstep.policy.presets import PRESETS
 
 __all__ = ["cures"]
 
@@ -53,13 +54,18 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
     return tuple(search.found) or advice(verdict)
 
 
-def _foreign(base: Policy, policy: Policy, words: str, line: str) -> Cure:
-    """Say how a loop whose regions are torch.autocast's comes by a policy, in a line to paste."""
-    if policy.dtype != base.dtype:
-        made = f"hs.Policy.of('torch', dtype={policy.dtype!r})"
+def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -> Cure:
+    """Say how a loop whose loss function opens regions comes by a policy, in a line to paste."""
+    made, where = line, f"in place of {region}"
+    preset = base.name if base.name in PRESETS else "torch"
+    settings = "" if base.dtype == "auto" else f", dtype={base.dtype!r}"
+    if Policy.of(preset).replace(dtype=base.dtype) == base:
+        if policy == base.replace(dtype=policy.dtype):
+            made = f"hs.Policy.of({preset!r}, dtype={policy.dtype!r})"
+        else:
+            made = line.replace("policy.", f"hs.Policy.of({preset!r}{settings}).", 1)
     else:
-        made = line.replace("policy.", f"hs.Policy.of('torch', dtype={base.dtype!r}).", 1)
-    where = "in place of torch.autocast"
+        where += ", `policy` being that of the region"
     if policy.modules:
         door, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
     else:
@@ -112,7 +118,10 @@ class _Search:
         assert base is not None
         if self.scale != self.subject.scale:
             words += f" (finite at a scale of {self.scale:g}, to which it adapts; it was {self.subject.scale:g})"
-        self.found.append((_foreign if self.subject.foreign else _cure)(base, policy, words, line))
+        if self.subject.foreign:
+            self.found.append(_foreign(base, policy, words, line, self.subject.region))
+        else:
+            self.found.append(_cure(base, policy, words, line))
 
     def operators(self, base: Policy, verdict: Verdict) -> None:
         """Give the operator a rule, and those that then overflow after it."""

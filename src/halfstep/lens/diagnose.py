@@ -46,7 +46,8 @@ class Subject:
         rank: of this process.
         notes: what is known beforehand.
         normed: whether an update is judged by the norm of all gradients.
-        foreign: whether regions are opened by the loss function: then rules are tried by doing what they would do.
+        foreign: whether regions are opened by the loss function: then others are tried in their places.
+        region: what opens them.
     """
 
     replay: Replay
@@ -61,6 +62,7 @@ class Subject:
     notes: tuple[str, ...] = ()
     normed: bool = True
     foreign: bool = False
+    region: str = "torch.autocast"
 
     @property
     def low(self) -> str:

@@ -85,7 +85,8 @@ class Box:
             raise StepError(f"the replay of step {subject.step} failed: {type(error).__name__}: {error}") from error
         if subject.foreign and attempt.trace is not None:
             low = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(attempt.trace.low)  # type: ignore[arg-type]
-            subject.policy = None if low is None else Policy.of("torch", dtype=low)
+            subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
+            subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
         try:
             verdict = replace(verdict, cures=cures(subject, verdict, attempt))
         except Exception as error:  # the cause is known; what would help is not

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep.cast.recipe import Recipe, opened, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
-from halfstep.lens.sites import spelled
+from halfstep.lens.sites import region_here, spelled
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve, resolved
 from halfstep.policy.units import default_device_types
@@ -72,7 +72,10 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
 
 
 class _Instead(TorchFunctionMode):
-    """Does to what somebody's torch.autocast regions do to operators what another region would do to them."""
+    """Opens a region around every operator that somebody's region, torch's or halfstep's, is about to reach.
+
+    It stands above those (`STATE.above`), or the trace that does calls it.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -82,8 +85,9 @@ class _Instead(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        foreign = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
-        if STATE.frames or not foreign or spelled(func) in RUNS_BACKWARD:
+        theirs = region_here()
+        on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
+        if not on or (STATE.frames and theirs is None) or spelled(func) in RUNS_BACKWARD:
             return func(*args, **kwargs)
         with opened(self.recipe):
             return func(*args, **kwargs)
@@ -91,10 +95,10 @@ class _Instead(TorchFunctionMode):
 
 @contextmanager
 def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
-    """Let a step whose regions are torch.autocast's run as what is proposed in their place would have it run.
+    """Let a step whose regions are its loss function's run as what is proposed in their place would have it run.
 
     Without module rules that is ``hs.autocast(policy=policy)`` in each of their places; with them `model` is prepared
-    for a while, and their regions do nothing.
+    for a while, and those regions do nothing.
 
     Raises:
         HalfstepError: the model cannot be prepared.
@@ -103,13 +107,16 @@ def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
     if by_module and any(p.dtype in LOWS for p in model.parameters()):
         raise BindError("hs.prepare would change the formats of its parameters")
     recipe = recipe_for(policy.replace(modules=()), default_device_types(), enabled=not by_module)
+    mode, before = _Instead(recipe), STATE.above
     torch.clear_autocast_cache()
     try:
         if by_module:
             prepare(model, policy=policy)
-        with _Instead(recipe):
+        with mode:
+            STATE.above = mode
             yield
     finally:
+        STATE.above = before
         torch.clear_autocast_cache()
         if by_module and binding_of(model) is not None:
             unprepare(model)
