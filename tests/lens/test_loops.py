@@ -274,6 +274,20 @@ def test_what_was_verified_is_what_is_pasted(name: str, region: str) -> None:
         assert bool(loss.isfinite())
 
 
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_region_may_be_around_the_call(region: str) -> None:
+    model = transformer()
+    box = hs.BlackBox(model, loss_in(nullcontext))
+    with REGIONS[region]():
+        loss = box(*batch())
+    loss.backward()
+    verdict = box.explain()
+    assert (verdict.kind, verdict.op, verdict.module) == ("overflow", "matmul", "blocks.1")
+    assert sum(cure.verified for cure in verdict.cures) == 3
+    with torch.autocast("cpu", enabled=False):
+        assert box(*batch()).isfinite()
+
+
 def test_a_policy_of_ones_own_is_changed_by_its_name() -> None:
     mine = hs.Policy.of("torch", dtype="fp16").with_ops(fp32=["softmax"]).replace(name="mine")
     verdict = looped(transformer(), batch(), region=lambda: hs.autocast(policy=mine)).explain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.cast.region import autocast
+from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.diagnose import Subject
@@ -53,8 +56,9 @@ class BlackBox(Box):
 
     Args:
         model: the model, prepared or not.
-        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; a region belongs inside it. Losses of
-            a batch that are reduced later will do; None, and what needs no gradient, is not looked at.
+        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; a region may be inside it, or around
+            the call of the box. Losses of a batch that are reduced later will do; None, and what needs no gradient, is
+            not looked at.
         optimizer: what steps the model; looked at before it does.
         evidence: a folder for evidence files; None for none.
 
@@ -94,6 +98,7 @@ class BlackBox(Box):
         self._for = 0
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
+        self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
         self._added = False  # whether gradients were there before the backward pass
         if optimizer is not None:
             self._handle = optimizer.register_step_pre_hook(self._before_update)
@@ -108,6 +113,7 @@ class BlackBox(Box):
         self.step += 1
         self._memory.begin()
         self._statistics.keep()
+        self._around = _regions_here()
         kept = self._memory.keep(self.step, batch, named)
         returned = self.loss_fn(self.model, *batch, **named)
         if self.step % LISTED_EVERY == 1:  # after the call, which may have made lazy ones
@@ -213,7 +219,10 @@ class BlackBox(Box):
         seen = self
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            returned = seen.loss_fn(model, *batch, **named)
+            with ExitStack() as stack:
+                for region in seen._around:
+                    stack.enter_context(region)
+                returned = seen.loss_fn(model, *batch, **named)
             return returned[0] if isinstance(returned, tuple) else returned
 
         scale = self._scale()
@@ -242,6 +251,15 @@ class BlackBox(Box):
             note = "its gradients were added to those of earlier backward passes, which were not finite or became so"
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
         return verdict
+
+
+def _regions_here() -> list[AbstractContextManager[Any]]:
+    """Return what opens the region that is open here again: halfstep's or torch's."""
+    owner = STATE.frames[-1].owner if STATE.frames else None
+    if isinstance(owner, autocast):
+        return [owner]
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in on]
 
 
 def _loss_in(returned: Any) -> Tensor | None:
