@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
@@ -197,7 +198,7 @@ def test_wrong_arguments_are_named() -> None:
     step = step_of(model, squared)
     for arguments, words in (
         ((3, squared), "model must be a torch.nn.Module and is 3"),
-        ((step, squared), "model must be a torch.nn.Module and is <halfstep"),
+        ((step, squared), "is <halfstep.*; a TrainStep has a black box of its own: step.explain.."),
         ((model, squared, 3), "optimizer must be a torch.optim.Optimizer or None and is 3"),
         ((model, squared, model), "optimizer must be a torch.optim.Optimizer or None and is Linear"),
     ):
@@ -286,6 +287,35 @@ def test_a_region_may_be_around_the_call(region: str) -> None:
     assert sum(cure.verified for cure in verdict.cures) == 3
     with torch.autocast("cpu", enabled=False):
         assert box(*batch()).isfinite()
+
+
+class Gated(nn.Module):
+    """Multiplies in a function that a checkpoint computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def gate(h: Tensor) -> Tensor:
+            return h * h * 1e-3
+
+        with torch.no_grad():
+            self.layer.weight.fill_(500.0)
+        return checkpoint(gate, self.layer(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_rule_that_a_checkpoint_would_not_know_when_it_computes_again_is_no_cure(region: str) -> None:
+    inputs = torch.ones(2, 4), torch.tensor([0, 1])
+    verdict = looped(Gated(), inputs, region=REGIONS[region]).explain()
+    assert verdict.op == "mul"
+    verified = [cure for cure in verdict.cures if cure.verified]
+    assert verified and not any("mul in fp32" in cure.text for cure in verified)
+    for cure in verified:
+        model = Gated()
+        pasted(cure, model, inputs).backward()
+        assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
 def test_a_policy_of_ones_own_is_changed_by_its_name() -> None:

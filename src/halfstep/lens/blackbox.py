@@ -79,8 +79,9 @@ class BlackBox(Box):
         *,
         evidence: str | Path | None = None,
     ) -> None:
+        own = "; a TrainStep has a black box of its own: step.explain()" if isinstance(model, TrainStep) else ""
         if not isinstance(model, nn.Module):
-            raise StepError(f"BlackBox: model must be a torch.nn.Module and is {model!r}")
+            raise StepError(f"BlackBox: model must be a torch.nn.Module and is {model!r}{own}")
         if not callable(loss_fn):
             raise StepError(f"BlackBox: loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
         if optimizer is not None and not callable(getattr(optimizer, "register_step_pre_hook", None)):
@@ -277,7 +278,7 @@ def _loss_in(returned: Any) -> Tensor | None:
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the values of a gradient that are here, whatever its layout."""
-    if hasattr(gradient, "to_local"):
+    if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
     if gradient.layout is torch.strided:
         return gradient

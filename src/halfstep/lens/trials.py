@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,7 @@ class _Instead(TorchFunctionMode):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
+        self.native = dataclasses.replace(recipe, mode=None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,7 +91,8 @@ class _Instead(TorchFunctionMode):
         on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
         if not on or (STATE.frames and theirs is None) or spelled(func) in RUNS_BACKWARD:
             return func(*args, **kwargs)
-        with opened(self.recipe):
+        recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, which knows the format and no rules
+        with opened(self.native if recomputed else self.recipe):
             return func(*args, **kwargs)
 
 
