@@ -79,9 +79,10 @@ class BlackBox(Box):
         *,
         evidence: str | Path | None = None,
     ) -> None:
-        own = "; a TrainStep has a black box of its own: step.explain()" if isinstance(model, TrainStep) else ""
-        if not isinstance(model, nn.Module):
-            raise StepError(f"BlackBox: model must be a torch.nn.Module and is {model!r}{own}")
+        given: Any = model
+        if not isinstance(given, nn.Module):
+            own = "; a TrainStep has a black box of its own: step.explain()" if isinstance(given, TrainStep) else ""
+            raise StepError(f"BlackBox: model must be a torch.nn.Module and is {given!r}{own}")
         if not callable(loss_fn):
             raise StepError(f"BlackBox: loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
         if optimizer is not None and not callable(getattr(optimizer, "register_step_pre_hook", None)):
