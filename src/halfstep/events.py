@@ -130,6 +130,7 @@ class Verdict:
         rank: rank of the process it happened on.
         step: the step of the TrainStep or BlackBox, from 1.
         cures: changes under which the step is finite, smallest first; then unverified advice.
+        detail: what belongs into the headline beside the place.
         notes: what else was seen on the way.
     """
 
@@ -146,6 +147,7 @@ class Verdict:
     rank: int = 0
     step: int = 0
     cures: tuple[Cure, ...] = ()
+    detail: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -166,11 +168,11 @@ class Verdict:
             limit = (
                 f"; the largest input is {self.value:.6g}, the format ends at {self.limit:.6g}" if self.limit else ""
             )
-            return f"overflow in {what}{limit}"
+            return f"overflow in {what}; {self.detail}" if self.detail else f"overflow in {what}{limit}"
         if self.kind == "invalid":
-            return f"invalid operation in {what}: there is no finite result for these finite inputs"
+            return f"invalid operation in {what}: {self.detail or 'there is no finite result for these finite inputs'}"
         if self.kind == "bad_batch":
-            return f"the batch is not finite: {self.parameter}"
+            return f"the batch is not finite: {self.parameter}" + (f": {self.detail}" if self.detail else "")
         if self.kind == "bad_state":
             return f"{self.parameter or 'the state'} is not finite before the step" + (f"; {what}" if self.op else "")
         if self.kind == "scale_too_high":

@@ -351,7 +351,10 @@ def test_a_real_bad_step_is_explained_in_one_line_once(caplog: pytest.LogCapture
         for x in (bad, torch.randn(4, 8), bad, torch.randn(4, 8)):
             step(x)
     (record,) = caplog.records
-    assert record.getMessage() == "black box: step 1: the batch is not finite: input 0"
+    assert (
+        record.getMessage()
+        == "black box: step 1: the batch is not finite: input 0: 32 of 32 values are nan, in samples 0, 1, 2, 3"
+    )
 
 
 SEEN: dict[str, Any] = {
@@ -575,7 +578,8 @@ def test_a_loop_written_by_hand_with_torch_autocast(scaled: bool, caplog: pytest
     assert sum("black box" in record.getMessage() for record in caplog.records) <= 2
     verified = [cure.text for cure in verdict.cures if cure.verified]
     assert len(verified) == (3 if scaled else 0)
-    assert not scaled or "hs.autocast(policy=policy) in place of torch.autocast" in verified[0]
+    line = "with hs.autocast(policy=hs.Policy.of('torch', dtype='fp16').with_ops(fp32=['matmul'])):"
+    assert not scaled or verified[0] == f"matmul in fp32: {line}\nin place of torch.autocast"
 
 
 def test_a_loop_written_by_hand_is_the_same_with_and_without() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from halfstep.events import Cure, Verdict
+from halfstep.lens.diagnose import WRITTEN
 
 __all__ = ["advice"]
+
+OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
 
 ENDS = "clamp the argument inside (-1, 1): the slope at the ends is infinite"
 SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
@@ -38,6 +41,8 @@ INVALID = {
     "acos": ENDS,
     "asin": ENDS,
     "pow": "keep the base away from 0 by an eps: a negative power, and the slope of a root, are infinite there",
+    "ctc_loss": "a target is longer than its input lets it be (twice as long, if letters repeat): drop that sample, or "
+    "pass zero_infinity=True",
     "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
     "std": SPREAD,
     "var": SPREAD,
@@ -54,5 +59,5 @@ def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
     if verdict.kind == "overflow":
         text = OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid":
-        text = INVALID.get(verdict.op, INVALID[""])
+        text = OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
     return (Cure(policy=None, text=text, verified=False),) if text else ()

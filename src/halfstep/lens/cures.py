@@ -8,10 +8,11 @@ from halfstep.errors import HalfstepError
 from halfstep.events import Cure, Verdict
 from halfstep.lens.advice import advice
 from halfstep.lens.diagnose import Subject, verdict_of
-from halfstep.lens.replay import Attempt
+from halfstep.lens.replay import Attempt, Replay
 from halfstep.lens.values import extremes
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
+from halfstep.policy.presets import PRESETS
 
 __all__ = ["cures"]
 
@@ -35,6 +36,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
     base = subject.policy
     wide = base.replace(dtype="fp32", scale="none")
     wide_finite = search.finite(wide)
+    wide_scale = search.scale
     if wide_finite is False:  # no format helps
         return advice(verdict, everywhere=True)
     if attempt.added is None:
@@ -47,18 +49,28 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
     if subject.low == "fp16" and len(search.found) < ENOUGH:
         search.try_one(base.replace(dtype="bf16"), "bf16 instead of fp16", "policy.replace(dtype='bf16')")
     if not search.found and wide_finite:
-        search.found.append(_cure(base, wide, "nothing low", "policy.replace(dtype='fp32')"))
-    if subject.foreign:
-        search.found = [_foreign(base, cure) for cure in search.found]
+        search.scale = wide_scale
+        search.add(wide, "nothing low", "policy.replace(dtype='fp32')")
     return tuple(search.found) or advice(verdict)
 
 
-def _foreign(base: Policy, cure: Cure) -> Cure:
-    """Say how a model that is not prepared comes by a policy."""
-    door = "hs.prepare(model, policy=policy)" if cure.policy.modules else "hs.autocast(policy=policy)"
-    first, *rest = cure.text.splitlines()
-    start = f"with policy = hs.Policy.of('torch', dtype={base.dtype!r}) and {door} in place of torch.autocast"
-    return Cure(policy=cure.policy, text="\n".join([first, start, *rest]), verified=cure.verified)
+def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -> Cure:
+    """Say how a loop whose loss function opens regions comes by a policy, in a line to paste."""
+    made, where = line, f"in place of {region}"
+    preset = base.name if base.name in PRESETS else "torch"
+    settings = "" if base.dtype == "auto" else f", dtype={base.dtype!r}"
+    if Policy.of(preset).replace(dtype=base.dtype) == base:
+        if policy == base.replace(dtype=policy.dtype):
+            made = f"hs.Policy.of({preset!r}, dtype={policy.dtype!r})"
+        else:
+            made = line.replace("policy.", f"hs.Policy.of({preset!r}{settings}).", 1)
+    else:
+        where += ", `policy` being that of the region"
+    if policy.modules:
+        door, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
+    else:
+        door = f"with hs.autocast(policy={made}):"
+    return Cure(policy=policy, text=f"{words}: {door}\n{where}", verified=True)
 
 
 class _Search:
@@ -68,9 +80,11 @@ class _Search:
         self.subject = subject
         self.index = index
         self.found: list[Cure] = []
+        self.scale = subject.scale  # at which the last trial was finite
 
     def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
         try:
+            self.scale = self.subject.scale
             replay = dataclasses.replace(self.subject.replay, wide=policy.grads == "fp32")
             with self.subject.under(policy):
                 attempt = replay.run(traced=traced, only=self.index)
@@ -80,6 +94,8 @@ class _Search:
                     return attempt
                 # its gradients overflow: a matter of the scale, which adapts, unless they do without one too
                 low = replay.run(factor=1.0 / self.subject.scale, only=self.index)
+                if not low.bad:
+                    self.scale = _highest(replay, self.subject.scale, self.index)
                 return attempt if low.bad else low
         except (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None  # this model cannot run under it
@@ -87,15 +103,25 @@ class _Search:
     def finite(self, policy: Policy) -> bool | None:
         """Return whether the step is finite under `policy`; None if it cannot run."""
         attempt = self._run(policy)
-        return None if attempt is None else not attempt.bad
+        return None if attempt is None or attempt.odd else not attempt.bad
 
     def try_one(self, policy: Policy, words: str, line: str) -> bool:
         """Add `policy` to the cures if the step is finite under it."""
         if self.finite(policy):
-            assert self.subject.policy is not None
-            self.found.append(_cure(self.subject.policy, policy, words, line))
+            self.add(policy, words, line)
             return True
         return False
+
+    def add(self, policy: Policy, words: str, line: str) -> None:
+        """Add `policy`, under which the last trial was finite, to the cures."""
+        base = self.subject.policy
+        assert base is not None
+        if self.scale != self.subject.scale:
+            words += f" (finite at a scale of {self.scale:g}, to which it adapts; it was {self.subject.scale:g})"
+        if self.subject.foreign:
+            self.found.append(_foreign(base, policy, words, line, self.subject.region))
+        else:
+            self.found.append(_cure(base, policy, words, line))
 
     def operators(self, base: Policy, verdict: Verdict) -> None:
         """Give the operator a rule, and those that then overflow after it."""
@@ -126,11 +152,10 @@ class _Search:
     def _next(self, policy: Policy, words: str, line: str) -> Verdict | None:
         """Try `policy`; return what is wrong then, or None if nothing is or nobody knows."""
         attempt = self._run(policy, traced=True)
-        if attempt is None:
+        if attempt is None or attempt.odd:
             return None
         if not attempt.bad:
-            assert self.subject.policy is not None
-            self.found.append(_cure(self.subject.policy, policy, words, line))
+            self.add(policy, words, line)
             return None
         if attempt.trace is None:
             return None
@@ -138,14 +163,19 @@ class _Search:
         return following if following.kind in {"overflow", "invalid"} else None
 
 
-def _scales(subject: Subject, attempt: Attempt) -> tuple[Cure, ...]:
-    """Find the largest scale, by powers of 16, at which the step is finite."""
-    scale, factor = subject.scale, 1.0
+def _highest(replay: Replay, scale: float, index: int | None) -> float:
+    """Find the largest scale below `scale`, by powers of 16, at which a step is finite."""
+    factor = 1.0
     while scale * factor > 1.0:
         factor /= 16.0
-        if not subject.replay.run(factor=max(factor, 1.0 / scale), only=attempt.only).bad:
+        if not replay.run(factor=max(factor, 1.0 / scale), only=index).bad:
             break
-    right = max(scale * factor, 1.0)
+    return max(scale * factor, 1.0)
+
+
+def _scales(subject: Subject, attempt: Attempt) -> tuple[Cure, ...]:
+    """Find the largest scale at which the step is finite."""
+    right = _highest(subject.replay, subject.scale, attempt.only)
     if subject.scaling == "dynamic":
         text = f"nothing to change: the scale adapts; at {right:g} this step is finite"
         return (Cure(policy=subject.policy, text=text, verified=True),)

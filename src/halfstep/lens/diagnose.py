@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.events import Verdict
@@ -19,7 +20,12 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.trees import tensors
 
-__all__ = ["Subject", "diagnose", "verdict_of"]
+__all__ = ["WRITTEN", "Subject", "diagnose", "verdict_of"]
+
+WRITTEN = "a value that is not finite is written here by the program itself"
+
+LARGE = 1e3
+"""Weights beyond it are remarked on: hardly a model has them that an update has not driven there."""
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
 
@@ -39,7 +45,9 @@ class Subject:
         step: its number.
         rank: of this process.
         notes: what is known beforehand.
-        foreign: whether regions are opened by the loss function: then rules are tried by doing what they would do.
+        normed: whether an update is judged by the norm of all gradients.
+        foreign: whether regions are opened by the loss function: then others are tried in their places.
+        region: what opens them.
     """
 
     replay: Replay
@@ -52,7 +60,9 @@ class Subject:
     step: int = 0
     rank: int = 0
     notes: tuple[str, ...] = ()
+    normed: bool = True
     foreign: bool = False
+    region: str = "torch.autocast"
 
     @property
     def low(self) -> str:
@@ -75,7 +85,9 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     """
     attempt = subject.replay.run(traced=True)
     notes = [*subject.notes, *_differences(subject, attempt)]
-    if not attempt.bad:
+    if attempt.odd:
+        verdict, notes = Verdict(kind="not_reproducible"), [*notes, attempt.odd, *_reasons(subject)]
+    elif not attempt.bad:
         verdict = _of_update(subject, attempt)
         if verdict.kind == "not_reproducible":
             notes = [*notes, *_reasons(subject)]
@@ -84,11 +96,15 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
         notes += ["the gradients of each micro-batch are finite, and their sum is not", *more]
     else:
         verdict = verdict_of(attempt.trace, subject.names)
-        if verdict.kind == "bad_state":
+        if verdict.kind == "bad_batch":
+            verdict = replace(verdict, detail=_of_input(subject, attempt, verdict.parameter))
+        elif verdict.kind == "bad_state":
             notes += [f"{name} is not finite either" for name in _bad_states(subject)][:3]
         elif verdict.kind in {"overflow", "invalid"} and _only_gradients(attempt):
             verdict, more = _of_scale(subject, attempt, verdict)
             notes += more
+        if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN:
+            notes += _large(subject)
     if len(subject.replay.window) > 1 and attempt.index is not None:
         notes.append(f"micro-batch {attempt.index + 1} of {len(subject.replay.window)} of its window")
     if _compiled(subject.model):
@@ -115,16 +131,19 @@ def _accusation(source: Source, culprit: str, trace: Trace) -> Verdict:
         source.kind
     ) or ("invalid" if source.invalid or source.kind == "unwritten" else "overflow")
     notes: tuple[str, ...] = ()
-    parameter = source.name
+    parameter, detail = source.name, ""
+    if source.written or source.kind == "deliberate":
+        detail = WRITTEN
+    elif kind == "overflow" and call is not None and source.name:
+        detail = f"{source.name} holds {call.largest:.6g}, and the format ends at {source.limit:.6g}"
     if source.kind == "constant":
         parameter = "a tensor that is neither batch nor state"
     elif source.kind == "deliberate":
         kind = "invalid"
-        notes = ("an infinity written on purpose reaches the loss",)
     elif source.kind == "unwritten":
         notes = ("memory that nothing was written to is read",)
     if call is None:
-        return Verdict(kind=kind, parameter=parameter or culprit, notes=notes)
+        return Verdict(kind=kind, parameter=parameter or culprit, detail=detail, notes=notes)
     if call.site.call > 1:
         notes = (*notes, f"in call {call.site.call} of this module")
     if kind in {"overflow", "invalid"} and call.site.phase == "backward" and culprit:
@@ -139,9 +158,38 @@ def _accusation(source: Source, culprit: str, trace: Trace) -> Verdict:
         dtypes=call.dtypes,
         shapes=call.shapes,
         value=call.largest,
-        limit=source.limit,
+        limit=source.limit if kind == "overflow" else 0.0,
+        detail=detail,
         notes=notes,
     )
+
+
+def _of_input(subject: Subject, attempt: Attempt, name: str) -> str:
+    """Return how much of an input is not finite, and where."""
+    assert attempt.index is not None
+    kept = subject.replay.window[attempt.index]
+    for index, tensor in enumerate(tensors((kept.batch, kept.named))):
+        if name == f"input {index}" and tensor.layout is torch.strided and not extremes(tensor)[1]:
+            bad = ~torch.isfinite(tensor.detach())
+            what = "nan" if bool(torch.isnan(tensor).any()) else "inf"
+            if bool(torch.isinf(tensor).any()):
+                what = "inf" if what == "inf" else "nan or inf"
+            count = int(bad.sum())
+            text = f"{count} of {tensor.numel()} values {'is' if count == 1 else 'are'} {what}"
+            if not tensor.dim():
+                return text
+            rows = bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+            shown = ", ".join(map(str, rows[:4])) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+            return f"{text}, in sample{'s' if len(rows) > 1 else ''} {shown}"
+    return ""
+
+
+def _large(subject: Subject) -> Iterator[str]:
+    """Remark on weights that an update seems to have driven away."""
+    found = [(extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p)]
+    value, name = max(found, default=(0.0, ""))
+    if value > LARGE:
+        yield f"{name} holds values as large as {value:.3g}; if updates made them so, lower the learning rate"
 
 
 def _only_gradients(attempt: Attempt) -> bool:
@@ -179,7 +227,7 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
     for name in bad:
         return Verdict(kind="bad_state", phase="update", parameter=name)
     gradients = list(attempt.gradients.values())
-    if gradients:
+    if gradients and subject.normed:
         norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float32)
                  for g in gradients if g.is_floating_point()]  # fmt: skip
         norm = torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros(())
@@ -209,6 +257,10 @@ def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
     """Say where the replay is not what the step was."""
     for index, (kept, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False)):
         if kept.loss is not None and not torch.equal(kept.loss.cpu(), loss.float().cpu().to(kept.loss.dtype)):
+            if kept.loss.numel() != 1 or loss.numel() != 1:  # reduced outside of the loss function
+                if not torch.equal(kept.loss.cpu().nan_to_num(), loss.float().cpu().to(kept.loss.dtype).nan_to_num()):
+                    yield f"the losses of micro-batch {index + 1} were others than in the replay"
+                continue
             first, second = float(kept.loss), float(loss)
             if first == first or second == second:
                 yield f"the loss of micro-batch {index + 1} was {first!r} and is {second!r} in the replay"

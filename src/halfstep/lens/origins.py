@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.lens.sites import Site, pointwise, spelled
-from halfstep.lens.values import constant_infinity, extremes, floats, held, in_float64, storage, writes
+from halfstep.lens.values import constant_infinity, constant_nan, extremes, floats, held, in_float64, storage, writes
 
 __all__ = ["Call", "Origins", "Ran", "Source"]
 
@@ -75,6 +75,7 @@ class Source:
         call: the operator call that made it, or the first that met it.
         invalid: for an operator: whether float64 gives no number either.
         limit: largest number of the format of the result.
+        written: whether the program itself put a NaN there.
         masks: for tensors from outside: whether it holds no other infinity than -inf, as additive masks do.
     """
 
@@ -84,6 +85,7 @@ class Source:
     call: Call | None = None
     invalid: bool = False
     limit: float = 0.0
+    written: bool = False
     masks: bool = False
 
     def rank(self) -> tuple[bool, bool, bool, int]:
@@ -200,10 +202,11 @@ class Origins:
             else:
                 invalid = nan_only or spelled(ran.func) in POLES
         name = ""
-        for tensor in ran.found:  # a weight, or an input, that the format of the result cannot hold
-            if limit and not invalid and extremes(tensor)[0] > limit:
-                name = self._outside.get(storage(tensor), ("", ""))[1]
-        source = Source("operator", ran.order, name, ran.call, invalid, limit)
+        largest = max(ran.found, key=lambda tensor: extremes(tensor)[0], default=None)
+        if largest is not None and limit and not invalid and extremes(largest)[0] > limit:
+            name = self._outside.get(storage(largest), ("", ""))[1]  # what the format of the result cannot hold
+        written = constant_nan((*ran.args, *ran.kwargs.values()))
+        source = Source("operator", ran.order, name, ran.call, invalid or written, limit, written)
         self.sources.append(source)
         return source
 

@@ -46,6 +46,7 @@ class Attempt:
         index: the first micro-batch that is not finite, or None.
         culprits: leaves whose gradient is not finite.
         trace: the instruments, if there were any: of the micro-batch `index`.
+        odd: in words, why nothing can be said of it: what came out is no loss.
         added: the leaf whose gradients are finite in each micro-batch and whose sum is not, or None.
     """
 
@@ -55,6 +56,7 @@ class Attempt:
     index: int | None = None
     culprits: list[Tensor] = field(default_factory=list)
     trace: Trace | None = None
+    odd: str = ""
     added: Tensor | None = None
 
     @property
@@ -69,7 +71,7 @@ class Replay:
 
     Args:
         model: the user's model, unwrapped.
-        forward: ``forward(batch, named) -> loss`` in its region.
+        forward: ``forward(batch, named) -> loss`` in its region, or something else that shows what went wrong.
         window: the micro-batches.
         buffers: values of buffers before the window, as `Memory` keeps them.
         around: what surrounds a backward pass.
@@ -77,7 +79,7 @@ class Replay:
     """
 
     model: nn.Module
-    forward: Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     window: Sequence[Kept]
     buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
     around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -116,6 +118,9 @@ class Replay:
                 trace.expect((batch, named))
                 stack.enter_context(trace.watching())
             loss = self.forward(batch, named)
+            if not isinstance(loss, Tensor):
+                attempt.odd = f"the loss function returned {type(loss).__name__} in the replay"
+                return
             with torch.no_grad():
                 seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
                 if factor is not None:

@@ -14,10 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.cast.region import autocast
+from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
 from halfstep.policy.operators import canonical, known, name_of
+from halfstep.policy.policy import Policy
 
-__all__ = ["TAG", "Site", "line_of", "name_of_node", "ours", "pointwise", "public", "spelled", "tag", "user_frame"]
+__all__ = [
+    "TAG",
+    "Site",
+    "line_of",
+    "name_of_node",
+    "ours",
+    "pointwise",
+    "public",
+    "region_here",
+    "spelled",
+    "tag",
+    "user_frame",
+]
 
 TAG = "halfstep.site"
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -68,6 +83,12 @@ def pointwise(op: str) -> bool:
     if packet is None:
         return False
     return any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
+
+
+def region_here() -> Policy | None:
+    """Return the policy of the `hs.autocast` that is the innermost region here, None if another is or none."""
+    owner = STATE.frames[-1].owner if STATE.frames else None
+    return owner.recipe.policy if isinstance(owner, autocast) else None
 
 
 @cache

@@ -58,7 +58,13 @@ WRITTEN = (
 
 
 class Box:
-    """What both boxes do."""
+    """What both boxes do.
+
+    Attributes:
+        verdict: the last one, or None.
+    """
+
+    spelled = "step"  # whose explain() the user calls
 
     def __init__(self, evidence: Path | None) -> None:
         self.verdict: Verdict | None = None
@@ -67,16 +73,20 @@ class Box:
         self._trouble = Trouble()
         self._replays = 0
         self._said: set[str] = set()
+        self._first: Verdict | None = None  # on the first step of the streak, if that was explained
 
     def explain_subject(self, subject: Subject) -> Verdict:
         """Replay, name the cause, look for cures, keep the evidence."""
+        if any(hasattr(p, "placements") for p in subject.model.parameters()):
+            raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
         try:
             verdict, attempt = diagnose(subject)
         except Exception as error:
             raise StepError(f"the replay of step {subject.step} failed: {type(error).__name__}: {error}") from error
         if subject.foreign and attempt.trace is not None:
             low = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(attempt.trace.low)  # type: ignore[arg-type]
-            subject.policy = None if low is None else Policy.of("torch", dtype=low)
+            subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
+            subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
         try:
             verdict = replace(verdict, cures=cures(subject, verdict, attempt))
         except Exception as error:  # the cause is known; what would help is not
@@ -97,11 +107,20 @@ class Box:
         return all(extremes(t)[1] for t in (*model.parameters(), *held))
 
     def _announce(self, verdict: Verdict) -> None:
-        self._say(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", verdict.headline)
+        """Say what happened and what helps in one line, once for each cause."""
+        self._first = verdict
+        verified = [cure for cure in verdict.cures if cure.verified]
+        text = verdict.headline
+        if verified and verdict.kind != "scale_too_high":
+            text += f"; verified cure: {verified[0].text.splitlines()[0]}"
+            if len(verified) > 1:
+                text += f" ({len(verified) - 1} more: print({self.spelled}.explain()))"
+        self._say(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", text)
 
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
-            LOG.warning("black box: %s", f"step {step}: {text}")
+            said = text.replace("step.explain()", f"{self.spelled}.explain()")
+            LOG.warning("black box: %s", f"step {step}: {said}")
 
     def _say(self, key: str, text: str) -> None:
         if key not in self._said:
@@ -145,6 +164,8 @@ class StepBox(Box):
     def _skipped(self, window: Window) -> None:
         """Look at an update that was not applied; all ranks come here together."""
         self._trouble.skipped()
+        if self._trouble.streak == 1:
+            self._first = None
         matters = self._together(self._matters(window))
         try:
             self._warn(window.last, self._trouble.see(self._seen(window)))
@@ -217,6 +238,7 @@ class StepBox(Box):
             floor=step.scaler.rule.floor,
             low=step.policy.dtype,
             state_finite=finite or self._state_finite(unwrap(step.model), step.optimizer),
+            verdict=self._first,
         )
 
     # ------------------------------------------------------------------ replay
@@ -224,8 +246,6 @@ class StepBox(Box):
     def _explained(self, window: Window) -> Verdict:
         step = self.step
         model = unwrap(step.model)
-        if any(hasattr(p, "placements") for p in model.parameters()):
-            raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
             return step._forward(model, batch, named, recipe())[0]

@@ -26,15 +26,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.origins import Call, Origins, Ran
-from halfstep.lens.sites import TAG, Site, line_of, name_of_node, public, spelled, tag, user_frame
+from halfstep.lens.sites import TAG, Site, line_of, name_of_node, public, region_here, spelled, tag, user_frame
 from halfstep.lens.values import (
     copied,
     described,
     extremes,
     floats,
     held,
+    read,
     writes,
 )
+from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["Trace"]
@@ -96,7 +98,8 @@ class Trace:
         origins: where values that are not finite come from.
         loss: what came out, if it or a gradient is not finite.
         gradients: of the leaves.
-        low: the low format of the last torch.autocast region that was on, or None.
+        low: the low format of the last region that was on, or None.
+        region: the policy of the last `hs.autocast` that was on, or None.
     """
 
     model: nn.Module
@@ -105,6 +108,7 @@ class Trace:
     loss: Tensor | None = None
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     low: torch.dtype | None = None
+    region: Policy | None = None
 
     def __post_init__(self) -> None:
         self._names = {id(m): name for name, m in reversed(list(self.model.named_modules()))}
@@ -117,6 +121,7 @@ class Trace:
         self._seen_modules: set[int] = set()
         self._outsiders: list[nn.Module] = []
         self._functions = _Functions(self)
+        self._below: Any = None  # what stood above all regions before, and is called in its place
         self._know(self.model, "")
 
     # ------------------------------------------------------------------ setting up
@@ -140,6 +145,7 @@ class Trace:
     def watching(self) -> Iterator[Trace]:
         """Look on while the block runs, in this thread."""
         before = STATE.above
+        self._below = before
         with ExitStack() as stack:
             for handle in (
                 register_module_forward_pre_hook(self._enter),
@@ -193,6 +199,7 @@ class Trace:
                 return unreported(func)(*args, **kwargs)
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             self.low = torch.get_autocast_dtype("cuda" if torch.is_autocast_enabled("cuda") else "cpu")
+            self.region = region_here() or self.region
         return self._watched(func, args, kwargs, self._site_of(op))
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,7 +260,7 @@ class Trace:
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         self._depth += 1
         try:
-            found = floats((args, kwargs))
+            found = read(func, args, kwargs)
             in_place = writes(func)
             before = [extremes(tensor) for tensor in found]
             copies = None
@@ -262,7 +269,10 @@ class Trace:
             for tensor in found:
                 self._tag_custom(tensor)
             self._inner = []
-            result = func(*args, **kwargs)
+            if self._below is None:
+                result = func(*args, **kwargs)
+            else:
+                result = self._below.__torch_function__(func, (), args, kwargs)
             inner, self._inner = self._inner, []  # what follows are kernels of our own
             outputs = [args[0]] if func is Tensor.__setitem__ else floats(result)
             if not outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,17 +11,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep.policy.operators import name_of
+from halfstep.cast.recipe import Recipe, opened, recipe_for
+from halfstep.cast.state import STATE
+from halfstep.errors import BindError
+from halfstep.lens.sites import region_here, spelled
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve, resolved
+from halfstep.policy.units import default_device_types
 from halfstep.step.bind import KEY, Binding, binding_of
-from halfstep.step.prepare import LOW
-from halfstep.trees import map_tensors
+from halfstep.step.prepare import LOW, prepare, unprepare
 
-__all__ = ["rebound", "with_rules"]
+__all__ = ["instead", "rebound"]
 
 LOWS = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOWS | {torch.float32}
+RUNS_BACKWARD = frozenset({"backward", "grad"})
 
 
 @contextmanager
@@ -67,70 +72,54 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
             module.__dict__[KEY] = old
 
 
-class _Rules(TorchFunctionMode):
-    """What a policy's fp32 rules do to operators, for models in somebody's torch.autocast region."""
+class _Instead(TorchFunctionMode):
+    """Opens a region around every operator that somebody's region, torch's or halfstep's, is about to reach.
 
-    def __init__(self, operators: frozenset[str], dtype: torch.dtype | None, *, every: bool) -> None:
+    It stands above those (`STATE.above`), or the trace that does calls it.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        self.operators = operators
-        self.dtype = dtype
-        self.inside = int(every)
+        self.recipe = recipe
+        self.native = dataclasses.replace(recipe, mode=None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
-        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-        if name is not None and (self.inside or name in self.operators):
-            args, kwargs = map_tensors((args, kwargs), _wide)
-            for device in on:
-                torch.set_autocast_enabled(device, False)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                for device in on:
-                    torch.set_autocast_enabled(device, True)
-        if self.dtype is None or not on:
+        theirs = region_here()
+        on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
+        if not on or (STATE.frames and theirs is None) or spelled(func) in RUNS_BACKWARD:
             return func(*args, **kwargs)
-        before = [torch.get_autocast_dtype(device) for device in on]
-        for device in on:
-            torch.set_autocast_dtype(device, self.dtype)
-        try:
+        recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, which knows the format and no rules
+        with opened(self.native if recomputed else self.recipe):
             return func(*args, **kwargs)
-        finally:
-            for device, dtype in zip(on, before, strict=True):
-                torch.set_autocast_dtype(device, dtype)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in LOWS else tensor
 
 
 @contextmanager
-def with_rules(model: nn.Module, policy: Policy) -> Iterator[None]:
-    """Do to a model that is not prepared what the operator and module rules of `policy` and its dtype would do."""
-    wide = frozenset(name for name, rule in policy.ops if rule == "fp32")
-    mode = _Rules(wide, LOW.get(policy.dtype), every=policy.dtype == "fp32")
-    patterns = [pattern for pattern, rule in policy.modules if rule == "fp32"]
-    handles = []
+def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
+    """Let a step whose regions are its loss function's run as what is proposed in their place would have it run.
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        mode.inside += 1
-        return map_tensors((args, kwargs), _wide)
+    Without module rules that is ``hs.autocast(policy=policy)`` in each of their places; with them `model` is prepared
+    for a while, and those regions do nothing.
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        mode.inside -= 1
-
-    for name, module in model.named_modules():
-        if name in patterns:
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+    Raises:
+        HalfstepError: the model cannot be prepared.
+    """
+    by_module = bool(policy.modules)
+    if by_module and any(p.dtype in LOWS for p in model.parameters()):
+        raise BindError("hs.prepare would change the formats of its parameters")
+    recipe = recipe_for(policy.replace(modules=()), default_device_types(), enabled=not by_module)
+    mode, before = _Instead(recipe), STATE.above
     torch.clear_autocast_cache()
     try:
+        if by_module:
+            prepare(model, policy=policy)
         with mode:
+            STATE.above = mode
             yield
     finally:
+        STATE.above = before
         torch.clear_autocast_cache()
-        for handle in handles:
-            handle.remove()
+        if by_module and binding_of(model) is not None:
+            unprepare(model)

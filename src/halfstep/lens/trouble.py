@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from halfstep.events import Verdict
+
 __all__ = ["Seen", "Trouble"]
 
 STREAK = 10  # steps in a row: a scale on its way down from 2**24 to 1 takes 24, most begin at 2**16 and need few
@@ -21,6 +23,7 @@ class Seen:
     floor: float
     low: str  # the low format
     state_finite: bool  # weights and optimizer state; looked at now and then
+    verdict: Verdict | None = None  # on the first step of the streak
 
 
 @dataclass(eq=False)
@@ -109,5 +112,13 @@ class Trouble:
         if not seen.loss_finite and self.streak >= 2:
             yield (
                 "the loss is not finite",
-                "skipping leaves weights as they are, so the same data gives the same; look at the loss and the batch",
+                f"skipping leaves weights as they are, so the same data gives the same; {_where_to_look(seen.verdict)}",
             )
+
+
+def _where_to_look(verdict: Verdict | None) -> str:
+    if verdict is None or verdict.kind == "not_reproducible":
+        return "look at the loss and the batch (explain() says more)"
+    if verdict.kind == "bad_batch":
+        return f"look at the batch: {verdict.headline}"
+    return f"step {verdict.step} was the first, and the verdict on it says what helps"

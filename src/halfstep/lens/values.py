@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,7 +14,22 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["constant_infinity", "copied", "described", "extremes", "floats", "held", "in_float64", "storage", "writes"]
+__all__ = [
+    "constant_infinity",
+    "constant_nan",
+    "copied",
+    "described",
+    "extremes",
+    "floats",
+    "held",
+    "in_float64",
+    "read",
+    "storage",
+    "writes",
+]
+
+STATISTICS = ("running_mean", "running_var")
+BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
 
 
 def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
@@ -32,7 +49,7 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
         values = values.float()
     low, high = (float(v) for v in torch.aminmax(values))
     if math.isfinite(low) and math.isfinite(high):
-        return max(-low, high, 0.0), True, False
+        return max(-low, high) + 0.0, True, False  # no -0.0
     nan = math.isnan(low)
     finite = values[torch.isfinite(values)]
     return (float(finite.abs().max()) if finite.numel() else 0.0), False, nan
@@ -41,6 +58,25 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
 def floats(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree that may hold what is not finite."""
     return [t for t in tensors(tree) if t.is_floating_point() or t.is_complex()]
+
+
+def read(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the floating tensors among the arguments of `func` that its result depends on.
+
+    That is all of them but the running statistics of a norm in training, which are written to alone.
+    """
+    found = floats((args, kwargs))
+    name = str(func) if isinstance(func, torch._ops.OpOverload) else getattr(func, "__name__", "")
+    if "batch_norm" not in name and "instance_norm" not in name:
+        return found
+    if isinstance(func, torch._ops.OpOverload):
+        names: Sequence[str] = [argument.name for argument in func._schema.arguments]
+    else:
+        names = tuple(inspect.signature(func).parameters) if isinstance(func, FunctionType) else BUILTIN_NORM
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    training = "cudnn" in name or any(given.get(flag) is True for flag in ("training", "train", "use_input_stats"))
+    unread = {id(given.get(statistic)) for statistic in STATISTICS} if training else set()
+    return [tensor for tensor in found if id(tensor) not in unread]
 
 
 def described(found: list[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
@@ -56,6 +92,14 @@ def constant_infinity(values: Any) -> bool:
         if isinstance(value, (list, tuple)) and constant_infinity(value):
             return True
     return False
+
+
+def constant_nan(values: Any) -> bool:
+    """Return whether a plain number among arguments is NaN."""
+    return any(
+        constant_nan(value) if isinstance(value, (list, tuple)) else isinstance(value, float) and math.isnan(value)
+        for value in values
+    )
 
 
 def held(tensor: Tensor) -> bool:

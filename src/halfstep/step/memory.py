@@ -81,7 +81,7 @@ class Window:
 
     def losses(self) -> list[Tensor]:
         """Return the losses that came out."""
-        return [kept.loss for kept in self.batches if kept.loss is not None]
+        return [kept.loss for kept in self.batches if kept.loss is not None and kept.loss.numel() == 1]
 
 
 class Memory:

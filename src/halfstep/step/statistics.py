@@ -80,6 +80,16 @@ class Statistics:
             for kind in self._kinds:
                 kind.keep()
 
+    def kept(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return (norm, name, value) of what the last `keep` saw; the values are written to by the next one."""
+        values = {id(b): v for kind in self._kinds for b, v in zip(kind.buffers, kind.kept, strict=True)}
+        return [
+            (norm, name, values[id(buffer)])
+            for norm in self._norms
+            for name, buffer in norm._buffers.items()
+            if buffer is not None and id(buffer) in values
+        ]
+
     def put_back(self, bad: Tensor) -> None:
         """Restore what `keep` saw where `bad`, a 0-dim bool, is true; waits for nothing."""
         kinds, self.open = self.open, []
