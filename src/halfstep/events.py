@@ -176,7 +176,7 @@ class Verdict:
         if self.kind == "bad_state":
             return f"{self.parameter or 'the state'} is not finite before the step" + (f"; {what}" if self.op else "")
         if self.kind == "scale_too_high":
-            return f"the loss scale is too high for {what}; it adapts by itself if it is dynamic"
+            return f"the loss scale is too high for {what}" + (f"; {self.detail}" if self.detail else "")
         return "not reproducible: the replay of this step is finite"
 
     def __str__(self) -> str:

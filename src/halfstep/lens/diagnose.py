@@ -215,10 +215,9 @@ def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Ver
     without = subject.replay.run(factor=1.0 / subject.scale, only=attempt.only)
     if without.bad:
         return verdict, ["it is no scaling problem: with scale 1 it is the same"]
-    return replace(verdict, kind="scale_too_high", value=verdict.value), [
-        f"at scale 1 the step is finite; the scale was {subject.scale:g}"
-        + (", and adapts by itself" if subject.scaling == "dynamic" else ", and is fixed")
-    ]
+    ways = "it adapts by itself" if subject.scaling == "dynamic" else "it is fixed"
+    detail = f"it was {subject.scale:g}, and {ways}"
+    return replace(verdict, kind="scale_too_high", detail=detail), ["at scale 1 the step is finite"]
 
 
 def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
