@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import FP32, Format
+from halfstep.lens.masks import added_masks
 from halfstep.lens.reference import LOWS, Kept, Key
-from halfstep.lens.rows import Tally, form_of, merged
+from halfstep.lens.rows import Tally, form_of
 from halfstep.lens.shadow import RANDOM, Shadows, Twin, random_state
 from halfstep.lens.watch import Call, Paths, Watch, floats_of, tensors_in
 from halfstep.trees import map_tensors
@@ -30,6 +31,9 @@ __all__ = ["Recorder"]
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their name does not say so."""
+
+SUMS = frozenset({"add", "sub"})
+"""Operators that write a mask onto what they are given."""
 
 CANCELLED = 2.0**-9
 """Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
@@ -147,8 +151,9 @@ class Recorder(Watch):
         made = casts.of_arguments(output)
         tally.casts += len(made)
         tally.cast_bytes += sum(made)
-        for tensor in found:
-            tally.see(tensor.detach(), form)
+        hidden = [tally.see(tensor.detach(), form) for tensor in found][0]
+        if call.op in SUMS and (added := added_masks(run[1])) is not None:
+            hidden = added | hidden
         self._meet_weights(call, run[1:], form)
         taken = tensors_in(run[1:])
         tally.decides |= any(_is_index(t) or _place(t) in self._chosen for t in taken if t.layout is torch.strided)
@@ -156,13 +161,13 @@ class Recorder(Watch):
         low = made or output.dtype in LOWS or call.op in self.simulated or any(t.dtype in LOWS for t in given)
         if low or self.shadows.dtype is torch.float64:
             tallies = tally, partial(self.tally, call, "activation gradient")
-            again = self.shadows.run(call, tallies, *run, output, form, random)
+            again = self.shadows.run(call, tallies, *run, output, form, random, hidden)
         elif output.dtype is torch.float32:
             tally.local.exact(output.numel())
         self._chosen.discard(_place(output))  # memory that was given back
         self._kept = self._twin_of(call, output)
         if self._kept is not None:
-            off = tally.whole.add(output.detach(), self._kept.value, form)
+            off = tally.whole.add(output.detach(), self._kept.value, form, hidden=hidden)
             tally.given = max([tally.given, *(self._off.get(_place(t), 0.0) for t in given)])
             self._off[_place(output)] = off
         return again
@@ -224,7 +229,7 @@ class Recorder(Watch):
             if kept is not None and kept.gradient is not None and kept.gradient.shape == gradient.shape:
                 tally.whole.add(gradient, kept.gradient, form, scale)
                 if form.exponent_bits < FP32.exponent_bits:
-                    tally.wide = merged(tally.wide, kept.gradient)
+                    tally.want(kept.gradient)
         for twin in self._twins:
             self._compare_backward(twin)
         self._arrived, self._twins = [], []
@@ -256,7 +261,7 @@ class Recorder(Watch):
             made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been low on its way
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
             if scale != 1.0 or made_in.exponent_bits < FP32.exponent_bits:
-                tally.wide = merged(tally.wide, wanted)
+                tally.want(wanted)
 
 
 def _is_index(tensor: Tensor) -> bool:
