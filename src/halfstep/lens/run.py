@@ -21,11 +21,11 @@ from halfstep.cast.region import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
 from halfstep.formats import FP32, format_of
+from halfstep.lens.generators import generators, held_generators
 from halfstep.lens.meter import AuditedStep, Meter
 from halfstep.lens.record import Recorder
 from halfstep.lens.reference import LOWS, Reference
 from halfstep.lens.rows import Tally, form_of, row_of
-from halfstep.lens.shadow import random_state, set_random
 from halfstep.lens.table import Audit
 from halfstep.lens.updates import swallow
 from halfstep.lens.watch import Call, Paths
@@ -147,9 +147,9 @@ class Run:
         """Run the micro-batches of a window, and the update."""
         self.meter.begin()
         args, kwargs = window[0]
-        random = random_state()
+        put_back = generators()
         self._run_twin(args, kwargs)
-        set_random(random)
+        put_back()
         self.recorder.start(self.twin.kept if self.twin is not None else {}, backward=last)
         self.looks = True
         low = self._low_averages()
@@ -186,8 +186,8 @@ class Run:
                     self.fp32, self.twin.kept = None, {}
                     self.notes.append(
                         f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
-                        f"{now:.6g} in fp32; what differs from call to call (Python's or NumPy's generators, a "
-                        "counter) would pass for an error"
+                        f"{now:.6g} in fp32; what differs from call to call (a counter, a generator that no module holds) "
+                        "would pass for an error"
                     )
                     return
                 loss.backward()
@@ -208,7 +208,7 @@ class Run:
             return None
         self._twice = True
         self._follow()
-        random = random_state()
+        put_back = generators()
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
             with suspended(), torch.no_grad():
@@ -216,13 +216,16 @@ class Run:
         except Exception:  # the run that follows says so
             return None
         finally:
-            set_random(random)
+            put_back()
         return loss if math.isfinite(loss) else None
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Give the twin the audited model's precise weights and its buffers."""
+        """Give the twin the audited model's precise weights, its buffers and the states of its generators."""
         assert self.fp32 is not None
+        for theirs, module in zip(self.fp32.modules(), self.train.model.modules(), strict=True):
+            for twin, generator in zip(held_generators(theirs), held_generators(module), strict=True):
+                twin.set_state(generator.get_state())
         own = dict(self.train.model.named_parameters())
         for name, parameter in self.fp32.named_parameters():
             parameter.copy_(self.train.precise(own[name]))
