@@ -67,6 +67,7 @@ class Run:
         self.notes: list[str] = []
         self.skipped = 0
         self.unfinished: list[str] = []  # steps that were not finite for another reason than a scale on its way down
+        self.bad_in_fp32 = 0  # of these, those that are not finite in fp32 either
         self.operators = dict(plan.operators)
         closed = frozenset(self.operators)
         self.fp32 = _widened(copy.deepcopy(model)) if reference else None
@@ -108,6 +109,7 @@ class Run:
         self.twin_paths = Paths(self.fp32) if self.fp32 is not None else None
         self.twin = Reference(self.twin_paths, closed) if self.twin_paths is not None else None
         self.scale = 1.0
+        self._twin_loss = 0.0
         self._twice = False  # whether the twin has run the same batch twice
 
     def close(self) -> None:
@@ -132,15 +134,16 @@ class Run:
             self.recorder.tallies = copy.deepcopy(before) if self.train.scaler.is_enabled() else before
             result = self._window(window, last=last)
             self.scale = result.scale
-            if not result.skipped:
+            if not result.skipped and math.isfinite(result.loss):
                 return
-            self.skipped += 1
             if not self._falling(result.loss) or attempt == ATTEMPTS - 1:
                 self.unfinished.append(
                     f"loss {result.loss:g}, loss scale {result.scale:g}, gradients of "
                     f"{', '.join(result.culprits[:3]) or 'no parameter'}"
                 )
+                self.bad_in_fp32 += self._twin_is_bad()
                 return
+            self.skipped += 1
             self.recorder.tallies = before
 
     def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
@@ -163,6 +166,13 @@ class Run:
             return replace(result.host(), loss=float(loss))
         return result.host()
 
+    def _twin_is_bad(self) -> bool:
+        """Return whether the first micro-batch is not finite in fp32 either."""
+        if self.twin is None or self.fp32 is None:
+            return False
+        gradients = self.twin.weights.values()
+        return not math.isfinite(self._twin_loss) or not all(bool(g.isfinite().all()) for g in gradients)
+
     def _falling(self, loss: float) -> bool:
         scaler = self.train.scaler
         return scaler.is_enabled() and math.isfinite(loss) and scaler.get_scale() < self.scale
@@ -181,7 +191,7 @@ class Run:
             with suspended():
                 with self.twin.on():
                     loss = _loss_of(self.loss_fn(self.fp32, *args, **kwargs))
-                now = float(loss.detach())
+                now = self._twin_loss = float(loss.detach())
                 if before is not None and abs(now - before) > SAME * abs(before):
                     self.fp32, self.twin.kept = None, {}
                     self.notes.append(
@@ -316,6 +326,8 @@ class Run:
             plan=self.plan,
             steps=steps,
             skipped=self.skipped,
+            bad=len(self.unfinished),
+            bad_in_fp32=self.bad_in_fp32,
             scale=self.scale,
             notes=(*self.plan.notes, *dict.fromkeys((*self.notes, *self.meter.notes))),
         )
