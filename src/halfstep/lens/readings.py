@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,7 @@ class Readings:
     def __init__(self, sampler: Sampler, store: WeightStore | None, format: Format) -> None:
         self._sampler, self._store, self._format = sampler, store, format
         self._largest: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
 
     def record(self, load: Load) -> MonitorRecord:
         """Return what `load` says, whose tensors have arrived."""
@@ -54,7 +55,8 @@ class Readings:
                     weight = ExponentSketch.from_row(weights[place].tolist()) if sampler.weights else None
                     totals, pace = sums[place].tolist(), load.paces.get(number, (0.0, 1.0))
                     low = bool(states.get(number))
-                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low)
+                    made = self._parameter(number, (sketch, weight), totals, pace, low)
+                    parameters[number] = replace(made, silent=self._silence(made, load.samples, totals))
             for number, row in enumerate(returned.tolist()):
                 outputs.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
             scale = float(rest[0]) if rest else scale
@@ -75,6 +77,13 @@ class Readings:
             parameters=tuple(parameters[n] for n in sorted(parameters)),
             activations=tuple(activations),
         )
+
+    def _silence(self, parameter: ParameterRecord, samples: int, sums: list[float]) -> int:
+        """Return for how many samples in a row all of a gradient has been zero, of those that were applied."""
+        zero = parameter.gradient.zeros == parameter.gradient.count
+        applied = int(sums[GOOD]) if self._sampler.weights else samples
+        self._silent[parameter.name] = self._silent.get(parameter.name, 0) + applied if zero else 0
+        return self._silent[parameter.name]
 
     def _parameter(
         self,
