@@ -13,6 +13,7 @@ from halfstep.lens.masks import HUGE, Hidden
 
 __all__ = ["Comparison"]
 
+
 @dataclass(slots=True)
 class Comparison:
     """How far tensors are from what they should be: sums over elements, added up over calls.

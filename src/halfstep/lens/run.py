@@ -196,8 +196,8 @@ class Run:
                     self.fp32, self.twin.kept = None, {}
                     self.notes.append(
                         f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
-                        f"{now:.6g} in fp32; what differs from call to call (a counter, a generator that no module holds) "
-                        "would pass for an error"
+                        f"{now:.6g} in fp32; what differs from call to call (a counter, a generator that no module "
+                        "holds) would pass for an error"
                     )
                     return
                 loss.backward()

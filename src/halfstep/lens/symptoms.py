@@ -77,8 +77,9 @@ def _of(parameter: ParameterRecord, kind: str, role: str, severity: float, cause
 
 def _of_bad_gradient(parameter: ParameterRecord, record: MonitorRecord) -> Iterator[Finding]:
     """Name a gradient that is not finite at a scale that lifts nothing; a higher one is on its way down."""
-    if not parameter.nonfinite or record.scale > 1.0:
-        return
+    weights = (p.weight for p in record.parameters if p.weight is not None)
+    if not parameter.nonfinite or record.scale > 1.0 or any(w.infs or w.nans for w in weights):
+        return  # weights that are not finite are the graver finding, and the reason
     sketch, share = parameter.gradient, parameter.nonfinite
     what = "nan" if not sketch.infs else "inf" if not sketch.nans else "inf or nan"
     much = "all" if share == 1.0 else f"{share:.2g}"
@@ -96,7 +97,9 @@ def _of_silence(record: MonitorRecord, format: Format) -> Iterator[Finding]:
     if max((p.amax for p in record.parameters), default=0.0) >= format.smallest_normal:
         return  # the loss gets through: these are experts at rest, or closed gates
     for parameter in silent:
-        cause = f"all of its gradient is zero, in {len(silent)} of {len(record.parameters)} parameters, sample by sample"
+        cause = (
+            f"all of its gradient is zero, in {len(silent)} of {len(record.parameters)} parameters, sample by sample"
+        )
         remedy = f"raise the loss scale (scale='auto' does by itself), or use bf16, if {format.name} is too narrow for "
         remedy += "this loss; or the graph is cut: look whether the loss depends on the parameters"
         yield _of(parameter, "underflow", "weight gradient", 1.0, cause, remedy)

@@ -109,7 +109,9 @@ def text(audit: Audit) -> str:
 
 def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the lines of a table; columns of numbers flush right."""
-    told = [place for place, word in enumerate(table[0]) if word != "inf, nan" or any(line[place] for line in table[1:])]
+    told = [
+        place for place, word in enumerate(table[0]) if word != "inf, nan" or any(line[place] for line in table[1:])
+    ]
     table = [tuple(line[place] for place in told) for line in table]
     widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
 
