@@ -289,12 +289,12 @@ class Run:
         module, op, line = self.recorder.users.get(name, (name.rpartition(".")[0], "", ""))
         tally = self.recorder.tally(Call(module, op, 0, line), "weight", name)
         tally.see(parameter.detach())
-        precise = self.train.precise(parameter)
         used = self.recorder.forms.get(name, tally.form)
         form = min(used, tally.form, key=lambda form: form.bits)
         if form is FP32:
             tally.local.exact(parameter.numel())
         else:
+            precise = self.train.precise(parameter)
             low = precise.to(form.torch_dtype) if form.torch_dtype is not None else form.round(precise)
             tally.local.add(low, precise, form)
             if form.exponent_bits < FP32.exponent_bits:
