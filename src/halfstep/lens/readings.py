@@ -49,16 +49,16 @@ class Readings:
         outputs: dict[int, ExponentSketch] = {}
         scale = 1.0
         for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
-            for place, number in enumerate(numbers):
-                sketch = ExponentSketch.from_row(gradients[place].tolist())
+            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
+            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
+            for number, sketch, weight, totals in found:
                 if sketch.count:
-                    weight = ExponentSketch.from_row(weights[place].tolist()) if sampler.weights else None
-                    totals, pace = sums[place].tolist(), load.paces.get(number, (0.0, 1.0))
+                    pace = load.paces.get(number, (0.0, 1.0))
                     low = bool(states.get(number))
                     made = self._parameter(number, (sketch, weight), totals, pace, low)
                     parameters[number] = replace(made, silent=self._silence(made, load.samples, totals))
-            for number, row in enumerate(returned.tolist()):
-                outputs.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
+            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
+                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
             scale = float(rest[0]) if rest else scale
         activations = (
             ActivationRecord(
