@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -55,8 +55,8 @@ class Readings:
                 if sketch.count:
                     pace = load.paces.get(number, (0.0, 1.0))
                     low = bool(states.get(number))
-                    made = self._parameter(number, (sketch, weight), totals, pace, low)
-                    parameters[number] = replace(made, silent=self._silence(made, load.samples, totals))
+                    silent = self._silence(sampler.names[number], sketch, load.samples, totals)
+                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low, silent)
             for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
                 outputs.setdefault(number, ExponentSketch()).merge_(sketch)
             scale = float(rest[0]) if rest else scale
@@ -78,12 +78,11 @@ class Readings:
             activations=tuple(activations),
         )
 
-    def _silence(self, parameter: ParameterRecord, samples: int, sums: list[float]) -> int:
+    def _silence(self, name: str, gradient: ExponentSketch, samples: int, sums: list[float]) -> int:
         """Return for how many samples in a row all of a gradient has been zero, of those that were applied."""
-        zero = parameter.gradient.zeros == parameter.gradient.count
         applied = int(sums[GOOD]) if self._sampler.weights else samples
-        self._silent[parameter.name] = self._silent.get(parameter.name, 0) + applied if zero else 0
-        return self._silent[parameter.name]
+        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
+        return self._silent[name]
 
     def _parameter(
         self,
@@ -92,6 +91,7 @@ class Readings:
         sums: list[float],
         pace: tuple[float, float],
         low_state: bool,
+        silent: int,
     ) -> ParameterRecord:
         gradient, weight = sketches
         name, parameter = self._sampler.names[number], self._sampler.parameters[number]
@@ -115,4 +115,5 @@ class Readings:
             pace=pace[1],
             drift=math.log2(now / before) if now and before else math.nan,
             stochastic=stochastic,
+            silent=silent,
         )
