@@ -63,6 +63,8 @@ class Tally:
     saturated: int = 0
     rows: int = 0
     masked: int = 0
+    decided: int = 0
+    otherwise: int = 0
     given: float = 0.0
     pace: float = 0.0
     cancels: bool = False
@@ -134,6 +136,7 @@ class Row:
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
         decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
+        otherwise: share of the integers that are made of it, and choose other numbers, that are not those of fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
         sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
@@ -174,6 +177,7 @@ class Row:
     pace: float = 0.0
     cancels: bool = False
     decides: bool = False
+    otherwise: float = math.nan
     saturated: float = math.nan
     scale: float = 1.0
     sketch: ExponentSketch = field(repr=False, compare=False)
@@ -227,6 +231,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         pace=tally.pace,
         cancels=tally.cancels,
         decides=tally.decides,
+        otherwise=tally.otherwise / tally.decided if tally.decided else math.nan,
         saturated=tally.saturated / tally.rows if tally.rows else math.nan,
         scale=tally.scale,
         sketch=sketch,

@@ -153,7 +153,8 @@ class Run:
         put_back = generators()
         self._run_twin(args, kwargs)
         put_back()
-        self.recorder.start(self.twin.kept if self.twin is not None else {}, backward=last)
+        kept, integers = ({}, {}) if self.twin is None else (self.twin.kept, self.twin.integers)
+        self.recorder.start(kept, integers, backward=last)
         self.looks = True
         low = self._low_averages()
         result = self.train(*args, **kwargs)
@@ -185,7 +186,7 @@ class Run:
         before = self._first_loss(args, kwargs)
         self._follow()
         self.twin.begin()
-        self.twin.kept, self.twin.weights = {}, {}
+        self.twin.kept, self.twin.integers, self.twin.weights = {}, {}, {}
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
             with suspended():

@@ -212,7 +212,7 @@ def _shortened(text: str, letters: int) -> str:
     text = _printable(text)
     if len(text) <= letters:
         return text
-    head = (letters - 1) // 3
+    head = (letters - 1) // 5
     return f"{text[:head]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - (letters - 1 - head) :]}"
 
 
