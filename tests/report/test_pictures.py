@@ -155,11 +155,18 @@ def test_charts_without_rows_are_drawn_too() -> None:
     assert draw(LineChart(x_label="x", series=())).height > 0
 
 
-def test_long_labels_are_shortened_before_they_meet_the_number() -> None:
-    (label, *_) = (
-        w for w in words(draw(BarChart(x_label="x", bars=(Bar(label="n" * 90, text="1.000", value=1.0),)))) if "n" in w
-    )
-    assert label.endswith("…") and len(label) == 40
+def test_long_labels_lose_their_middle_before_they_meet_the_number() -> None:
+    long = f"transformer.h.0.{'n' * 90}.c_attn linear"
+    drawn = words(draw(BarChart(x_label="x", bars=(Bar(label=long, text="1.000", value=1.0),))))
+    (label, *_) = (w for w in drawn if "n" in w)
+    assert label.startswith("transfo") and label.endswith(".c_attn linear") and "…" in label and len(label) == 40
+
+
+def test_ticks_of_a_wide_heat_map_keep_their_distance() -> None:
+    cells = ((-60, 0.5), (60, 0.5))
+    strip = Strip(label="a", text="", cells=cells, zeros=0.1, limits=(-24.0, -14.0, 16.0))
+    found = words(draw(HeatMap(x_label="", strips=(strip,))))
+    assert {"0", "2⁻¹⁶", "2⁰", "2¹⁶"} <= set(found) and not {"2⁻⁶⁴", "2⁻⁵⁶", "2⁻⁸", "2⁸"} & set(found)
 
 
 def test_a_heat_map_shows_zeros_apart_and_numbers_below_full_precision_in_another_colour() -> None:

@@ -158,7 +158,7 @@ def _print_findings(out: Any, audit: hs.Audit) -> None:
         item(out, note, style="yellow")
     groups = audit.groups()
     if not groups:
-        say(out, "no findings: nothing underflows, overflows, is swallowed or far off", style="green")
+        say(out, audit.quiet, style="red" if audit.bad else "green")
     for finding, places in groups:
         more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
         say(out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.region import suspended
 from halfstep.errors import AuditError
+from halfstep.lens.generators import unmoved
 from halfstep.lens.run import Batch, Run
 from halfstep.lens.table import Audit
 from halfstep.lens.updates import copied
@@ -80,13 +81,15 @@ def audit(
         AuditError: arguments that make no sense, or a model that cannot be copied.
         StepError, PolicyError, BindError: as `TrainStep`.
     """
-    taken = _checked(model, batches, loss_fn, optimizer, steps, accumulate, shadow)
-    windows = [taken[i : i + accumulate] for i in range(0, len(taken), accumulate)]
-    twin, stepper = _copies(unwrap(model), optimizer)
-    wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
-    if is_bound(twin):
-        unprepare(twin)
-    with torch.random.fork_rng(_devices(twin)):
+    if not isinstance(model, nn.Module):
+        raise AuditError(f"hs.audit takes a torch.nn.Module and got {type(model).__name__}")
+    with unmoved(model), torch.random.fork_rng(_devices(model)):  # a loader may draw its order
+        taken = _checked(model, batches, loss_fn, optimizer, steps, accumulate, shadow)
+        windows = [taken[i : i + accumulate] for i in range(0, len(taken), accumulate)]
+        twin, stepper = _copies(unwrap(model), optimizer)
+        wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
+        if is_bound(twin):
+            unprepare(twin)
         notes = _materialised(twin, taken[0], loss_fn)
         plan = resolve(wanted, twin)
         run = Run(
@@ -107,18 +110,16 @@ def audit(
                 run.step(window, last=number == len(windows))
         finally:
             run.close()
-    return run.result(steps=len(windows), updates=optimizer is not None)
+        return run.result(steps=len(windows), updates=optimizer is not None)
 
 
 # ------------------------------------------------------------------ before it runs
 
 
 def _checked(
-    model: object, batches: Any, loss_fn: object, optimizer: object, steps: int, accumulate: int, shadow: str
+    model: nn.Module, batches: Any, loss_fn: object, optimizer: object, steps: int, accumulate: int, shadow: str
 ) -> list[Batch]:
     """Return the batches as (args, kwargs), or say what cannot be audited."""
-    if not isinstance(model, nn.Module):
-        raise AuditError(f"hs.audit takes a torch.nn.Module and got {type(model).__name__}")
     if not callable(loss_fn):
         raise AuditError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -136,6 +137,11 @@ def _checked(
     if not taken:
         raise AuditError("batches gave no batch: an iterator may be used up; pass a list, or make it anew")
     for args, kwargs in taken:
+        if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
+            raise AuditError(
+                "a batch holds an iterator or a generator, which can be read once, and a batch is run several times; "
+                "make a list or a tuple of it"
+            )
         _fits(model, loss_fn, args, kwargs)
     return taken
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import FP32, Format
+from halfstep.lens.masks import HUGE, Hidden
 
 __all__ = ["Comparison"]
-
-MASKED = 1e30
-"""Numbers beyond it are masks: the most negative number of fp32, where the audited run has that of its low format."""
 
 
 @dataclass(slots=True)
@@ -37,8 +35,12 @@ class Comparison:
     lost: int = 0
 
     @torch.no_grad()
-    def add(self, actual: Tensor, wanted: Tensor, form: Format, scale: float = 1.0) -> float:
+    def add(
+        self, actual: Tensor, wanted: Tensor, form: Format, scale: float = 1.0, *, hidden: Hidden | None = None
+    ) -> float:
         """Compare `actual`, numbers of `form` that carry a factor `scale`, with `wanted`, which carries none.
+
+        Numbers that are `hidden`, masks, do not count.
 
         Returns:
             The relative error of this one.
@@ -47,10 +49,13 @@ class Comparison:
         found, wanted = actual.to(wide), wanted.to(wide)
         if scale != 1.0:
             wanted = wanted * scale
+        if hidden is not None:
+            seen = ~(hidden.of(found) | hidden.of(wanted))
+            found, wanted = found[seen], wanted[seen]
         apart = found - wanted
         difference, reference = _square(apart), _square(wanted)
         if not math.isfinite(difference) or not math.isfinite(reference):
-            wanted = torch.where(wanted.abs() > MASKED, math.inf, wanted)
+            wanted = torch.where(wanted.abs() > HUGE, math.inf, wanted)
             both = found.isfinite() & wanted.isfinite()
             self.lost += int((~found.isfinite() & wanted.isfinite()).sum())
             apart, wanted = apart[both].double(), torch.where(wanted.isfinite(), wanted, 0.0)
@@ -59,7 +64,7 @@ class Comparison:
             self.lost += int(((found.abs() >= form.max) & (wanted.abs() > form.max)).sum())
         if form.exponent_bits < FP32.exponent_bits:
             self.flushed += int(((found == 0) & (wanted != 0) & (wanted.abs() < form.smallest_normal)).sum())
-        self.count += actual.numel()
+        self.count += found.numel()
         if scale != 1.0:
             difference, reference = difference / scale**2, reference / scale**2
         self.difference += difference

@@ -38,6 +38,9 @@ DRIFT = 0.1
 AMPLIFIED = 16.0
 """An operator whose result is this many times worse than its inputs has lost their digits."""
 
+OTHERWISE = 0.02
+"""Share of integers that are not those of fp32: rounding at the edge of a bin moves a few, of numbers of any size."""
+
 MOSTLY = 0.25
 """Share of elements that is much."""
 
@@ -239,6 +242,16 @@ def _low(doctor: Doctor, form: Format) -> Format:
     return min(form, low, key=lambda each: each.mantissa_bits)
 
 
+def _integers(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        if row.otherwise >= OTHERWISE:
+            cause = (
+                f"{_percent(row.otherwise)} of the integers that are made of its result, and by which other numbers "
+                "are chosen, are not those of fp32"
+            )
+            yield doctor.finding("rounding", row, row.otherwise, cause, *doctor.line_wider(row))
+
+
 def _drift(doctor: Doctor) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
     said = any(row.overflow > 0 for row in doctor.of("activation"))  # whatever comes after it is off
@@ -304,6 +317,7 @@ RULES: tuple[Callable[[Doctor], Iterator[Finding]], ...] = (
     _large_error,
     _addends,
     _summed,
+    _integers,
     _drift,
     _saturation,
     _risk,

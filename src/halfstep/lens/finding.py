@@ -12,6 +12,7 @@ __all__ = ["KINDS", "Finding"]
 
 KINDS = {
     "bad_state": "weights are inf or nan",
+    "bad_gradient": "gradients are inf or nan although no loss scale can have made them so",
     "overflow": "an operator makes inf or nan where a wide format has numbers",
     "underflow": "numbers become zero, or lose their digits, because the format has none that small",
     "swallowed_update": "updates of weights, or of a running average, are smaller than half an ulp of what they change",

@@ -43,10 +43,10 @@ class AuditedStep(TrainStep):
     listener: Listener
 
     def precise(self, parameter: nn.Parameter) -> Tensor:
-        """Return the precise value of `parameter` as a new tensor."""
+        """Return the precise value of `parameter`, for reading: it may be the parameter's own memory."""
         if self._store is not None and parameter in self._store:
             return self._store.read(parameter)
-        value = parameter.detach().clone()
+        value = parameter.detach()
         return value.float() if value.dtype in {torch.float16, torch.bfloat16} else value
 
     def is_low(self, parameter: nn.Parameter) -> bool:
@@ -109,15 +109,15 @@ class Meter:
         gradients: dict[nn.Parameter, Tensor] = {}
         for p in parameters:
             assert p.grad is not None
-            gradients[p] = (p.grad.to_dense() if p.grad.is_sparse else p.grad).double().div_(scale)
-        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values()))
+            gradients[p] = (p.grad.to_dense() if p.grad.is_sparse else p.grad).to(torch.float64, copy=True)
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values())) / scale
         if not math.isfinite(norm):
             return
-        if step.clip_norm is not None:
-            factor = min(1.0, step.clip_norm / (norm + 1e-6))
-            gradients = {p: g * factor for p, g in gradients.items()}
+        factor = 1.0 if step.clip_norm is None else min(1.0, step.clip_norm / (norm + 1e-6))
+        for gradient in gradients.values() if factor != scale else ():
+            gradient.mul_(factor / scale)
         try:
-            self._intended = Intended(step.optimizer, {p: step.precise(p) for p in parameters}, gradients)
+            self._intended = Intended(step.optimizer, {p: step.precise(p).clone() for p in parameters}, gradients)
         except Exception as error:  # of somebody's optimizer
             self.moves = False
             name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]

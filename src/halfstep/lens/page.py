@@ -90,6 +90,9 @@ def _findings(audit: Audit) -> Section:
     if not facts:
         text = "Nothing underflows, overflows, is swallowed or far off."
         facts = [Fact(heading="Healthy", text=text, tone="good")]
+        if audit.bad:
+            text = f"{audit.quiet[0].upper()}{audit.quiet[1:]}."
+            facts = [Fact(heading="Not finite", text=text, tone="bad")]
     blocks: list[Block] = [Facts(facts=tuple(facts))]
     if audit.notes:
         blocks.append(Bullets(items=audit.notes))
@@ -156,6 +159,8 @@ def _strip(row: Row, name: str) -> Strip:
 
 def _trouble(row: Row) -> str:
     """Return the worst number of a row, for beside its strip."""
+    if row.nonfinite and not row.sketch.nonzero and not row.sketch.zeros:
+        return ", all nan" if row.sketch.nans and not row.sketch.infs else ", all inf or nan"
     if row.overflow > 0:
         return f", {percent(row.overflow)} beyond"
     lost = max(row.underflow, 0.0 if row.cancels else row.missing)
@@ -175,7 +180,7 @@ def _table(caption: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) 
 
 
 HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "accumulated", "headroom", "amax", "zero",
-           "time", "casts", "kB", "rule")  # fmt: skip
+           "inf, nan", "time", "casts", "kB", "rule")  # fmt: skip
 
 
 def _words(row: Row, where: str) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ class Readings:
     def __init__(self, sampler: Sampler, store: WeightStore | None, format: Format) -> None:
         self._sampler, self._store, self._format = sampler, store, format
         self._largest: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
 
     def record(self, load: Load) -> MonitorRecord:
         """Return what `load` says, whose tensors have arrived."""
@@ -48,15 +49,16 @@ class Readings:
         outputs: dict[int, ExponentSketch] = {}
         scale = 1.0
         for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
-            for place, number in enumerate(numbers):
-                sketch = ExponentSketch.from_row(gradients[place].tolist())
+            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
+            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
+            for number, sketch, weight, totals in found:
                 if sketch.count:
-                    weight = ExponentSketch.from_row(weights[place].tolist()) if sampler.weights else None
-                    totals, pace = sums[place].tolist(), load.paces.get(number, (0.0, 1.0))
+                    pace = load.paces.get(number, (0.0, 1.0))
                     low = bool(states.get(number))
-                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low)
-            for number, row in enumerate(returned.tolist()):
-                outputs.setdefault(number, ExponentSketch()).merge_(ExponentSketch.from_row(row))
+                    silent = self._silence(sampler.names[number], sketch, load.samples, totals)
+                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low, silent)
+            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
+                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
             scale = float(rest[0]) if rest else scale
         activations = (
             ActivationRecord(
@@ -76,6 +78,12 @@ class Readings:
             activations=tuple(activations),
         )
 
+    def _silence(self, name: str, gradient: ExponentSketch, samples: int, sums: list[float]) -> int:
+        """Return for how many samples in a row all of a gradient has been zero, of those that were applied."""
+        applied = int(sums[GOOD]) if self._sampler.weights else samples
+        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
+        return self._silent[name]
+
     def _parameter(
         self,
         number: int,
@@ -83,6 +91,7 @@ class Readings:
         sums: list[float],
         pace: tuple[float, float],
         low_state: bool,
+        silent: int,
     ) -> ParameterRecord:
         gradient, weight = sketches
         name, parameter = self._sampler.names[number], self._sampler.parameters[number]
@@ -106,4 +115,5 @@ class Readings:
             pace=pace[1],
             drift=math.log2(now / before) if now and before else math.nan,
             stochastic=stochastic,
+            silent=silent,
         )

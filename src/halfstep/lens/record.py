@@ -20,16 +20,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import FP32, Format
+from halfstep.lens.integers import Integers, place
+from halfstep.lens.masks import added_masks
 from halfstep.lens.reference import LOWS, Kept, Key
-from halfstep.lens.rows import Tally, form_of, merged
+from halfstep.lens.rows import Tally, form_of
 from halfstep.lens.shadow import RANDOM, Shadows, Twin, random_state
-from halfstep.lens.watch import Call, Paths, Watch, floats_of, tensors_in
+from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
 from halfstep.trees import map_tensors
 
 __all__ = ["Recorder"]
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
 """Operators that write into their arguments though their name does not say so."""
+
+CHOOSING = frozenset(
+    "embedding embedding_bag gather index_select index_add index_copy index_put take take_along_dim scatter "
+    "scatter_add scatter_reduce".split()
+)
+"""Operators that integers choose numbers in."""
+
+SUMS = frozenset({"add", "sub"})
+"""Operators that write a mask onto what they are given."""
 
 CANCELLED = 2.0**-9
 """Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
@@ -66,8 +77,14 @@ class Recorder(Watch):
         self.forms: dict[str, Format] = {}
         self.start({})
 
-    def start(self, kept: dict[Key, Kept], *, backward: bool = True) -> None:
-        """Begin a step; `kept` are the results of the fp32 twin; `backward`: whether shadows go backward too."""
+    def start(self, kept: dict[Key, Kept], integers: dict[Key, Tensor] | None = None, *, backward: bool = True) -> None:
+        """Begin a step.
+
+        Args:
+            kept: the results of the fp32 twin.
+            integers: those that it has made of floating numbers.
+            backward: whether shadows go backward too.
+        """
         self.begin()
         self.shadows.backward = backward
         self.kept = kept
@@ -76,6 +93,8 @@ class Recorder(Watch):
         self._arrived: list[tuple[Tally, Tensor, Kept | None]] = []
         self._running: Tally | None = None
         self._mark = 0.0
+        self.integers = integers or {}
+        self._integers = Integers()
         self._chosen: set[int] = set()  # storages of numbers that were picked by an index
         self._off: dict[int, float] = {}  # storage -> how far its numbers are from the fp32 twin's
 
@@ -108,6 +127,10 @@ class Recorder(Watch):
         with torch._C.DisableTorchFunction():
             found = floats_of(result)
             if not found or not found[0].numel():
+                self._integers.follow((args, kwargs), result)
+                if call.op == "to" and isinstance(result, Tensor) and is_index(result):
+                    wanted = self.integers.pop(self.integers_of(call.module), None)
+                    self._integers.converted(args[0] if args else None, result, wanted)
                 return result
             if call.op == "to" and (found[0].dtype not in LOWS or any(found[0] is tensor for tensor in given)):
                 return result
@@ -124,11 +147,14 @@ class Recorder(Watch):
     def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow numbers through indexing, which copies them."""
         result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._integers.follow((args, kwargs), result)
         if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
             with torch._C.DisableTorchFunction():
-                if any(_is_index(t) for t in tensors_in(args[1:])):
-                    self._off[_place(result)] = self._off.get(_place(args[0]), 0.0)
-                    self._chosen.add(_place(result))
+                if any(is_index(t) for t in tensors_in(args[1:])):
+                    self._off[place(result)] = self._off.get(place(args[0]), 0.0)
+                    self._chosen.add(place(result))
+                    self._integers.choose(tensors_in(args[1:]))
         return result
 
     def _look(
@@ -147,24 +173,28 @@ class Recorder(Watch):
         made = casts.of_arguments(output)
         tally.casts += len(made)
         tally.cast_bytes += sum(made)
-        for tensor in found:
-            tally.see(tensor.detach(), form)
+        hidden = [tally.see(tensor.detach(), form) for tensor in found][0]
+        if call.op in SUMS and (added := added_masks(run[1])) is not None:
+            hidden = added | hidden
         self._meet_weights(call, run[1:], form)
         taken = tensors_in(run[1:])
-        tally.decides |= any(_is_index(t) or _place(t) in self._chosen for t in taken if t.layout is torch.strided)
+        tally.decides |= any(is_index(t) or place(t) in self._chosen for t in taken if t.layout is torch.strided)
+        if call.op in CHOOSING:
+            self._integers.choose(taken)
+        self._integers.made(output, tally)
         again = None
         low = made or output.dtype in LOWS or call.op in self.simulated or any(t.dtype in LOWS for t in given)
         if low or self.shadows.dtype is torch.float64:
             tallies = tally, partial(self.tally, call, "activation gradient")
-            again = self.shadows.run(call, tallies, *run, output, form, random)
+            again = self.shadows.run(call, tallies, *run, output, form, random, hidden)
         elif output.dtype is torch.float32:
             tally.local.exact(output.numel())
-        self._chosen.discard(_place(output))  # memory that was given back
+        self._chosen.discard(place(output))  # memory that was given back
         self._kept = self._twin_of(call, output)
         if self._kept is not None:
-            off = tally.whole.add(output.detach(), self._kept.value, form)
-            tally.given = max([tally.given, *(self._off.get(_place(t), 0.0) for t in given)])
-            self._off[_place(output)] = off
+            off = tally.whole.add(output.detach(), self._kept.value, form, hidden=hidden)
+            tally.given = max([tally.given, *(self._off.get(place(t), 0.0) for t in given)])
+            self._off[place(output)] = off
         return again
 
     def _twin_of(self, call: Call, output: Tensor) -> Kept | None:
@@ -224,7 +254,7 @@ class Recorder(Watch):
             if kept is not None and kept.gradient is not None and kept.gradient.shape == gradient.shape:
                 tally.whole.add(gradient, kept.gradient, form, scale)
                 if form.exponent_bits < FP32.exponent_bits:
-                    tally.wide = merged(tally.wide, kept.gradient)
+                    tally.want(kept.gradient)
         for twin in self._twins:
             self._compare_backward(twin)
         self._arrived, self._twins = [], []
@@ -256,15 +286,7 @@ class Recorder(Watch):
             made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been low on its way
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
             if scale != 1.0 or made_in.exponent_bits < FP32.exponent_bits:
-                tally.wide = merged(tally.wide, wanted)
-
-
-def _is_index(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+                tally.want(wanted)
 
 
 def _copy(tensor: Tensor) -> Tensor:

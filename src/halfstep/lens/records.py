@@ -31,6 +31,7 @@ class ParameterRecord:
         pace: its learning rate over the largest it has had, 1 if that is a tensor.
         drift: bits by which the largest gradient grew since the record before.
         stochastic: whether the weight is rounded stochastically.
+        silent: samples in a row, over records, in which all of its gradient was zero, though updates were applied.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParameterRecord:
     pace: float = 1.0
     drift: float = math.nan
     stochastic: bool = False
+    silent: int = 0
 
     @property
     def underflow(self) -> Bounds:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.lens.watch import Call, Paths, Watch, floats_of, tensors_in
+from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
 
 __all__ = ["LOWS", "Key", "Kept", "Reference", "widened_dtypes"]
 
@@ -34,6 +34,7 @@ class Reference(Watch):
     def __init__(self, paths: Paths, closed: frozenset[str]) -> None:
         super().__init__(paths, closed)
         self.kept: dict[Key, Kept] = {}
+        self.integers: dict[Key, Tensor] = {}  # that were made of floating numbers
         self.weights: dict[str, Tensor] = {}
 
     def line(self) -> str:
@@ -46,6 +47,8 @@ class Reference(Watch):
             self._rescue(args[:1])
         result = self._wide(func, args, kwargs)
         found = floats_of(result)
+        if not found and call.op == "to" and isinstance(result, Tensor) and is_index(result):
+            self.integers[self.integers_of(call.module)] = result.clone()
         if found and found[0].numel():
             kept = Kept(found[0].detach(), found[0]._version)
             self.kept[call.module, call.op, call.nth] = kept

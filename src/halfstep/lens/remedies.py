@@ -74,6 +74,13 @@ class Doctor:
             )
         return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
 
+    def line_wider(self, row: Row) -> tuple[str, Policy | None]:
+        """Return how to keep all of the line that an operator stands in out of the low format."""
+        if row.module:
+            return f"keep module {row.module!r} in fp32", self.policy.with_modules({row.module: "fp32"})
+        ops = list(dict.fromkeys(r.op for r in self.of("activation") if r.line == row.line and "::" not in r.op))
+        return f"give {', '.join(ops)} fp32, or this line a region in fp32", _with_fp32(self.policy, *ops)
+
     def scaled(self, row: Row) -> tuple[str, Policy | None]:
         """Return how to lift gradients into the format."""
         form = format_of(row.format)
@@ -93,8 +100,8 @@ class Doctor:
         )
 
 
-def _with_fp32(policy: Policy, op: str) -> Policy | None:
+def _with_fp32(policy: Policy, *ops: str) -> Policy | None:
     try:
-        return policy.with_ops(fp32=[op])
+        return policy.with_ops(fp32=ops)
     except ValueError:  # no operator of torch: a custom one without a name, a conversion
         return None

@@ -7,8 +7,6 @@ hook that would step an optimizer or reduce over ranks; only re-entrant checkpoi
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.composites import unreported
 from halfstep.errors import StepError
+from halfstep.lens.generators import generators, held_generators
 from halfstep.lens.trace import Trace
 from halfstep.lens.values import extremes
-from halfstep.step.memory import Kept, put_random, random_states
+from halfstep.step.memory import Kept, put_random
 from halfstep.trees import map_tensors
 
 __all__ = ["Attempt", "Replay", "leaves_of"]
@@ -151,7 +150,7 @@ class Replay:
         """Put back what a replay changes."""
         modules = _Modules()
         modules.keep(self.model)
-        put_back = _generators()
+        put_back = generators()
         with ExitStack() as stack:
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -167,21 +166,6 @@ class Replay:
             finally:
                 modules.put_back()
                 put_back()
-
-
-def _generators() -> Callable[[], None]:
-    """Note the states of the generators of torch, Python and NumPy, and return what puts them back."""
-    states, python = random_states(), random.getstate()
-    numpy = sys.modules.get("numpy.random")  # nobody draws from it who has not imported it
-    array = None if numpy is None else numpy.get_state()
-
-    def put_back() -> None:
-        put_random(states)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(array)
-
-    return put_back
 
 
 def _several_ranks() -> bool:
@@ -221,8 +205,7 @@ class _Modules:
             if part not in self._kept:
                 plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN)}
                 self._kept[part] = dict(part._buffers), plain
-                held = [value for value in vars(part).values() if isinstance(value, torch.Generator)]
-                self._generators += [(generator, generator.get_state()) for generator in held]
+                self._generators += [(generator, generator.get_state()) for generator in held_generators(part)]
                 self._buffers += [(b, b.detach().clone()) for b in part._buffers.values() if b is not None]
 
     def parameters(self) -> Iterator[nn.Parameter]:

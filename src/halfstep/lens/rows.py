@@ -13,9 +13,10 @@ from torch import Tensor
 
 from halfstep.formats import FP32, Format, format_of
 from halfstep.lens.comparison import Comparison
+from halfstep.lens.masks import Hidden, merged
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
-__all__ = ["ROLES", "Row", "Tally", "form_of", "merged", "row_of"]
+__all__ = ["ROLES", "Row", "Tally", "form_of", "row_of"]
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
@@ -61,6 +62,9 @@ class Tally:
     swallowed_mass: float = 0.0
     saturated: int = 0
     rows: int = 0
+    masked: int = 0
+    decided: int = 0
+    otherwise: int = 0
     given: float = 0.0
     pace: float = 0.0
     cancels: bool = False
@@ -68,21 +72,20 @@ class Tally:
     stochastic: bool = False
     summed: Comparison = field(default_factory=Comparison)
 
-    def see(self, tensor: Tensor, form: Format | None = None) -> None:
-        """Add one tensor."""
+    def see(self, tensor: Tensor, form: Format | None = None) -> Hidden | None:
+        """Add one tensor; return which of its numbers are masks, which are left out of the sketch."""
         self.form = form or form_of(tensor)
         self.dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
         self.calls += 1
         self.numel += tensor.numel()
         self.bytes += tensor.numel() * tensor.element_size()
-        self.sketch = merged(self.sketch, tensor)
+        self.sketch, hidden, count = merged(self.sketch, tensor)
+        self.masked += count
+        return hidden
 
-
-def merged(sketch: Sketches | None, tensor: Tensor) -> Sketches:
-    """Return `sketch`, made if there is none, with `tensor` added."""
-    made = Sketches(1, tensor.device) if sketch is None else sketch
-    made.add_([tensor.detach()])
-    return made
+    def want(self, tensor: Tensor) -> None:
+        """Add one tensor as it should be."""
+        self.wide, _, _ = merged(self.wide, tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +121,8 @@ class Row:
         underflow: share of elements that are zero and would not be in a wide format, on the same inputs.
         overflow: share of elements that are not finite, or saturated, and would not be in a wide format.
         nonfinite: share of elements that are inf or nan, deliberate ones (masks) included.
+        masked: share of elements that are masks: constants at the end of a format (``torch.finfo(dtype).min``), and
+            what has been added to them. No other number of the row counts them.
         error: against the same operator in the shadow format on the same inputs: what this operator alone loses. Of an
             activation gradient: of the gradients that its backward pass makes of it.
         worst: the largest such error of one call.
@@ -131,6 +136,7 @@ class Row:
         pace: of a state that is a moving average: the share of it that is new at each step; 0.0 if not known.
         cancels: whether the gradient is a sum that would be zero but for rounding: no digit of it means anything.
         decides: whether it is given integers or booleans, which may have come out otherwise in fp32.
+        otherwise: share of the integers that are made of it, and choose other numbers, that are not those of fp32.
         saturated: share of a softmax's rows, or of a sigmoid's or tanh's elements, that only the format made one-hot.
         scale: the loss scale that gradients carry.
         sketch: of the numbers as stored; `wide`: as they would be without the format and the loss scale, or None.
@@ -159,6 +165,7 @@ class Row:
     underflow: float = 0.0
     overflow: float = 0.0
     nonfinite: float = 0.0
+    masked: float = 0.0
     error: float = math.nan
     worst: float = math.nan
     accumulated: float = math.nan
@@ -170,6 +177,7 @@ class Row:
     pace: float = 0.0
     cancels: bool = False
     decides: bool = False
+    otherwise: float = math.nan
     saturated: float = math.nan
     scale: float = 1.0
     sketch: ExponentSketch = field(repr=False, compare=False)
@@ -185,7 +193,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
     """Return the finished row of `tally` over `steps` steps whose operators took `seconds`."""
     assert tally.sketch is not None
     (sketch,), form = tally.sketch.read(), tally.form
-    count = max(sketch.count, 1)
+    count = max(sketch.count + tally.masked, 1)
     changes = tally.moved > 0
     return Row(
         module=tally.module,
@@ -211,6 +219,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         underflow=tally.local.share(tally.local.flushed),
         overflow=tally.local.share(tally.local.lost),
         nonfinite=(sketch.infs + sketch.nans) / count,
+        masked=tally.masked / count,
         error=tally.local.error,
         worst=tally.local.worst if tally.local.count else math.nan,
         accumulated=tally.whole.error,
@@ -222,6 +231,7 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         pace=tally.pace,
         cancels=tally.cancels,
         decides=tally.decides,
+        otherwise=tally.otherwise / tally.decided if tally.decided else math.nan,
         saturated=tally.saturated / tally.rows if tally.rows else math.nan,
         scale=tally.scale,
         sketch=sketch,

@@ -21,11 +21,11 @@ from halfstep.cast.region import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
 from halfstep.formats import FP32, format_of
+from halfstep.lens.generators import generators, held_generators
 from halfstep.lens.meter import AuditedStep, Meter
 from halfstep.lens.record import Recorder
 from halfstep.lens.reference import LOWS, Reference
 from halfstep.lens.rows import Tally, form_of, row_of
-from halfstep.lens.shadow import random_state, set_random
 from halfstep.lens.table import Audit
 from halfstep.lens.updates import swallow
 from halfstep.lens.watch import Call, Paths
@@ -67,6 +67,7 @@ class Run:
         self.notes: list[str] = []
         self.skipped = 0
         self.unfinished: list[str] = []  # steps that were not finite for another reason than a scale on its way down
+        self.bad_in_fp32 = 0  # of these, those that are not finite in fp32 either
         self.operators = dict(plan.operators)
         closed = frozenset(self.operators)
         self.fp32 = _widened(copy.deepcopy(model)) if reference else None
@@ -108,6 +109,7 @@ class Run:
         self.twin_paths = Paths(self.fp32) if self.fp32 is not None else None
         self.twin = Reference(self.twin_paths, closed) if self.twin_paths is not None else None
         self.scale = 1.0
+        self._twin_loss = 0.0
         self._twice = False  # whether the twin has run the same batch twice
 
     def close(self) -> None:
@@ -132,25 +134,27 @@ class Run:
             self.recorder.tallies = copy.deepcopy(before) if self.train.scaler.is_enabled() else before
             result = self._window(window, last=last)
             self.scale = result.scale
-            if not result.skipped:
+            if not result.skipped and math.isfinite(result.loss):
                 return
-            self.skipped += 1
             if not self._falling(result.loss) or attempt == ATTEMPTS - 1:
                 self.unfinished.append(
                     f"loss {result.loss:g}, loss scale {result.scale:g}, gradients of "
                     f"{', '.join(result.culprits[:3]) or 'no parameter'}"
                 )
+                self.bad_in_fp32 += self._twin_is_bad()
                 return
+            self.skipped += 1
             self.recorder.tallies = before
 
     def _window(self, window: list[Batch], *, last: bool) -> HostStepResult:
         """Run the micro-batches of a window, and the update."""
         self.meter.begin()
         args, kwargs = window[0]
-        random = random_state()
+        put_back = generators()
         self._run_twin(args, kwargs)
-        set_random(random)
-        self.recorder.start(self.twin.kept if self.twin is not None else {}, backward=last)
+        put_back()
+        kept, integers = ({}, {}) if self.twin is None else (self.twin.kept, self.twin.integers)
+        self.recorder.start(kept, integers, backward=last)
         self.looks = True
         low = self._low_averages()
         result = self.train(*args, **kwargs)
@@ -162,6 +166,13 @@ class Run:
             loss, result = result.loss, self.train.flush() or result
             return replace(result.host(), loss=float(loss))
         return result.host()
+
+    def _twin_is_bad(self) -> bool:
+        """Return whether the first micro-batch is not finite in fp32 either."""
+        if self.twin is None or self.fp32 is None:
+            return False
+        gradients = self.twin.weights.values()
+        return not math.isfinite(self._twin_loss) or not all(bool(g.isfinite().all()) for g in gradients)
 
     def _falling(self, loss: float) -> bool:
         scaler = self.train.scaler
@@ -175,19 +186,19 @@ class Run:
         before = self._first_loss(args, kwargs)
         self._follow()
         self.twin.begin()
-        self.twin.kept, self.twin.weights = {}, {}
+        self.twin.kept, self.twin.integers, self.twin.weights = {}, {}, {}
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
             with suspended():
                 with self.twin.on():
                     loss = _loss_of(self.loss_fn(self.fp32, *args, **kwargs))
-                now = float(loss.detach())
+                now = self._twin_loss = float(loss.detach())
                 if before is not None and abs(now - before) > SAME * abs(before):
                     self.fp32, self.twin.kept = None, {}
                     self.notes.append(
                         f"no accumulated errors: the same batch and random numbers gave the losses {before:.6g} and "
-                        f"{now:.6g} in fp32; what differs from call to call (Python's or NumPy's generators, a "
-                        "counter) would pass for an error"
+                        f"{now:.6g} in fp32; what differs from call to call (a counter, a generator that no module "
+                        "holds) would pass for an error"
                     )
                     return
                 loss.backward()
@@ -208,7 +219,7 @@ class Run:
             return None
         self._twice = True
         self._follow()
-        random = random_state()
+        put_back = generators()
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
             with suspended(), torch.no_grad():
@@ -216,13 +227,16 @@ class Run:
         except Exception:  # the run that follows says so
             return None
         finally:
-            set_random(random)
+            put_back()
         return loss if math.isfinite(loss) else None
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Give the twin the audited model's precise weights and its buffers."""
+        """Give the twin the audited model's precise weights, its buffers and the states of its generators."""
         assert self.fp32 is not None
+        for theirs, module in zip(self.fp32.modules(), self.train.model.modules(), strict=True):
+            for twin, generator in zip(held_generators(theirs), held_generators(module), strict=True):
+                twin.set_state(generator.get_state())
         own = dict(self.train.model.named_parameters())
         for name, parameter in self.fp32.named_parameters():
             parameter.copy_(self.train.precise(own[name]))
@@ -276,12 +290,12 @@ class Run:
         module, op, line = self.recorder.users.get(name, (name.rpartition(".")[0], "", ""))
         tally = self.recorder.tally(Call(module, op, 0, line), "weight", name)
         tally.see(parameter.detach())
-        precise = self.train.precise(parameter)
         used = self.recorder.forms.get(name, tally.form)
         form = min(used, tally.form, key=lambda form: form.bits)
         if form is FP32:
             tally.local.exact(parameter.numel())
         else:
+            precise = self.train.precise(parameter)
             low = precise.to(form.torch_dtype) if form.torch_dtype is not None else form.round(precise)
             tally.local.add(low, precise, form)
             if form.exponent_bits < FP32.exponent_bits:
@@ -313,6 +327,8 @@ class Run:
             plan=self.plan,
             steps=steps,
             skipped=self.skipped,
+            bad=len(self.unfinished),
+            bad_in_fp32=self.bad_in_fp32,
             scale=self.scale,
             notes=(*self.plan.notes, *dict.fromkeys((*self.notes, *self.meter.notes))),
         )

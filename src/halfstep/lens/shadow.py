@@ -18,8 +18,9 @@ from halfstep.cast.cache import WeightCasts
 from halfstep.cast.functions import plain
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
+from halfstep.lens.masks import Hidden
 from halfstep.lens.reference import widened_dtypes
-from halfstep.lens.rows import Tally, merged
+from halfstep.lens.rows import Tally
 from halfstep.lens.signs import note_signs
 from halfstep.lens.watch import Call, floats_of
 from halfstep.trees import map_tensors
@@ -89,6 +90,7 @@ class Shadows:
         output: Tensor,
         form: Format,
         random: Any,
+        hidden: Hidden | None = None,
     ) -> Callable[[], Twin | None] | None:
         """Compare `output` with what the shadow format gives, under no rule.
 
@@ -105,6 +107,7 @@ class Shadows:
             output: its result.
             form: the format of `output`.
             random: state of the generators before it, or None if it draws no numbers.
+            hidden: what of its result is a mask.
         """
         tally, backward_tally = tallies
         differentiable = self.backward and output.requires_grad and not call.in_place and call.op not in SELECTING
@@ -143,9 +146,9 @@ class Shadows:
             return None
         if wide.shape != output.shape:
             return None
-        tally.local.add(output.detach(), wide.detach(), form)
+        tally.local.add(output.detach(), wide.detach(), form, hidden=hidden)
         if form.exponent_bits < FP32.exponent_bits:
-            tally.wide = merged(tally.wide, wide)
+            tally.want(wide.detach() if hidden is None else wide.detach()[~hidden.of(wide.detach())])
         if form.mantissa_bits < FP32.mantissa_bits:
             note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:

@@ -44,14 +44,25 @@ NOISE = 4
 zero, such as that of a bias before BatchNorm."""
 
 
+SILENT = 0.5
+"""Share of the parameters without a gradient from which on the loss, not the model, is the reason."""
+
+AGAIN = 2
+"""Samples in a row: what begins as zero on purpose (a gate, an adapter) lets gradients through after an update."""
+
+
 def symptoms(record: MonitorRecord, format: Format) -> Iterator[Finding]:
     """Iterate over what is wrong in `record`, a run whose low format is `format`: a finding for each place."""
-    near_zero = any(_subnormal(p.gradient, format) > 0 and _rounded(p.gradient, format) for p in record.parameters)
+    near_zero = _is_narrow(format) and any(
+        _rounded(p.gradient, format) and _subnormal(p.gradient, format) > 0 for p in record.parameters
+    )
     largest: dict[str, float] = {}
     for parameter in record.parameters:
         module = parameter.name.rpartition(".")[0]
         largest[module] = max(largest.get(module, 0.0), parameter.amax)
+    yield from _of_silence(record, format)
     for parameter in record.parameters:
+        yield from _of_bad_gradient(parameter, record)
         if parameter.amax >= NOISE * format.eps * largest[parameter.name.rpartition(".")[0]]:
             yield from _of_gradient(parameter, format, near_zero)
         yield from _of_update(parameter)
@@ -66,9 +77,39 @@ def _of(parameter: ParameterRecord, kind: str, role: str, severity: float, cause
     return Finding(kind=kind, role=role, module=module, parameter=name, severity=severity, cause=cause, remedy=remedy)
 
 
+def _of_bad_gradient(parameter: ParameterRecord, record: MonitorRecord) -> Iterator[Finding]:
+    """Name a gradient that is not finite at a scale that lifts nothing; a higher one is on its way down."""
+    weights = (p.weight for p in record.parameters if p.weight is not None)
+    if not parameter.nonfinite or record.scale > 1.0 or any(w.infs or w.nans for w in weights):
+        return  # weights that are not finite are the graver finding, and the reason
+    sketch, share = parameter.gradient, parameter.nonfinite
+    what = "nan" if not sketch.infs else "inf" if not sketch.nans else "inf or nan"
+    much = "all" if share == 1.0 else f"{share:.2g}"
+    many = f"in {record.samples} samples" if record.samples > 1 else "in one sample"
+    cause = f"{much} of its gradient is {what} {many}, at a loss scale of {record.scale:g}"
+    remedy = "ask step.explain() (TrainStep keeps what it takes), or hs.audit with such a batch"
+    yield _of(parameter, "bad_gradient", "weight gradient", share, cause, remedy)
+
+
+def _of_silence(record: MonitorRecord, format: Format) -> Iterator[Finding]:
+    """Name gradients that are all zero in most of the model, where what is left is small: they are below the format."""
+    silent = [p for p in record.parameters if p.silent >= AGAIN]
+    if not _is_narrow(format) or len(silent) < max(SILENT * len(record.parameters), 1):
+        return
+    if max((p.amax for p in record.parameters), default=0.0) >= format.smallest_normal:
+        return  # the loss gets through: these are experts at rest, or closed gates
+    for parameter in silent:
+        cause = (
+            f"all of its gradient is zero, in {len(silent)} of {len(record.parameters)} parameters, sample by sample"
+        )
+        remedy = f"raise the loss scale (scale='auto' does by itself), or use bf16, if {format.name} is too narrow for "
+        remedy += "this loss; or the graph is cut: look whether the loss depends on the parameters"
+        yield _of(parameter, "underflow", "weight gradient", 1.0, cause, remedy)
+
+
 def _of_gradient(parameter: ParameterRecord, format: Format, near_zero: bool) -> Iterator[Finding]:
     sketch, role = parameter.gradient, "weight gradient"
-    if not sketch.count or format.smallest_normal < 2.0**-100:  # fp32's and bf16's range
+    if not sketch.count or not _is_narrow(format):
         return
     zeros, low = parameter.zeros, _subnormal(sketch, format)
     if sketch.nonzero and _rounded(sketch, format):
@@ -140,8 +181,7 @@ def _of_activation(activation: ActivationRecord, format: Format) -> Iterator[Fin
             yield of("overflow_risk", 1.0, *_near_end("activation", room, format))
     elif sketch.nonzero and not format.has_inf and sketch.largest == format.max:
         yield of("saturation", 1.0, *_clipped("activation", format))
-    low = _subnormal(sketch, format)
-    if format.smallest_normal > 2.0**-100 and _rounded(sketch, format) and low >= SUBNORMAL:
+    if _is_narrow(format) and _rounded(sketch, format) and (low := _subnormal(sketch, format)) >= SUBNORMAL:
         cause = f"{low:.0%} of what it returns is subnormal in {format.name}"
         yield of("underflow", low, cause, "give the module the rule 'fp32', use bf16, or scale its inputs")
 
@@ -154,6 +194,11 @@ def _near_end(what: str, room: float, format: Format) -> tuple[str, str]:
 def _clipped(what: str, format: Format) -> tuple[str, str]:
     cause = f"the largest {what} is exactly {format.max:g}, where {format.name} cuts off"
     return cause, "lower the scale of these numbers, or give the module a wider format by a module rule"
+
+
+def _is_narrow(format: Format) -> bool:
+    """Return whether gradients reach below the range of `format`, unlike that of fp32 and bf16."""
+    return format.smallest_normal > 2.0**-100
 
 
 def _subnormal(sketch: ExponentSketch, format: Format) -> float:

@@ -63,6 +63,8 @@ class Audit:
         plan: what the policy means for this model.
         steps: how many steps were looked at.
         skipped: how many more were skipped because gradients overflowed; they are not in the rows.
+        bad: how many of the steps were not finite, for another reason than a loss scale on its way down.
+        bad_in_fp32: how many of these are not finite in fp32 either.
         scale: the loss scale of the last step.
         notes: what the reader should know besides.
     """
@@ -72,6 +74,8 @@ class Audit:
     plan: Plan
     steps: int
     skipped: int = 0
+    bad: int = 0
+    bad_in_fp32: int = 0
     scale: float = 1.0
     notes: tuple[str, ...] = ()
 
@@ -95,8 +99,11 @@ class Audit:
         """Return the audit with the rows that match all patterns (fnmatch) and for which `where` is true.
 
         Raises:
-            AuditError: a role that does not exist.
+            AuditError: a role that does not exist, or a pattern that is no text.
         """
+        for name, glob in (("module", module), ("op", op), ("role", role), ("parameter", parameter)):
+            if not isinstance(glob, str):
+                raise AuditError(f"filter({name}={glob!r}): expected a pattern such as 'blocks.*'")
         if role not in ROLES and not any(c in role for c in "*?["):
             raise AuditError(f"no role {role!r}{did_you_mean(role, ROLES)}; there are {', '.join(ROLES)}")
         wanted = {"module": module, "op": op, "role": role, "parameter": parameter}
@@ -127,7 +134,13 @@ class Audit:
         return dataclasses.replace(self, rows=(*known, *unknown))
 
     def worst(self, count: int = 20) -> Audit:
-        """Return the audit with the `count` rows that lose most, the worst first."""
+        """Return the audit with the `count` rows that lose most, the worst first.
+
+        Raises:
+            AuditError: `count` is no whole number from 0.
+        """
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise AuditError(f"worst({count!r}): expected a whole number of rows from 0")
         ranked = sorted(self.rows, key=badness, reverse=True)
         return dataclasses.replace(self, rows=tuple(ranked[:count]))
 
@@ -153,7 +166,8 @@ class Audit:
             AuditError: a scale that is not positive and finite.
         """
         form = format_of(format)
-        if scale is not None and not (math.isfinite(scale) and scale > 0):
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if scale is not None and not (number and math.isfinite(scale) and scale > 0):
             raise AuditError(f"what_if: scale={scale!r}; expected a positive finite number")
         factor = 1.0 if scale is None else scale
         return tuple(_if(row, form, factor) for row in self.rows if row.role in ROLES[:4] and not _is_seed(row))
@@ -170,6 +184,8 @@ class Audit:
             "model": self.plan.model,
             "steps": self.steps,
             "skipped": self.skipped,
+            "bad": self.bad,
+            "bad_in_fp32": self.bad_in_fp32,
             "scale": self.scale,
             "notes": list(self.notes),
             "findings": [finding.record() for finding in self.findings()],
@@ -189,6 +205,13 @@ class Audit:
         from halfstep.lens.text import headline
 
         return headline(self)
+
+    @property
+    def quiet(self) -> str:
+        """What to say where there are no findings, in one line."""
+        from halfstep.lens.text import quiet
+
+        return quiet(self)
 
     def groups(self) -> list[tuple[Finding, list[str]]]:
         """Return the findings with one kind and one remedy together: the gravest of them, and all their places."""

@@ -12,7 +12,7 @@ from halfstep.lens.rows import Row
 if TYPE_CHECKING:
     from halfstep.lens.table import Audit
 
-__all__ = ["COLUMNS", "cells", "grouped", "headline", "number", "percent", "text"]
+__all__ = ["COLUMNS", "cells", "grouped", "headline", "number", "percent", "quiet", "text"]
 
 SHOWN = 16
 """Rows of a printed audit: what loses most."""
@@ -20,8 +20,8 @@ SHOWN = 16
 PLACES = 4
 """Places named of each group of findings."""
 
-COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "underflow", "subnormal", "error",
-           "accumulated", "time")  # fmt: skip
+COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "inf, nan", "underflow", "subnormal",
+           "error", "accumulated", "time")  # fmt: skip
 
 
 def percent(share: float) -> str:
@@ -51,6 +51,7 @@ def cells(row: Row) -> tuple[str, ...]:
         number(row.amax),
         f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
         percent(row.zeros),
+        percent(row.nonfinite),
         percent(row.underflow),
         percent(row.subnormal),
         percent(row.error),
@@ -80,12 +81,20 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
     return [(members[0], [finding.place for finding in members]) for members in groups.values()]
 
 
+def quiet(audit: Audit) -> str:
+    """Return what to say where there are no findings: nothing is lost, but steps may still not be finite."""
+    if audit.bad:
+        too = ", in fp32 too" if audit.bad_in_fp32 == audit.bad else ""
+        return f"no findings of precision, but {audit.bad} of {audit.steps} steps were not finite{too}"
+    return "no findings: nothing underflows, overflows, is swallowed or far off"
+
+
 def text(audit: Audit) -> str:
     """Return the findings and the rows that lose most."""
     lines = [headline(audit)]
     groups = grouped(audit.findings())
     if not groups:
-        lines.append("no findings: nothing underflows, overflows, is swallowed or far off")
+        lines.append(quiet(audit))
     for finding, places in groups:
         more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
         lines.append(f"{finding.kind}: {', '.join(places[:PLACES])}{more}")
@@ -100,6 +109,10 @@ def text(audit: Audit) -> str:
 
 def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the lines of a table; columns of numbers flush right."""
+    told = [
+        place for place, word in enumerate(table[0]) if word != "inf, nan" or any(line[place] for line in table[1:])
+    ]
+    table = [tuple(line[place] for place in told) for line in table]
     widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
 
     def flush(place: int, word: str) -> str:

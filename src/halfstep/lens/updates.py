@@ -24,6 +24,9 @@ __all__ = ["Intended", "copied", "pace_of", "stored_form", "swallow"]
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with a fused form that takes float64 on a CPU, in a fifth of the time."""
+
 
 def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Return a copy of `optimizer` without its hooks, over the parameters that `memo` has for its own.
@@ -57,10 +60,10 @@ class Intended:
     Args:
         optimizer: about to step; not changed.
         precise: parameter -> its precise value, for every parameter that has a gradient.
-        gradients: parameter -> unscaled gradient.
+        gradients: parameter -> unscaled gradient, float64.
 
     Attributes:
-        before: parameter -> float64 value.
+        before: parameter -> its precise value.
         after: parameter -> float64 value after the intended step.
         states: parameter -> (low states before, all states after), float64, of states in the shape of the parameter.
     """
@@ -68,8 +71,8 @@ class Intended:
     def __init__(
         self, optimizer: Optimizer, precise: Mapping[nn.Parameter, Tensor], gradients: Mapping[nn.Parameter, Tensor]
     ) -> None:
-        self.before = {p: value.detach().double() for p, value in precise.items()}
-        twins = {p: nn.Parameter(value.clone()) for p, value in self.before.items()}
+        self.before = {p: value.detach() for p, value in precise.items()}
+        twins = {p: nn.Parameter(value.to(torch.float64, copy=True)) for p, value in self.before.items()}
         memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
         old: dict[nn.Parameter, dict[str, Tensor]] = {p: {} for p in twins}
         for p, state in optimizer.state.items():
@@ -83,13 +86,22 @@ class Intended:
                     if isinstance(p, nn.Parameter) and p in old and format_of(value.dtype).bits < FP32.bits:
                         old[p][name] = value.detach().double()
         wide = copied(optimizer, memo)
+        forms = {**FORMS, "fused": _has_fused(wide)}
         for group in (wide.defaults, *wide.param_groups):
-            group.update({name: value for name, value in FORMS.items() if name in group})
+            group.update({name: value for name, value in forms.items() if name in group})
         for p, twin in twins.items():
-            twin.grad = gradients[p].detach().double()
+            twin.grad = gradients[p].detach()
         wide.step()
         self.after = {p: twin.detach() for p, twin in twins.items()}
         self.states = {p: (old[p], dict(_states(wide, twin))) for p, twin in twins.items()}
+
+
+def _has_fused(optimizer: Optimizer) -> bool:
+    """Return whether a copy of `optimizer` in float64 can take its fused form."""
+    if type(optimizer) not in FUSED:
+        return False
+    options = {name for group in optimizer.param_groups for name in ("differentiable",) if group.get(name)}
+    return not options and all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
 
 
 def _states(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
@@ -103,16 +115,19 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
 
     Args:
         tally: of role "update" or "state".
-        before: float64, what is stored.
+        before: what is stored.
         after: float64, what it should become.
         found: what it has become.
         form: the format it is stored in.
     """
-    change = after - before
+    change = before.to(torch.float64, copy=True)
+    torch.sub(after, change, out=change)
     narrow = change.float()
     back = after.to(form.torch_dtype) if form.torch_dtype is not None else form.round(after)
-    small = (back == before).logical_and_(change != 0)
-    lost = int(torch.count_nonzero(small))
+    small = back == before
+    lost = 0
+    if bool(small.any()):
+        lost = int(torch.count_nonzero(small.logical_and_(change != 0)))
     tally.see(narrow, FP32)
     tally.form = form
     tally.moved += int(torch.count_nonzero(change))
@@ -120,7 +135,7 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
     tally.mass += float(torch.linalg.vector_norm(change, 1))
     if lost:
         tally.swallowed_mass += float(torch.linalg.vector_norm(change[small], 1))
-    tally.local.add(found.to(torch.float64, copy=True).sub_(before).float(), narrow, FP32)
+    tally.local.add((found - before).float(), narrow, FP32)
 
 
 def stored_form(parameter: Tensor, strategy: str) -> Format:

@@ -26,12 +26,12 @@ from halfstep.cast.state import STATE
 from halfstep.lens.sites import line_of, user_frame
 from halfstep.policy.operators import known, name_of
 
-__all__ = ["Call", "Paths", "Watch", "floats_of", "tensors_in"]
+__all__ = ["Call", "Paths", "Watch", "floats_of", "is_index", "tensors_in"]
 
 OPENED = {F.multi_head_attention_forward, F.normalize, F.gumbel_softmax}
 """Python functions of torch that report themselves as one operator and are made of several."""
 
-CONVERSIONS = {"to": "to", "type": "to", "half": "to", "bfloat16": "to"}
+CONVERSIONS = dict.fromkeys(("to", "type", "half", "bfloat16", "long", "int", "short"), "to")
 """Methods that change a format where a user asks for it: not operators of a policy, but they round."""
 
 
@@ -117,6 +117,12 @@ class Watch(TorchFunctionMode):
         finally:
             STATE.above = before
 
+    def integers_of(self, module: str) -> tuple[str, str, int]:
+        """Return the name of the next conversion to integers in `module`: others come and go with a policy's casts."""
+        nth = self._counts[module, "integers"]
+        self._counts[module, "integers"] += 1
+        return module, "integers", nth
+
     def line(self) -> str:
         """Return the user's line that calls the operator."""
         return user_line()
@@ -171,6 +177,11 @@ def _other(name: str) -> tuple[str, bool]:
 def user_line() -> str:
     """Return "file.py:12 source text" of the innermost frame that is neither torch's nor halfstep's; "" if none is."""
     return line_of(user_frame(sys._getframe(1))[0])
+
+
+def is_index(tensor: Tensor) -> bool:
+    """Return whether `tensor` holds integers or booleans."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def tensors_in(values: Any) -> list[Tensor]:

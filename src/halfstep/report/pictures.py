@@ -34,6 +34,9 @@ LINES_HEIGHT = 250
 TRACK = 17  # px of that for the bar and what lies behind it
 FONT = 12  # px
 STRIP = 15  # px of a heat map's row for its cells
+TICKS = 12
+"""Powers of two that have room on an axis."""
+
 ZEROS_APART = 5  # binades between the zeros of a heat map and its first exponent
 NEAR_END = 40  # exponents: limits of a format beyond it, as those of bf16 and fp32, are not shown
 FARTHEST = 60  # exponents: numbers beyond it are drawn in the outermost binade
@@ -205,8 +208,12 @@ def _printable(text: str) -> str:
 
 
 def _shortened(text: str, letters: int) -> str:
+    """Return `text` with a gap in its middle if it is too long: names of modules differ at their end, as a rule."""
     text = _printable(text)
-    return text if len(text) <= letters else f"{text[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"
+    if len(text) <= letters:
+        return text
+    head = (letters - 1) // 5
+    return f"{text[:head]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - (letters - 1 - head) :]}"
 
 
 def _middle(place: int) -> float:
@@ -294,7 +301,7 @@ def _heat(figure: Figure, chart: HeatMap) -> None:
     first, last = _exponents(chart)
     gone = first - ZEROS_APART  # where zeros are drawn
     axes.set_xlim(gone - 0.6, last + 1.1)
-    axes.xaxis.set_major_locator(FixedLocator([gone + 0.5, *(e for e in range(-240, 240, 8) if first <= e <= last)]))
+    axes.xaxis.set_major_locator(FixedLocator([gone + 0.5, *_powers(gone, first, last)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if x < first else f"2{_superscript(round(x))}"))
     for place, strip in enumerate(chart.strips):
         top = _middle(place) - STRIP / 2
@@ -331,6 +338,13 @@ def _exponents(chart: HeatMap) -> tuple[int, int]:
     first = min([max(min(found), -FARTHEST), *(math.floor(end) for end in ends)])
     last = max([min(max(found), FARTHEST), *(math.ceil(end) for end in ends)])
     return first, max(last, first + 8)
+
+
+def _powers(gone: int, first: int, last: int) -> list[int]:
+    """Return the exponents that ticks stand at: as many as have room beside each other and beside the zero."""
+    room = (last - gone) / TICKS
+    step = next(step for step in (8, 16, 32, 64) if step >= room)
+    return [e for e in range(-256, 257, step) if first <= e <= last and e - gone >= room]
 
 
 def _clipped(cells: Sequence[tuple[int, float]], first: int, last: int) -> list[tuple[int, float]]:
