@@ -55,7 +55,7 @@ def explanations(cases: dict[str, Any]) -> str:
         said = f"{verdict['kind']}, {verdict['phase']} of `{verdict['op']}` in `{verdict['module']}`"
         numbers = [f"{data['ms']:.1f}", ratio(data["diagnosis"]), ratio(data["cures"]), ratio(data["explain"])]
         rows.append([case["title"], *numbers, said, str(len(data["verified"]))])
-    head = ["model, fp16", "a step, ms", "replay and diagnosis, steps", "cures, steps", "`step.explain()`, steps"]
+    head = ["model, fp16", "a step, ms", "replay and diagnosis, steps", "cures, steps", "both, steps"]
     return table([*head, "what it said", "verified cures"], rows)
 
 
