@@ -24,6 +24,7 @@ from tests.faults.case import Fault, marked_line
 from tests.faults.catalog import LIST_A
 from tests.faults.plain import plain_bad_steps
 from tests.faults.scored import verdict_on
+from tests.faults.second.catalog import SECOND_A
 
 SHOWN = (
     "attention_logits",
@@ -164,7 +165,8 @@ def judged(said: Said, fault: Fault) -> dict[str, Any]:
 
 def asked() -> list[Fault]:
     """Return the faults that every instrument is asked about."""
-    return [fault for fault in LIST_A if fault.plain and fault.truth.op and marked_line(fault) is not None]
+    faults = (*LIST_A, *SECOND_A)
+    return [fault for fault in faults if fault.plain and fault.truth.op and marked_line(fault) is not None]
 
 
 def answer(ask: Callable[[Fault], Said], fault: Fault) -> Said:
@@ -183,6 +185,7 @@ def compared(faults: Iterable[Fault]) -> dict[str, Any]:
         truth, marked = fault.truth, marked_line(fault)
         assert marked is not None
         rows[fault.name] = {
+            "set": "second" if fault in SECOND_A else "first",
             "truth": {
                 "kind": truth.kind,
                 "op": truth.op,

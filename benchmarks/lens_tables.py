@@ -72,22 +72,22 @@ def audits(cases: dict[str, Any]) -> str:
 def blame(faults: dict[str, Any]) -> str:
     """Return how often each instrument is right, and what each says of some faults."""
     rows, names = faults["rows"], faults["instruments"]
-    count = len(rows)
-
-    def right(name: str, *parts: str) -> str:
-        return str(sum(all(row["said"][name][part] for part in parts) for row in rows.values()))
 
     def cell(said: dict[str, Any]) -> str:
         parts = [part for part in ("op", "module", "line") if said[part]]
         words = said["words"].replace("|", "\\|") or "silent"
         return f"{words}: {', '.join(parts) if parts else 'none'} right"
 
-    totals = [
-        [name, right(name, "op"), right(name, "module"), right(name, "line"), right(name, "op", "module", "line")]
-        + [str(sum(not row["said"][name]["words"] for row in rows.values()))]
-        for name in names
-    ]
-    head = ["instrument", "operator right", "module right", "line right", "all three", "silent"]
+    totals = []
+    for title in ("first", "second"):
+        asked = [row["said"] for row in rows.values() if row["set"] == title]
+        for name in names if asked else ():
+            answers = [said[name] for said in asked]
+            right = [sum(said[part] for said in answers) for part in ("op", "module", "line")]
+            whole = sum(said["op"] and said["module"] and said["line"] for said in answers)
+            silent = sum(not said["words"] for said in answers)
+            totals.append([f"{title}, {len(asked)}", name, *map(str, (*right, whole, silent))])
+    head = ["set, faults", "instrument", "operator right", "module right", "line right", "all three", "silent"]
     shown = [
         [
             f"{row['truth']['about']} `{row['truth']['op']}` in `{row['truth']['module'] or '(root)'}`, "
@@ -96,4 +96,4 @@ def blame(faults: dict[str, Any]) -> str:
         ]
         for row in (rows[name] for name in faults["shown"])
     ]
-    return f"{table([*head[:1], *(f'{h}, of {count}' for h in head[1:])], totals)}\n\n{table(['fault', *names], shown)}"
+    return f"{table(head, totals)}\n\n{table(['fault', *names], shown)}"
