@@ -17,6 +17,7 @@ def lens_blocks(lens: dict[str, Any]) -> dict[str, str]:
         "box bytes": bytes_kept(cases) if cases else NOTHING,
         "explain": explanations(cases) if cases else NOTHING,
         "audit cost": audits(cases) if cases else NOTHING,
+        "named": named(lens["faults"]) if lens.get("faults") else NOTHING,
         "blame": blame(lens["faults"]) if lens.get("faults") else NOTHING,
     }
 
@@ -69,8 +70,23 @@ def audits(cases: dict[str, Any]) -> str:
     return table(["model, bf16", "steps", "a training step, ms", "an audited step, ms", "ratio"], rows)
 
 
+def named(faults: dict[str, Any]) -> str:
+    """Return how often each instrument is right, of each set of faults."""
+    totals = []
+    for title in ("first", "second"):
+        asked = [row["said"] for row in faults["rows"].values() if row["set"] == title]
+        for name in faults["instruments"] if asked else ():
+            answers = [said[name] for said in asked]
+            right = [sum(said[part] for said in answers) for part in ("op", "module", "line")]
+            whole = sum(said["op"] and said["module"] and said["line"] for said in answers)
+            silent = sum(not said["words"] for said in answers)
+            totals.append([f"{title}, {len(asked)}", name, *map(str, (*right, whole, silent))])
+    head = ["set, faults", "instrument", "operator right", "module right", "line right", "all three", "silent"]
+    return table(head, totals)
+
+
 def blame(faults: dict[str, Any]) -> str:
-    """Return how often each instrument is right, and what each says of some faults."""
+    """Return what each instrument says of some faults."""
     rows, names = faults["rows"], faults["instruments"]
 
     def cell(said: dict[str, Any]) -> str:
@@ -78,16 +94,6 @@ def blame(faults: dict[str, Any]) -> str:
         words = said["words"].replace("|", "\\|") or "silent"
         return f"{words}: {', '.join(parts) if parts else 'none'} right"
 
-    totals = []
-    for title in ("first", "second"):
-        asked = [row["said"] for row in rows.values() if row["set"] == title]
-        for name in names if asked else ():
-            answers = [said[name] for said in asked]
-            right = [sum(said[part] for said in answers) for part in ("op", "module", "line")]
-            whole = sum(said["op"] and said["module"] and said["line"] for said in answers)
-            silent = sum(not said["words"] for said in answers)
-            totals.append([f"{title}, {len(asked)}", name, *map(str, (*right, whole, silent))])
-    head = ["set, faults", "instrument", "operator right", "module right", "line right", "all three", "silent"]
     shown = [
         [
             f"{row['truth']['about']} `{row['truth']['op']}` in `{row['truth']['module'] or '(root)'}`, "
@@ -96,4 +102,4 @@ def blame(faults: dict[str, Any]) -> str:
         ]
         for row in (rows[name] for name in faults["shown"])
     ]
-    return f"{table(head, totals)}\n\n{table(['fault', *names], shown)}"
+    return table(["fault", *names], shown)

@@ -178,9 +178,11 @@ def test_nodes_of_the_graph_stand_for_operators() -> None:
 
 def test_the_table_counts_who_is_right() -> None:
     report = blame.compared([found("where_hides_the_log")])
-    text = lens_blocks({"faults": {**report, "shown": ["where_hides_the_log"]}, "cases": {}})["blame"]
-    assert "| hs.TrainStep | 1 | 1 | 1 | 1 | 0 |" in text and "| detect_anomaly | 1 | 0 | 1 | 0 | 0 |" in text
-    assert "| hooks on modules | 0 | 1 | 0 | 0 | 0 |" in text and "`log` in `log`, backward, backward.py:" in text
+    blocks = lens_blocks({"faults": {**report, "shown": ["where_hides_the_log"]}, "cases": {}})
+    assert "| first, 1 | hs.TrainStep | 1 | 1 | 1 | 1 | 0 |" in blocks["named"]
+    assert "| first, 1 | detect_anomaly | 1 | 0 | 1 | 0 | 0 |" in blocks["named"]
+    assert "| first, 1 | hooks on modules | 0 | 1 | 0 | 0 | 0 |" in blocks["named"]
+    assert "`log` in `log`, backward, backward.py:" in blocks["blame"]
 
 
 # ------------------------------------------------------------------ goals and tables
