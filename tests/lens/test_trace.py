@@ -273,7 +273,7 @@ def test_healthy_infinities_leave_no_source_in_the_loss() -> None:
         loss = classify(model, *batch())
         torch.autograd.grad(loss, list(model.parameters()))
     assert extremes(loss)[1]
-    assert {c.site.op for c in trace.calls if not c.finite_out} <= {"masked_fill", "div"}
+    assert trace.count > 0 and not trace.origins.sources
 
 
 def test_extremes_of_every_kind_of_tensor() -> None:

@@ -110,7 +110,7 @@ def audit(
                 run.step(window, last=number == len(windows))
         finally:
             run.close()
-        return run.result(steps=len(windows), updates=optimizer is not None)
+        return run.result(steps=len(windows))
 
 
 # ------------------------------------------------------------------ before it runs

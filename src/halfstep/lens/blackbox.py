@@ -103,7 +103,7 @@ class BlackBox(Box):
         self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
         self._added = False  # whether gradients were there before the backward pass
         if optimizer is not None:
-            self._handle = optimizer.register_step_pre_hook(self._before_update)
+            optimizer.register_step_pre_hook(self._before_update)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Return ``loss_fn(model, *batch, **named)`` and remember the call.

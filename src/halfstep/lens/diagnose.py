@@ -116,16 +116,16 @@ def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     """Return what the instruments of a replay that was not finite say."""
     assert trace.loss is not None
     if not extremes(trace.loss)[1]:
-        return _accusation(trace.origins.accused(trace.loss)[0], "", trace)
+        return _accusation(trace.origins.accused(trace.loss)[0], "")
     found: list[tuple[Source, Tensor]] = []
     for leaf, gradient in trace.gradients.items():
         if not extremes(gradient)[1]:
             found += [(source, leaf) for source in trace.origins.accused(gradient)]
     source, leaf = min(found, key=lambda pair: pair[0].rank())
-    return _accusation(source, names.get(id(leaf), ""), trace)
+    return _accusation(source, names.get(id(leaf), ""))
 
 
-def _accusation(source: Source, culprit: str, trace: Trace) -> Verdict:
+def _accusation(source: Source, culprit: str) -> Verdict:
     call = source.call
     kind = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}.get(
         source.kind
@@ -223,8 +223,8 @@ def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Ver
 def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
     """Return the verdict on a step whose forward and backward passes are finite."""
     bad = _bad_states(subject)
-    for name in bad:
-        return Verdict(kind="bad_state", phase="update", parameter=name)
+    if bad:
+        return Verdict(kind="bad_state", phase="update", parameter=bad[0])
     gradients = list(attempt.gradients.values())
     if gradients and subject.normed:
         norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float32)

@@ -26,7 +26,7 @@ from halfstep.lens.values import extremes
 from halfstep.step.memory import Kept, put_random
 from halfstep.trees import map_tensors
 
-__all__ = ["Attempt", "Replay", "leaves_of"]
+__all__ = ["Attempt", "Replay"]
 
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 LOWS = frozenset({torch.float16, torch.bfloat16})
@@ -234,7 +234,7 @@ def _own(tensor: Tensor) -> Tensor:
     return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
 
 
-def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
+def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
     """Return the leaves `loss` depends on, and whether re-entrant checkpoints lie between."""
     found: dict[Tensor, None] = {}
     reentrant = False
@@ -254,7 +254,7 @@ def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
 
 def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Tensor]:
     """Return the gradients of all leaves; theirs are as before afterwards."""
-    leaves, reentrant = leaves_of(loss)
+    leaves, reentrant = _leaves_of(loss)
     if not leaves and not reentrant:
         return {}
     if not reentrant:

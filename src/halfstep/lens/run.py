@@ -303,7 +303,7 @@ class Run:
 
     # ------------------------------------------------------------------ what comes out
 
-    def result(self, *, steps: int, updates: bool) -> Audit:
+    def result(self, *, steps: int) -> Audit:
         """Return what has been seen in `steps` steps."""
         seconds = sum(tally.seconds for tally in self.recorder.tallies.values())
         rows = tuple(

@@ -25,7 +25,7 @@ from halfstep.lens.signs import note_signs
 from halfstep.lens.watch import Call, floats_of
 from halfstep.trees import map_tensors
 
-__all__ = ["RANDOM", "Shadows", "Twin", "random_state", "set_random"]
+__all__ = ["RANDOM", "Shadows", "Twin", "random_state"]
 
 RANDOM = frozenset(
     "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu bernoulli normal "
@@ -194,7 +194,7 @@ def random_state() -> Any:
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
-def set_random(state: Any) -> None:
+def _set_random(state: Any) -> None:
     """Bring the generators back to a `random_state`."""
     cpu, cuda = state
     torch.set_rng_state(cpu)
@@ -210,10 +210,10 @@ def _same_numbers(state: Any) -> Iterator[None]:
         return
     now = random_state()
     try:
-        set_random(state)
+        _set_random(state)
         yield
     finally:
-        set_random(now)
+        _set_random(now)
 
 
 def _unseen_by_checkpointing() -> AbstractContextManager[Any]:

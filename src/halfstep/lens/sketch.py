@@ -95,13 +95,11 @@ class ExponentSketch:
         return found.read()[0]
 
     @classmethod
-    def from_row(cls, row: Iterable[int]) -> ExponentSketch:
-        """Return the sketch of one row of counts, as ``halfstep::exponents`` returns them (`kernels.exponents`)."""
-        return cls._counted((place, count) for place, count in enumerate(row) if count)
-
-    @classmethod
     def from_rows(cls, rows: Tensor) -> list[ExponentSketch]:
-        """Return the sketches of many rows, (n, ROW) on the host: of some 800 places of a row 50 are not zero."""
+        """Return the sketches of rows of counts (`kernels.exponents`), (n, ROW) on the host.
+
+        Of the some 800 places of a row 50 are not zero.
+        """
         found = rows.nonzero()
         entries: list[list[tuple[int, int]]] = [[] for _ in range(len(rows))]
         for (row, place), count in zip(found.tolist(), rows[found[:, 0], found[:, 1]].tolist(), strict=True):

@@ -42,7 +42,6 @@ from halfstep.trees import map_tensors, tensors
 __all__ = ["Trace"]
 
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of the class method
-CALLS_KEPT = 20_000  # of the newest calls; a call takes about 300 bytes
 
 SILENT = frozenset(
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
@@ -93,8 +92,7 @@ class Trace:
         model: the user's model; names of modules, parameters and buffers are those in it.
 
     Attributes:
-        calls: operator calls in order, the newest `CALLS_KEPT`.
-        count: how many there were.
+        count: how many operator calls there were.
         origins: where values that are not finite come from.
         loss: what came out, if it or a gradient is not finite.
         gradients: of the leaves.
@@ -103,7 +101,6 @@ class Trace:
     """
 
     model: nn.Module
-    calls: list[Call] = field(default_factory=list)
     count: int = 0
     loss: Tensor | None = None
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -283,9 +280,6 @@ class Trace:
             largest = max((value for value, _, _ in before), default=0.0)
             finite_in, finite_out = (all(finite for _, finite, _ in states) for states in (before, after))
             call = Call(site, dtypes, shapes, largest, finite_in, finite_out)
-            self.calls.append(call)
-            if len(self.calls) > CALLS_KEPT:
-                del self.calls[: CALLS_KEPT // 2]
             self.origins.judge(
                 Ran(
                     call=call, order=self.count, func=func, args=args, kwargs=kwargs, found=found, before=before,
