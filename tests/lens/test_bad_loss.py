@@ -203,6 +203,18 @@ def test_a_bf16_run_that_skips_is_named_in_a_training_step(caplog: pytest.LogCap
     assert caplog.text.count("bf16 skips steps") == 1
 
 
+def test_a_bf16_run_that_skips_is_named_where_the_device_has_chosen_bf16(caplog: pytest.LogCaptureFixture) -> None:
+    model = Body(lambda m, h: h)
+    model, optimizer, _ = hs.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="mixed")  # dtype "auto"
+    box = hs.BlackBox(model, squared, optimizer)
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        for _ in range(3):
+            box(torch.full((2, 8), math.inf)).backward()
+            box._read()  # what the optimizer's step would ask for; without a step weights stay finite
+            optimizer.zero_grad()
+    assert caplog.text.count("bf16 skips steps") == 1
+
+
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 

@@ -19,7 +19,7 @@ from halfstep.cast.region import autocast
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import Verdict
-from halfstep.lens.diagnose import Subject
+from halfstep.lens.diagnose import Subject, low_of
 from halfstep.lens.evidence import load_evidence, load_weights, window_of
 from halfstep.lens.replay import Replay
 from halfstep.lens.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
@@ -194,13 +194,13 @@ class BlackBox(Box):
             self._trouble.skipped()
             if self._trouble.streak == 1:
                 self._first = None
-            policy, scale = prepared_policy(model), self._scale()
+            scale = self._scale()
             seen = Seen(
                 loss_finite=finite,
                 scaling="dynamic" if scale > 1 else "none",
                 scale=scale,
                 floor=0.0,  # whoever scales knows it
-                low="" if policy is None else policy.dtype,
+                low=low_of(prepared_policy(model), model),
                 state_finite=finite or self._state_finite(model, self.optimizer),
                 verdict=self._first,
             )

@@ -20,7 +20,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.trees import tensors
 
-__all__ = ["WRITTEN", "Subject", "diagnose", "verdict_of"]
+__all__ = ["WRITTEN", "Subject", "diagnose", "low_of", "verdict_of"]
 
 WRITTEN = "a value that is not finite is written here by the program itself"
 
@@ -67,14 +67,19 @@ class Subject:
     @property
     def low(self) -> str:
         """The low format, "" if nobody said."""
-        if self.policy is None or self.policy.dtype != "auto":
-            return "" if self.policy is None else self.policy.dtype
-        return resolved(self.policy, next((p.device.type for p in self.model.parameters()), "cpu")).dtype
+        return low_of(self.policy, self.model)
 
     @property
     def names(self) -> dict[int, str]:
         """Names of parameters by identity."""
         return {id(p): n for n, p in self.model.named_parameters()}
+
+
+def low_of(policy: Policy | None, model: nn.Module) -> str:
+    """Return the low format of `policy` where `model` is, "" without a policy."""
+    if policy is None or policy.dtype != "auto":
+        return "" if policy is None else policy.dtype
+    return resolved(policy, next((p.device.type for p in model.parameters()), "cpu")).dtype
 
 
 def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
