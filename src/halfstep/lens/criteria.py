@@ -10,18 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.finding import KINDS, Finding
+from halfstep.lens.finding import KINDS, ROOM, Finding
 from halfstep.lens.remedies import Doctor
 from halfstep.lens.rows import Row
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["ROOM", "diagnose"]
-
-ROOM = 0.5
-"""Bits to the end of a format. From a few steps to a long run the largest of many numbers that do not drift grows by a
-third, as that of normal numbers does from 4.5 to 6 standard deviations."""
+__all__ = ["findings_of"]
 
 LOST = 0.05
 """Share of a weight's gradient whose loss is a fault: Adam gives each element its own pace, however small it is."""
@@ -55,7 +51,7 @@ HALF = 0.5
 lose up to a third of a branch in a bf16 stream, and learn."""
 
 
-def diagnose(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
+def findings_of(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
     """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from halfstep.formats import Format, format_of
-from halfstep.lens.finding import Finding
+from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.records import ActivationRecord, MonitorRecord, ParameterRecord
 from halfstep.lens.sketch import ExponentSketch
 
@@ -31,10 +31,6 @@ ENDING = 0.1
 
 FROZEN = 0.5
 """Half of the entries of a low state stay as they are although there is a gradient."""
-
-ROOM = 0.5
-"""Bits to the end of a format. From a few steps to a long run the largest of many numbers that do not drift grows by a
-third, as that of normal numbers does from 4.5 to 6 standard deviations."""
 
 SLACK = 64
 """Averages over ranks and micro-batches divide numbers of a format by so much at most."""

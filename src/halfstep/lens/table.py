@@ -13,8 +13,8 @@ from typing import Any
 
 from halfstep.errors import AuditError, did_you_mean
 from halfstep.formats import Format, format_of
-from halfstep.lens.criteria import ROOM, diagnose
-from halfstep.lens.finding import Finding
+from halfstep.lens.criteria import findings_of
+from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.rows import ROLES, Row
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
@@ -152,7 +152,7 @@ class Audit:
         Args:
             headroom: bits below the largest number of a format that are a risk.
         """
-        return diagnose(self.rows, self.policy, self.plan, headroom=headroom)
+        return findings_of(self.rows, self.policy, self.plan, headroom=headroom)
 
     def what_if(self, format: str | Format, scale: float | None = None) -> tuple[WhatIf, ...]:
         """Return what `format` would do to every row, from the sketches: nothing runs again.
