@@ -21,6 +21,7 @@ from halfstep.policy.operators import canonical, known, name_of
 from halfstep.policy.policy import Policy
 
 __all__ = [
+    "RUNS_BACKWARD",
     "TAG",
     "Site",
     "line_of",
@@ -39,6 +40,9 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 HERE = str(Path(__file__).parent.parent) + os.sep
 OWN = tuple(HERE + part for part in ("cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights"))
 ENGINE = "_engine_run_backward"
+
+RUNS_BACKWARD = frozenset({"backward", "grad"})
+"""Functions of torch.autograd that report themselves to modes as operators do, and call everything else."""
 
 
 @dataclass(frozen=True, slots=True)

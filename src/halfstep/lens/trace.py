@@ -26,16 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.origins import Call, Origins, Ran
-from halfstep.lens.sites import TAG, Site, line_of, name_of_node, public, region_here, spelled, tag, user_frame
-from halfstep.lens.values import (
-    copied,
-    described,
-    extremes,
-    floats,
-    held,
-    read,
-    writes,
+from halfstep.lens.sites import (
+    RUNS_BACKWARD,
+    TAG,
+    Site,
+    line_of,
+    name_of_node,
+    public,
+    region_here,
+    spelled,
+    tag,
+    user_frame,
 )
+from halfstep.lens.values import copied, described, extremes, floats, held, read, writes
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 
@@ -50,9 +53,6 @@ SILENT = frozenset(
     "__hash__ __contains__ __iter__ allclose equal is_nonzero".split()
 )
 """What asks and administers; a result of theirs is never a tensor that somebody goes on with."""
-
-RUNS_BACKWARD = frozenset({"backward", "grad"})
-"""Functions of torch.autograd that report themselves to modes as operators do, and call everything else."""
 
 OPENED = frozenset({"multi_head_attention_forward"})
 """Composites that hold so much that their parts are the operators worth naming."""

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep.cast.recipe import Recipe, opened, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
-from halfstep.lens.sites import region_here, spelled
+from halfstep.lens.sites import RUNS_BACKWARD, region_here, spelled
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve, resolved
 from halfstep.policy.units import default_device_types
@@ -25,7 +25,6 @@ __all__ = ["instead", "rebound"]
 
 LOWS = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOWS | {torch.float32}
-RUNS_BACKWARD = frozenset({"backward", "grad"})
 
 
 @contextmanager
