@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.diagnose import Subject
+from halfstep.lens.values import PLAIN
 from halfstep.step.memory import Kept
 from halfstep.trees import map_tensors, tensors
 
@@ -31,7 +32,6 @@ MOST_IN_FOLDER = 16  # of all runs that share it, for each rank
 MOST_BYTES = 1 << 30  # with weights
 MOST_BATCHES = 1 << 30  # bytes of micro-batches
 SHOWN = 3  # weights named that do not fit
-PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 
 
 def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: list[Path]) -> str:

@@ -15,6 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [
+    "PLAIN",
     "constant_infinity",
     "constant_nan",
     "copied",
@@ -27,6 +28,9 @@ __all__ = [
     "storage",
     "writes",
 ]
+
+PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
+"""Types of plain values: what is kept as it is."""
 
 STATISTICS = ("running_mean", "running_var")
 BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
