@@ -10,6 +10,7 @@ __all__ = ["advice"]
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
 
 ENDS = "clamp the argument inside (-1, 1): the slope at the ends is infinite"
+ROOT = "add an eps under the root: its slope at 0 is infinite"
 SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
 NO_LABELS = (
     "no label counts, and the mean over none is 0/0: skip such a batch, or use reduction='sum' and divide by the "
@@ -34,7 +35,7 @@ INVALID = {
     "": "keep the argument away from the point where the function has no value, by an eps that the format can hold",
     "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
     "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
-    "sqrt": "add an eps under the root: its slope at 0 is infinite",
+    "sqrt": ROOT,
     "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
     "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
     "something, scale queries and keys down, or normalise them",
@@ -48,8 +49,8 @@ INVALID = {
     "var": SPREAD,
     "cross_entropy": NO_LABELS,
     "nll_loss": NO_LABELS,
-    "linalg.vector_norm": "add an eps under the root: its slope at 0 is infinite",
-    "norm": "add an eps under the root: its slope at 0 is infinite",
+    "linalg.vector_norm": ROOT,
+    "norm": ROOT,
 }
 
 

@@ -45,13 +45,12 @@ LOW_SCALE = 2.0**8
 """A dynamic scale above it is on its way down; no remark on a step that overflows under it."""
 
 MOST_REPLAYS = 16
-"""Explanations made without being asked, in the life of one box."""
+"""Explanations made without being asked, in the life of one box; those of applied steps count apart in a TrainStep."""
 
 LOOK_EVERY = 10
 """Steps of a streak between two looks at weights and optimizer state."""
 
-
-WRITTEN = (
+APPLIED = (
     "gradients were finite and the update was applied: the weights have been written to since, and the replay ran with "
     "those after it"
 )
@@ -275,7 +274,7 @@ class StepBox(Box):
         )
         self._for = window.last
         if window.flag is not None and not bool(window.flag):
-            subject.notes = (WRITTEN,)
+            subject.notes = (APPLIED,)
         return self.explain_subject(subject)
 
     # ------------------------------------------------------------------ ranks

@@ -9,8 +9,11 @@ from halfstep.events import Verdict
 
 __all__ = ["Seen", "Trouble"]
 
-STREAK = 10  # steps in a row: a scale on its way down from 2**24 to 1 takes 24, most begin at 2**16 and need few
+STREAK = 10
+"""Bad steps in a row that are worth a word."""
+
 LONG_STREAK = 20
+"""The same under a dynamic scale: on its way down from 2**24 to 1 it skips 24; most begin at 2**16 and need few."""
 
 
 @dataclass(frozen=True, slots=True)
