@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.lens.sites import Site, pointwise, spelled
-from halfstep.lens.values import constant_infinity, constant_nan, extremes, floats, held, in_float64, storage, writes
+from halfstep.lens.values import constants, extremes, floats, held, in_float64, storage, writes
 
 __all__ = ["Call", "Origins", "Ran", "Source"]
 
@@ -160,7 +160,7 @@ class Origins:
                 inherited |= self.of(tensor, call)
         origins = inherited
         if call.finite_in:
-            constant = constant_infinity((*ran.args, *ran.kwargs.values()))
+            constant = not all(map(math.isfinite, constants((*ran.args, *ran.kwargs.values()))))
             if constant and not any(nan for _, _, nan in ran.after):  # 0 * -inf is not what anybody means
                 origins = frozenset({Source("deliberate", ran.order, call=call)})
             elif call.site.op in UNWRITTEN:
@@ -205,7 +205,7 @@ class Origins:
         largest = max(ran.found, key=lambda tensor: extremes(tensor)[0], default=None)
         if largest is not None and limit and not invalid and extremes(largest)[0] > limit:
             name = self._outside.get(storage(largest), ("", ""))[1]  # what the format of the result cannot hold
-        written = constant_nan((*ran.args, *ran.kwargs.values()))
+        written = any(map(math.isnan, constants((*ran.args, *ran.kwargs.values()))))
         source = Source("operator", ran.order, name, ran.call, invalid or written, limit, written)
         self.sources.append(source)
         return source
@@ -235,9 +235,8 @@ class Origins:
 
     def _clear(self, tensor: Tensor) -> None:
         if self._origins and held(tensor):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() <= tensor.numel() * tensor.element_size():
-                self._origins.pop(storage._cdata, None)
+            if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():  # all of it is written
+                self._origins.pop(storage(tensor), None)
 
     def accused(self, tensor: Tensor) -> list[Source]:
         """Return the sources of `tensor`, a loss or a gradient that is not finite: the first cause first."""
@@ -261,9 +260,7 @@ def _adds(ran: Ran, inherited: frozenset[Source]) -> bool:
         spoiled = torch.zeros_like(ran.outputs[0], dtype=torch.bool)
         for tensor in ran.found:
             spoiled = spoiled | ~torch.isfinite(tensor)
-        return (
-            bool((~torch.isfinite(ran.outputs[0]) & ~spoiled).any()) if spoiled.shape == ran.outputs[0].shape else False
-        )
+        return spoiled.shape == ran.outputs[0].shape and bool((~torch.isfinite(ran.outputs[0]) & ~spoiled).any())
     except RuntimeError:
         return False
 

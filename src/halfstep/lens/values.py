@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -16,8 +16,7 @@ from halfstep.trees import map_tensors, tensors
 
 __all__ = [
     "PLAIN",
-    "constant_infinity",
-    "constant_nan",
+    "constants",
     "copied",
     "described",
     "extremes",
@@ -88,22 +87,13 @@ def described(found: list[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ..
     return tuple(str(t.dtype).removeprefix("torch.") for t in found), tuple(tuple(t.shape) for t in found)
 
 
-def constant_infinity(values: Any) -> bool:
-    """Return whether a plain number among arguments is not finite."""
+def constants(values: Iterable[Any]) -> Iterator[float]:
+    """Iterate over the plain floats among arguments, and in lists and tuples among them."""
     for value in values:
-        if isinstance(value, float) and not math.isfinite(value):
-            return True
-        if isinstance(value, (list, tuple)) and constant_infinity(value):
-            return True
-    return False
-
-
-def constant_nan(values: Any) -> bool:
-    """Return whether a plain number among arguments is NaN."""
-    return any(
-        constant_nan(value) if isinstance(value, (list, tuple)) else isinstance(value, float) and math.isnan(value)
-        for value in values
-    )
+        if isinstance(value, float):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from constants(value)
 
 
 def held(tensor: Tensor) -> bool:
