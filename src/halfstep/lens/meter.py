@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.lens.record import Recorder
-from halfstep.lens.reference import LOWS
+from halfstep.lens.reference import BELOW_FP32
 from halfstep.lens.rows import form_of
 from halfstep.lens.updates import Intended, pace_of, stored_form, swallow
+from halfstep.lens.values import LOWS
 from halfstep.lens.watch import Call
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
@@ -47,7 +48,7 @@ class AuditedStep(TrainStep):
         if self._store is not None and parameter in self._store:
             return self._store.read(parameter)
         value = parameter.detach()
-        return value.float() if value.dtype in {torch.float16, torch.bfloat16} else value
+        return value.float() if value.dtype in LOWS else value
 
     def is_low(self, parameter: nn.Parameter) -> bool:
         """Return whether there are precise values behind `parameter`."""
@@ -83,7 +84,7 @@ class Meter:
         step.watchers.append(self)
         if step.accumulate > 1:
             for name, parameter in step.model.named_parameters():
-                if parameter.requires_grad and parameter.dtype in LOWS:
+                if parameter.requires_grad and parameter.dtype in BELOW_FP32:
                     parameter.register_hook(partial(self._add, name))
 
     def begin(self) -> None:
@@ -162,5 +163,5 @@ class Meter:
                     if key in old:
                         swallow(tally, old[key], value, found, form_of(found))
                         tally.whole.add(found, value.float(), form_of(found))
-                    elif found.dtype not in LOWS:  # nothing to lose
+                    elif found.dtype not in BELOW_FP32:  # nothing to lose
                         tally.see(found)

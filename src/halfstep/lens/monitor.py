@@ -21,8 +21,9 @@ from halfstep.formats import Format, format_of
 from halfstep.lens.finding import Finding
 from halfstep.lens.readings import Load, Readings
 from halfstep.lens.records import MonitorRecord
-from halfstep.lens.sampler import LOWS, Sampler
+from halfstep.lens.sampler import Sampler
 from halfstep.lens.symptoms import symptoms
+from halfstep.lens.values import LOWS
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep

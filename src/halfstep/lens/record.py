@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.formats import FP32, Format
 from halfstep.lens.integers import Integers, place
 from halfstep.lens.masks import added_masks
-from halfstep.lens.reference import LOWS, Kept, Key
+from halfstep.lens.reference import BELOW_FP32, Kept, Key
 from halfstep.lens.rows import Tally, form_of
 from halfstep.lens.shadow import RANDOM, Shadows, Twin, random_state
 from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
@@ -132,7 +132,7 @@ class Recorder(Watch):
                     wanted = self.integers.pop(self.integers_of(call.module), None)
                     self._integers.converted(args[0] if args else None, result, wanted)
                 return result
-            if call.op == "to" and (found[0].dtype not in LOWS or any(found[0] is tensor for tensor in given)):
+            if call.op == "to" and (found[0].dtype not in BELOW_FP32 or any(found[0] is tensor for tensor in given)):
                 return result
             tally = self.tally(call, "activation")
             tally.seconds += took
@@ -183,7 +183,7 @@ class Recorder(Watch):
             self._integers.choose(taken)
         self._integers.made(output, tally)
         again = None
-        low = made or output.dtype in LOWS or call.op in self.simulated or any(t.dtype in LOWS for t in given)
+        low = made or call.op in self.simulated or any(t.dtype in BELOW_FP32 for t in (output, *given))
         if low or self.shadows.dtype is torch.float64:
             tallies = tally, partial(self.tally, call, "activation gradient")
             again = self.shadows.run(call, tallies, *run, output, form, random, hidden)
@@ -318,4 +318,4 @@ class _Casts(TorchDispatchMode):
 
     def of_arguments(self, output: Tensor) -> list[int]:
         """Return the bytes of each cast that the policy asked for; widening for a low result is how it is made."""
-        return [size for dtype, size in self.made if not (output.dtype in LOWS and dtype not in LOWS)]
+        return [size for dtype, size in self.made if not (output.dtype in BELOW_FP32 and dtype not in BELOW_FP32)]

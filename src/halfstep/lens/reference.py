@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.lens.values import LOWS
 from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
 
-__all__ = ["LOWS", "Key", "Kept", "Reference", "widened_dtypes"]
+__all__ = ["BELOW_FP32", "Key", "Kept", "Reference", "widened_dtypes"]
 
-LOWS = frozenset({torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+BELOW_FP32 = LOWS | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 Key = tuple[str, str, int]
 """Module, operator, which call of it in that module."""
@@ -85,6 +86,6 @@ def widened_dtypes(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments in which low dtypes are `wide`."""
     return (
-        tuple(wide if type(a) is torch.dtype and a in LOWS else a for a in args),
-        {k: wide if type(v) is torch.dtype and v in LOWS else v for k, v in kwargs.items()},
+        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
+        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
     )

@@ -22,13 +22,12 @@ from halfstep.cast.composites import unreported
 from halfstep.errors import StepError
 from halfstep.lens.generators import generators, held_generators
 from halfstep.lens.trace import Trace
-from halfstep.lens.values import PLAIN, extremes
+from halfstep.lens.values import LOWS, PLAIN, extremes
 from halfstep.step.memory import Kept, put_random
 from halfstep.trees import map_tensors
 
 __all__ = ["Attempt", "Replay"]
 
-LOWS = frozenset({torch.float16, torch.bfloat16})
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 REENTRANT = "CheckpointFunctionBackward"
 

@@ -24,10 +24,11 @@ from halfstep.formats import FP32, format_of
 from halfstep.lens.generators import generators, held_generators
 from halfstep.lens.meter import AuditedStep, Meter
 from halfstep.lens.record import Recorder
-from halfstep.lens.reference import LOWS, Reference
+from halfstep.lens.reference import BELOW_FP32, Reference
 from halfstep.lens.rows import Tally, form_of, row_of
 from halfstep.lens.table import Audit
 from halfstep.lens.updates import swallow
+from halfstep.lens.values import LOWS, copied
 from halfstep.lens.watch import Call, Paths
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import DTYPES, Policy
@@ -253,7 +254,7 @@ class Run:
     def _low_averages(self) -> dict[str, Tensor]:
         """Return copies of those of them that are low."""
         found = self._averages(self.train.model).items()
-        return {name: value.detach().clone() for name, value in found if value.dtype in LOWS}
+        return {name: copied(value) for name, value in found if value.dtype in BELOW_FP32}
 
     def _compare_averages(self, before: dict[str, Tensor]) -> None:
         """Look at running averages in low formats: the fp32 twin has made the same step with them in fp32."""
@@ -358,10 +359,10 @@ def _loss_of(returned: Any) -> Tensor:
 def _widened(model: nn.Module) -> nn.Module:
     """Bring low parameters and buffers of `model` to fp32, in place."""
     for parameter in model.parameters():
-        if parameter.dtype in {torch.float16, torch.bfloat16}:
+        if parameter.dtype in LOWS:
             parameter.data = parameter.data.float()
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in {torch.float16, torch.bfloat16}:
+            if buffer is not None and buffer.dtype in LOWS:
                 module._buffers[name] = buffer.float()
     return model

@@ -18,18 +18,18 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.formats import FORMATS
 from halfstep.lens.sketch import Sketches
+from halfstep.lens.values import LOWS
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["GOOD", "LOWS", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "name_of"]
+__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "name_of"]
 
 RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
 """Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose
 weight did not change; then, for each of `KEPT` low states, elements that did not change."""
 
 KEPT = 3
-LOWS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from halfstep.cast.recipe import Recipe, opened, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.lens.sites import RUNS_BACKWARD, region_here, spelled
+from halfstep.lens.values import LOWS
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve, resolved
 from halfstep.policy.units import default_device_types
@@ -23,7 +24,6 @@ from halfstep.step.prepare import LOW, prepare, unprepare
 
 __all__ = ["instead", "rebound"]
 
-LOWS = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOWS | {torch.float32}
 
 

@@ -15,6 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [
+    "LOWS",
     "PLAIN",
     "constants",
     "copied",
@@ -27,6 +28,8 @@ __all__ = [
     "storage",
     "writes",
 ]
+
+LOWS = frozenset({torch.float16, torch.bfloat16})
 
 PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
 """Types of plain values: what is kept as it is."""
