@@ -24,7 +24,7 @@ from halfstep.lens.integers import Integers, place
 from halfstep.lens.masks import added_masks
 from halfstep.lens.reference import BELOW_FP32, Kept, Key
 from halfstep.lens.rows import Tally, form_of
-from halfstep.lens.shadow import RANDOM, Shadows, Twin, random_state
+from halfstep.lens.shadow import RANDOM, Pair, Shadows, random_state
 from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
 from halfstep.trees import map_tensors
 
@@ -89,7 +89,7 @@ class Recorder(Watch):
         self.shadows.backward = backward
         self.kept = kept
         self._kept: Kept | None = None  # of the call that is looked at
-        self._twins: list[Twin] = []
+        self._pairs: list[Pair] = []
         self._arrived: list[tuple[Tally, Tensor, Kept | None]] = []
         self._running: Tally | None = None
         self._mark = 0.0
@@ -137,11 +137,11 @@ class Recorder(Watch):
             tally = self.tally(call, "activation")
             tally.seconds += took
             again = self._look(call, tally, (func, *before), given, found, casts, random)
-        twin = None if again is None else again()
-        if twin is not None:
-            self._twins.append(twin)
+        pair = None if again is None else again()
+        if pair is not None:
+            self._pairs.append(pair)
         if found[0].requires_grad:
-            self._hook(call, found[0], self._kept, twin)
+            self._hook(call, found[0], self._kept, pair)
         return result
 
     def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,7 +166,7 @@ class Recorder(Watch):
         found: list[Tensor],
         casts: _Casts,
         random: Any,
-    ) -> Callable[[], Twin | None] | None:
+    ) -> Callable[[], Pair | None] | None:
         """Measure what an operator has given; return what runs it once more as the policy does, or None."""
         output = found[0]
         form = self.simulated.get(call.op) or form_of(output)
@@ -214,15 +214,15 @@ class Recorder(Watch):
 
     # ------------------------------------------------------------------ backward
 
-    def _hook(self, call: Call, output: Tensor, kept: Kept | None, twin: Twin | None) -> None:
+    def _hook(self, call: Call, output: Tensor, kept: Kept | None, pair: Pair | None) -> None:
         tally = self.tally(call, "activation gradient")
 
         def arrive(gradient: Tensor) -> None:
             self._clock(tally)
             if gradient.layout is torch.strided and not gradient.is_complex():
                 self._arrived.append((tally, gradient.detach(), kept))
-                if twin is not None:
-                    twin.gradient = gradient.detach()
+                if pair is not None:
+                    pair.gradient = gradient.detach()
             self._mark = time.perf_counter()
 
         output.register_hook(arrive)
@@ -255,23 +255,23 @@ class Recorder(Watch):
                 tally.whole.add(gradient, kept.gradient, form, scale)
                 if form.exponent_bits < FP32.exponent_bits:
                     tally.want(kept.gradient)
-        for twin in self._twins:
-            self._compare_backward(twin)
-        self._arrived, self._twins = [], []
+        for pair in self._pairs:
+            self._compare_backward(pair)
+        self._arrived, self._pairs = [], []
         for name, parameter in named.items():
             if parameter.grad is not None:
                 self._weight_gradient(name, parameter.grad, scale, wanted.get(name))
 
-    def _compare_backward(self, twin: Twin) -> None:
-        form = self.simulated.get(twin.tally.op) or form_of(twin.low)
-        for name, found, wanted in twin.gradients():
-            tally = twin.tally
+    def _compare_backward(self, pair: Pair) -> None:
+        form = self.simulated.get(pair.tally.op) or form_of(pair.low)
+        for name, found, wanted in pair.gradients():
+            tally = pair.tally
             if name:
                 module, op, line = self.users.get(name, (tally.module, tally.op, tally.line))
                 tally = self.tally(Call(module, op, 0, line), "weight gradient", name)
-                assert twin.gradient is not None
-                if wanted.dim() == 1 and twin.gradient.dim() > 1:
-                    tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(twin.gradient.float().abs().sum())
+                assert pair.gradient is not None
+                if wanted.dim() == 1 and pair.gradient.dim() > 1:
+                    tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(pair.gradient.float().abs().sum())
             tally.local.add(found, wanted, form)
 
     def _weight_gradient(self, name: str, gradient: Tensor, scale: float, wanted: Tensor | None) -> None:

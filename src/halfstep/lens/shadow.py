@@ -25,7 +25,7 @@ from halfstep.lens.signs import note_signs
 from halfstep.lens.watch import Call, floats_of
 from halfstep.trees import map_tensors
 
-__all__ = ["RANDOM", "Shadows", "Twin", "random_state"]
+__all__ = ["RANDOM", "Pair", "Shadows", "random_state"]
 
 RANDOM = frozenset(
     "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu bernoulli normal "
@@ -39,8 +39,8 @@ SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hsta
 
 
 @dataclass(slots=True)
-class Twin:
-    """One operator call of its own: as the policy runs it and as the shadow does, both ready to go backward."""
+class Pair:
+    """One operator call on leaves of its own: as the policy runs it and in the shadow format, both ready to go backward."""
 
     tally: Tally
     low: Tensor
@@ -91,12 +91,8 @@ class Shadows:
         form: Format,
         random: Any,
         hidden: Hidden | None = None,
-    ) -> Callable[[], Twin | None] | None:
+    ) -> Callable[[], Pair | None] | None:
         """Compare `output` with what the shadow format gives, under no rule.
-
-        Returns:
-            What runs the operator once more under the rules, ready to go backward beside the shadow; None where it
-            has nothing to round there, or where shadows do not go backward.
 
         Args:
             call: which call it is.
@@ -108,6 +104,10 @@ class Shadows:
             form: the format of `output`.
             random: state of the generators before it, or None if it draws no numbers.
             hidden: what of its result is a mask.
+
+        Returns:
+            What runs the operator once more under the rules, ready to go backward beside the shadow; None where it
+            has nothing to round there, or where shadows do not go backward.
         """
         tally, backward_tally = tallies
         differentiable = self.backward and output.requires_grad and not call.in_place and call.op not in SELECTING
@@ -152,11 +152,11 @@ class Shadows:
         if form.mantissa_bits < FP32.mantissa_bits:
             note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:
-            return partial(_twin, backward_tally(), func, args, kwargs, wide, leaves, random)
+            return partial(_pair, backward_tally(), func, args, kwargs, wide, leaves, random)
         return None
 
 
-def _twin(
+def _pair(
     tally: Tally,
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -164,7 +164,7 @@ def _twin(
     wide: Tensor,
     leaves: list[tuple[Tensor, Tensor, str]],
     random: Any,
-) -> Twin | None:
+) -> Pair | None:
     made: dict[int, Tensor] = {}
     wanted = {id(tensor) for tensor, _, _ in leaves}
 
@@ -183,7 +183,7 @@ def _twin(
         return None
     tensors, wide_leaves, names = zip(*leaves, strict=True)
     low_leaves = [made[id(tensor)] for tensor in tensors]
-    return Twin(tally, low, wide, low_leaves, list(wide_leaves), list(names))
+    return Pair(tally, low, wide, low_leaves, list(wide_leaves), list(names))
 
 
 # ------------------------------------------------------------------ as if nothing had run
