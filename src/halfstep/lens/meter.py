@@ -131,8 +131,7 @@ class Meter:
             held = self._sums.get(name)
             if held is None or p.grad is None or p.grad.is_sparse:
                 continue
-            module, op, line = self.recorder.users.get(name, (name.rpartition(".")[0], "", ""))
-            tally = self.recorder.tally(Call(module, op, 0, line), "weight gradient", name)
+            tally = self.recorder.tally_of(name, "weight gradient")
             tally.summed.add(p.grad, held, form_of(p.grad))
 
     def after_update(self, bad: Tensor) -> None:

@@ -107,6 +107,11 @@ class Recorder(Watch):
             found = self.tallies[key] = Tally(call.module, call.op, role, parameter, line=call.line)
         return found
 
+    def tally_of(self, parameter: str, role: str) -> Tally:
+        """Return the tally of a parameter's row, in the place of the operator that uses it first."""
+        module, op, line = self.users.get(parameter, (parameter.rpartition(".")[0], "", ""))
+        return self.tally(Call(module, op, 0, line), role, parameter)
+
     # ------------------------------------------------------------------ forward
 
     def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,16 +272,14 @@ class Recorder(Watch):
         for name, found, wanted in pair.gradients():
             tally = pair.tally
             if name:
-                module, op, line = self.users.get(name, (tally.module, tally.op, tally.line))
-                tally = self.tally(Call(module, op, 0, line), "weight gradient", name)
+                tally = self.tally_of(name, "weight gradient")
                 assert pair.gradient is not None
                 if wanted.dim() == 1 and pair.gradient.dim() > 1:
                     tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(pair.gradient.float().abs().sum())
             tally.local.add(found, wanted, form)
 
     def _weight_gradient(self, name: str, gradient: Tensor, scale: float, wanted: Tensor | None) -> None:
-        module, op, line = self.users.get(name, (name.rpartition(".")[0], "", ""))
-        tally = self.tally(Call(module, op, 0, line), "weight gradient", name)
+        tally = self.tally_of(name, "weight gradient")
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         if not values.is_floating_point() or not values.numel():
             return

@@ -288,8 +288,7 @@ class Run:
     @torch.no_grad()
     def _weigh(self, name: str, parameter: nn.Parameter) -> None:
         """Look at a weight: as it is stored, and what is lost when its operator uses it."""
-        module, op, line = self.recorder.users.get(name, (name.rpartition(".")[0], "", ""))
-        tally = self.recorder.tally(Call(module, op, 0, line), "weight", name)
+        tally = self.recorder.tally_of(name, "weight")
         tally.see(parameter.detach())
         used = self.recorder.forms.get(name, tally.form)
         form = min(used, tally.form, key=lambda form: form.bits)
