@@ -40,7 +40,7 @@ SELECTING = frozenset("relu relu6 cat stack where masked_fill clamp abs neg hsta
 
 @dataclass(slots=True)
 class Pair:
-    """One operator call on leaves of its own: as the policy runs it and in the shadow format, both ready to go backward."""
+    """One operator call on leaves of its own: as the policy runs it and as the shadow does, ready to go backward."""
 
     tally: Tally
     low: Tensor
