@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from halfstep.lens.rows import Tally
-from halfstep.lens.watch import is_index, tensors_in
+from halfstep.lens.values import place
+from halfstep.lens.watch import is_index
+from halfstep.trees import tensors
 
-__all__ = ["Integers", "place"]
-
-
-def place(tensor: Tensor) -> int:
-    """Return the address of the memory of `tensor`."""
-    return tensor.untyped_storage().data_ptr()
+__all__ = ["Integers"]
 
 
 class Integers:
@@ -48,7 +45,7 @@ class Integers:
     def follow(self, values: Any, result: Any) -> None:
         """Follow integers through an operator on integers."""
         if self._known and isinstance(result, Tensor) and result.layout is torch.strided and is_index(result):
-            for tensor in tensors_in(values):
+            for tensor in tensors(values):
                 known = self._known.get(place(tensor)) if tensor.layout is torch.strided else None
                 if known is not None:
                     self._known.setdefault(place(result), (result, *known[1:]))

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import FP32, Format
-from halfstep.lens.integers import Integers, place
+from halfstep.lens.integers import Integers
 from halfstep.lens.masks import added_masks
 from halfstep.lens.reference import BELOW_FP32, Kept, Key
 from halfstep.lens.rows import Tally, form_of
 from halfstep.lens.shadow import RANDOM, Pair, Shadows, random_state
-from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
-from halfstep.trees import map_tensors
+from halfstep.lens.values import copied, place
+from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index
+from halfstep.trees import map_tensors, tensors
 
 __all__ = ["Recorder"]
 
@@ -121,7 +122,7 @@ class Recorder(Watch):
             given = floats_of((args, kwargs))
             before = (args, kwargs)
             if call.in_place:
-                before = (map_tensors(args[:1], _copy) + args[1:], kwargs)
+                before = (map_tensors(args[:1], copied) + args[1:], kwargs)
             elif call.op in STATEFUL:
                 before = map_tensors(before, _copy_statistics)
             casts = _Casts(given)
@@ -156,10 +157,10 @@ class Recorder(Watch):
             self._integers.follow((args, kwargs), result)
         if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
             with torch._C.DisableTorchFunction():
-                if any(is_index(t) for t in tensors_in(args[1:])):
+                if any(is_index(t) for t in tensors(args[1:])):
                     self._off[place(result)] = self._off.get(place(args[0]), 0.0)
                     self._chosen.add(place(result))
-                    self._integers.choose(tensors_in(args[1:]))
+                    self._integers.choose(tensors(args[1:]))
         return result
 
     def _look(
@@ -182,7 +183,7 @@ class Recorder(Watch):
         if call.op in SUMS and (added := added_masks(run[1])) is not None:
             hidden = added | hidden
         self._meet_weights(call, run[1:], form)
-        taken = tensors_in(run[1:])
+        taken = tensors(run[1:])
         tally.decides |= any(is_index(t) or place(t) in self._chosen for t in taken if t.layout is torch.strided)
         if call.op in CHOOSING:
             self._integers.choose(taken)
@@ -210,7 +211,7 @@ class Recorder(Watch):
 
     def _meet_weights(self, call: Call, values: Any, form: Format) -> None:
         """Note which operator uses a parameter, and in which format."""
-        for tensor in tensors_in(values):
+        for tensor in tensors(values):
             owner = tensor if id(tensor) in self.parameters else tensor._base
             name = self.parameters.get(id(owner)) if owner is not None else None
             if name is not None and name not in self.users:
@@ -292,13 +293,9 @@ class Recorder(Watch):
                 tally.want(wanted)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _copy_statistics(tensor: Tensor) -> Tensor:
     """Copy statistics, which the operator writes into; what has gradients it only reads."""
-    return tensor if tensor.requires_grad or isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+    return tensor if tensor.requires_grad or isinstance(tensor, nn.Parameter) else copied(tensor)
 
 
 class _Casts(TorchDispatchMode):
@@ -309,13 +306,13 @@ class _Casts(TorchDispatchMode):
 
     def __init__(self, given: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.places = {t.untyped_storage().data_ptr() for t in given}
+        self.places = {place(t) for t in given}
         self.made: list[tuple[torch.dtype, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and result.dtype is not args[0].dtype:
-            if args[0].is_floating_point() and args[0].untyped_storage().data_ptr() in self.places:
+            if args[0].is_floating_point() and place(args[0]) in self.places:
                 self.made.append((result.dtype, result.numel() * result.element_size()))
         return result
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.lens.values import LOWS
-from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
+from halfstep.lens.values import LOWS, place
+from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index
+from halfstep.trees import tensors
 
 __all__ = ["BELOW_FP32", "Key", "Kept", "Reference", "widened_dtypes"]
 
@@ -74,9 +75,9 @@ class Reference(Watch):
 
     def _rescue(self, destinations: tuple[Any, ...]) -> None:
         """Copy kept results that an operator is about to write into."""
-        places = {t.untyped_storage().data_ptr() for t in tensors_in(destinations)}
+        places = {place(t) for t in tensors(destinations)}
         for kept in self.kept.values():
-            if kept.value.untyped_storage().data_ptr() in places:
+            if place(kept.value) in places:
                 kept.value = kept.value.clone()
                 kept.version = kept.value._version
 

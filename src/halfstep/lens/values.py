@@ -24,6 +24,7 @@ __all__ = [
     "floats",
     "held",
     "in_float64",
+    "place",
     "read",
     "storage",
     "writes",
@@ -109,6 +110,11 @@ def storage(tensor: Tensor) -> int:
     if tensor.is_sparse:
         tensor = tensor._values()
     return int(tensor.untyped_storage()._cdata) if held(tensor) else id(tensor)
+
+
+def place(tensor: Tensor) -> int:
+    """Return the address of the memory of a dense tensor; another one may get it when nobody holds this one."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def writes(func: Callable[..., Any]) -> bool:

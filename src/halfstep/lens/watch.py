@@ -25,8 +25,9 @@ from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.sites import line_of, user_frame
 from halfstep.policy.operators import known, name_of
+from halfstep.trees import tensors
 
-__all__ = ["Call", "Paths", "Watch", "floats_of", "is_index", "tensors_in"]
+__all__ = ["Call", "Paths", "Watch", "floats_of", "is_index"]
 
 OPENED = {F.multi_head_attention_forward, F.normalize, F.gumbel_softmax}
 """Python functions of torch that report themselves as one operator and are made of several."""
@@ -184,17 +185,6 @@ def is_index(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors among `values` and in lists, tuples and dicts among them."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
-
-
 def floats_of(values: Any) -> list[Tensor]:
     """Return the floating tensors among `values` whose numbers can be looked at."""
-    return [t for t in tensors_in(values) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
+    return [t for t in tensors(values) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
