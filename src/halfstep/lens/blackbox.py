@@ -158,7 +158,7 @@ class BlackBox(Box):
                 if kept.loss is not None:
                     found.append(kept.loss)
                 self._flag = _not_finite(found)
-            self._memory.end(self._flag, self._flag)
+            self._memory.end(self._flag, None)
         except Exception as error:
             self._flag = None
             self._say(

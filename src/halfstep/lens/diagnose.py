@@ -18,6 +18,7 @@ from halfstep.lens.trace import Trace
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
+from halfstep.step.memory import versions_of
 from halfstep.trees import tensors
 
 __all__ = ["WRITTEN", "Subject", "diagnose", "low_of", "verdict_of"]
@@ -269,8 +270,7 @@ def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
             if first == first or second == second:
                 yield f"the loss of micro-batch {index + 1} was {first!r} and is {second!r} in the replay"
     for index, kept in enumerate(subject.replay.window):
-        now = [t._version for t in tensors((kept.batch, kept.named)) if not t.is_inference()]
-        if now != kept.versions:
+        if versions_of((kept.batch, kept.named)) != kept.versions:
             yield f"micro-batch {index + 1} has been written to since its forward pass began"
 
 

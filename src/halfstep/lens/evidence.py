@@ -21,7 +21,7 @@ from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.diagnose import Subject
 from halfstep.lens.values import PLAIN
-from halfstep.step.memory import Kept
+from halfstep.step.memory import Kept, versions_of
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["load_evidence", "load_weights", "save_evidence", "window_of"]
@@ -196,7 +196,6 @@ def window_of(content: Mapping[str, Any], device: torch.device) -> list[Kept]:
     for item in content["window"]:
         batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
         random = {d: s for d, s in item["random"].items() if d == "cpu" or torch.cuda.is_available()}
-        versions = [t._version for t in tensors((batch, named))]
         loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
-        window.append(Kept(tuple(batch), dict(named), random, versions, loss, seed))
+        window.append(Kept(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
     return window

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from halfstep.kernels.host import number, peek
 from halfstep.trees import tensors
 
-__all__ = ["Kept", "Memory", "Window", "put_random", "random_states"]
+__all__ = ["Kept", "Memory", "Window", "put_random", "random_states", "versions_of"]
 
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -52,7 +52,7 @@ class Window:
         batches: the micro-batches.
         buffers: (module, name, value before the window) of buffers that forward passes change.
         last: number of the last micro-batch.
-        scale: 0-dim, the loss scale.
+        scale: 0-dim, the loss scale; None where nobody here knows it.
         flag: 0-dim bool on the device: the update was not applied; None before it.
         bad: that flag, as soon as it has been read.
         lossy: whether a loss was not finite, as soon as that has been read.
@@ -119,17 +119,16 @@ class Memory:
     def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> Kept:
         """Remember micro-batch `number` and the generators before its forward pass."""
         self.window.last = number
-        versions = [t._version for t in tensors((batch, named)) if not t.is_inference()]
-        kept = Kept(batch, named, random_states(), versions)
+        kept = Kept(batch, named, random_states(), versions_of((batch, named)))
         self.window.batches.append(kept)
         return kept
 
-    def end(self, bad: Tensor, scale: Tensor, *, watched: bool = True) -> None:
+    def end(self, bad: Tensor, scale: Tensor | None, *, watched: bool = True) -> None:
         """End the window; waits for nothing.
 
         Args:
             bad: 0-dim bool on the device: its update was not applied.
-            scale: 0-dim, the loss scale.
+            scale: 0-dim, the loss scale; None where nobody here knows it.
             watched: whether somebody wants to hear of good updates too; else a CPU lets go of their batches at once.
         """
         window = self.window
@@ -218,6 +217,11 @@ class Memory:
 def _lossy(losses: list[Tensor]) -> bool:
     """Return whether one of some losses, of those in the host's memory, is not finite."""
     return any(type(loss) is Tensor and not loss.is_cuda and not math.isfinite(number(loss)) for loss in losses)
+
+
+def versions_of(tree: Any) -> list[int]:
+    """Return how often each tensor of `tree` has been written to; those of inference mode do not count it."""
+    return [t._version for t in tensors(tree) if not t.is_inference()]
 
 
 def random_states() -> dict[str, Tensor]:
