@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.lens.trace import Trace
-from halfstep.lens.values import extremes
+from halfstep.lens.values import extremes, in_float64
 from tests.lens.broken import batch, classify, explained, here, transformer
 
 
@@ -274,6 +274,16 @@ def test_healthy_infinities_leave_no_source_in_the_loss() -> None:
         torch.autograd.grad(loss, list(model.parameters()))
     assert extremes(loss)[1]
     assert trace.count > 0 and not trace.origins.sources
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_computed_again_in_float64_draws_no_random_numbers_of_the_step(device: str) -> None:
+    x = torch.ones(100, device=device)
+    torch.manual_seed(0)
+    wanted = F.dropout(x)
+    torch.manual_seed(0)
+    assert in_float64(F.dropout, (x,), {}).dtype is torch.float64
+    assert torch.equal(F.dropout(x), wanted)
 
 
 def test_extremes_of_every_kind_of_tensor() -> None:

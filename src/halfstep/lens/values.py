@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from halfstep.step.memory import put_random, random_states
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [
@@ -138,7 +139,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
-    saved = torch.get_rng_state()
+    saved = random_states()
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     for device in devices:
         torch.set_autocast_enabled(device, False)
@@ -151,6 +152,6 @@ def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     except Exception:  # no float64 kernel, or an argument that says which format
         return None
     finally:
-        torch.set_rng_state(saved)
+        put_random(saved)
         for device in devices:
             torch.set_autocast_enabled(device, True)
