@@ -25,7 +25,7 @@ from halfstep.lens.replay import Replay
 from halfstep.lens.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
 from halfstep.lens.trials import instead, rebound
 from halfstep.lens.trouble import Seen
-from halfstep.lens.values import extremes
+from halfstep.lens.values import extremes, local
 from halfstep.policy.policy import Policy
 from halfstep.step.memory import Kept, Memory, Window
 from halfstep.step.prepare import prepared_policy, unwrap
@@ -279,8 +279,7 @@ def _loss_in(returned: Any) -> Tensor | None:
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the values of a gradient that are here, whatever its layout."""
-    if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
+    gradient = local(gradient)
     if gradient.layout is torch.strided:
         return gradient
     return gradient._values() if gradient.is_sparse else gradient.values()

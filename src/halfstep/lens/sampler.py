@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.formats import FORMATS
 from halfstep.lens.sketch import Sketches
-from halfstep.lens.values import LOWS
+from halfstep.lens.values import LOWS, local
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
@@ -179,7 +179,7 @@ class Sampler:
     def _row(self, number: int, before: tuple[Tensor, list[Tensor]], states: list[Tensor], zero: Tensor) -> Tensor:
         value, gradient = self._precise(self.parameters[number]), self.parameters[number].grad
         assert gradient is not None
-        gradient = _local(gradient.to_dense() if gradient.is_sparse else gradient)
+        gradient = local(gradient.to_dense() if gradient.is_sparse else gradient)
         old, held = before
         start = _parts(old).float()
         change = torch.linalg.vector_norm(_parts(value).float() - start)
@@ -194,7 +194,7 @@ class Sampler:
         """Return a copy of the value that the optimizer moves."""
         if self._store is not None and parameter in self._store:
             return self._store.read(parameter)
-        return _local(parameter.detach()).clone()
+        return local(parameter.detach()).clone()
 
     def low_states(self) -> dict[int, list[Tensor]]:
         """Return, by parameter, optimizer states that are low, in its shape, and rounded to nearest by torch."""
@@ -205,7 +205,7 @@ class Sampler:
             number = self._places.get(id(parameter))
             if number is not None:
                 low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOWS]
-                found[number] = [_local(v) for v in low if v.shape == parameter.shape][:KEPT]
+                found[number] = [local(v) for v in low if v.shape == parameter.shape][:KEPT]
         return found
 
     def _rates(self) -> dict[int, Any]:
@@ -222,12 +222,6 @@ class Sampler:
                         top = self._tops[number] = max(self._tops.get(number, 0.0), rate)
                         self.paces[number] = float(rate * decay), rate / top if top else 0.0
         return rates
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a sharded tensor that this rank has."""
-    local = getattr(tensor, "to_local", None)
-    return tensor if local is None else local()
 
 
 def _parts(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ __all__ = [
     "floats",
     "held",
     "in_float64",
+    "local",
     "place",
     "read",
     "storage",
@@ -47,8 +48,7 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
-    if hasattr(values, "to_local"):
-        values = values.to_local()
+    values = local(values)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point() or not values.numel():
@@ -61,6 +61,12 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     nan = math.isnan(low)
     finite = values[torch.isfinite(values)]
     return (float(finite.abs().max()) if finite.numel() else 0.0), False, nan
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank has; of any other all of it."""
+    own = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
+    return tensor if own is None else own()
 
 
 def floats(tree: Any) -> list[Tensor]:
