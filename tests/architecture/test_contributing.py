@@ -51,6 +51,12 @@ def test_the_hour_path_takes_an_hour() -> None:
         assert 50 <= total <= most and f"{total} " in TEXT
 
 
+def test_every_file_of_the_lens_is_in_one_of_its_readings() -> None:
+    text = TEXT.partition("**The instruments**")[2].partition("\n## ")[0]
+    files = sorted(path.stem for path in (ROOT / "src/halfstep/lens").glob("*.py") if path.stem != "__init__")
+    assert sorted(re.findall(r"`(\w+)`", text)) == files
+
+
 def test_the_layers_it_draws_are_the_enforced_ones() -> None:
     lines = re.findall(r"^([0-5])   ([^#\n]*)", TEXT, re.MULTILINE)
     drawn = {word: int(layer) for layer, words in lines for word in words.split() if word != "->"}
