@@ -122,7 +122,8 @@ class Verdict:
         module: dotted name of the module it was called in; "" for the root and for what no module calls.
         phase: "forward", "backward" or "update".
         line: the user's line that called it: "file.py:12 text".
-        parameter: name of the parameter, buffer, optimizer state or input that was not finite.
+        parameter: name of the parameter, buffer, optimizer state or input that was not finite, or that the format of
+            the result cannot hold.
         dtypes: formats of the tensors it was given.
         shapes: their shapes.
         value: largest magnitude among them.
