@@ -102,6 +102,11 @@ class TestProperties:
         assert (TF32.bits, TF32.bytes, TF32.torch_dtype) == (19, 4, None)
         assert TF32.smallest_normal == FP32.smallest_normal
 
+    def test_what_shares_fp32s_exponents_is_not_narrow(self) -> None:
+        wide = {form.name for form in FORMATS.values() if not form.is_narrow}
+        assert wide == {"fp32", "tf32", "bf16"}
+        assert all(form.is_narrow == (form.smallest_normal > FP32.smallest_normal) for form in FORMATS.values())
+
     def test_e4m3_has_no_infinity_and_ends_at_448(self) -> None:
         assert (E4M3.max, E4M3.has_inf, E4M3.smallest_subnormal) == (448.0, False, 2.0**-9)
 

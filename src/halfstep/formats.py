@@ -96,6 +96,11 @@ class Format:
         return 4 if self.torch_dtype is None else self.torch_dtype.itemsize
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether its range is smaller than fp32's, so that gradients reach below it unless they are scaled."""
+        return self.exponent_bits < FP32.exponent_bits
+
+    @property
     def max_exponent(self) -> int:
         """Exponent of `max`."""
         return self.bias + (not self.has_inf and (self.mantissa_bits > 0 or not self.has_nan))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.formats import FP32, Format
+from halfstep.formats import Format
 from halfstep.lens.masks import HUGE, Hidden
 
 __all__ = ["Comparison"]
@@ -62,7 +62,7 @@ class Comparison:
             difference, reference = _square(apart), _square(wanted.double())
         if not form.has_inf:
             self.lost += int(((found.abs() >= form.max) & (wanted.abs() > form.max)).sum())
-        if form.exponent_bits < FP32.exponent_bits:
+        if form.is_narrow:
             self.flushed += int(((found == 0) & (wanted != 0) & (wanted.abs() < form.smallest_normal)).sum())
         self.count += found.numel()
         if scale != 1.0:

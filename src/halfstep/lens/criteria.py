@@ -92,7 +92,7 @@ def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
     for row in doctor.of("activation gradient", "weight gradient"):
         lost = max(row.underflow, row.missing)
         form = _narrow(doctor, row)
-        if form.exponent_bits >= FP32.exponent_bits or max(lost, row.subnormal) < FEW or row.cancels:
+        if not form.is_narrow or max(lost, row.subnormal) < FEW or row.cancels:
             continue
         off = max((error for error in (row.error, row.accumulated) if not math.isnan(error)), default=0.0)
         drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW and off >= LOST
@@ -290,7 +290,7 @@ def _risk(doctor: Doctor) -> Iterator[Finding]:
         form = format_of(row.format)
         if row.headroom >= doctor.headroom or row.overflow > 0 or (row.role.endswith("gradient") and dynamic):
             continue
-        if not form.has_inf or form.exponent_bits >= FP32.exponent_bits or row.amax == form.max:
+        if not form.has_inf or not form.is_narrow or row.amax == form.max:
             continue  # exactly the largest number is a mask
         ends = f"the end of {form.name} at {form.max:.6g}"
         cause = f"its largest number is {row.amax:.6g}, {row.headroom:.2g} bits below {ends}"

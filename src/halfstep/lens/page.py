@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, Format, format_of
+from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
 from halfstep.lens.finding import KINDS
 from halfstep.lens.rows import Row
 from halfstep.lens.text import COLUMNS, cells, grouped, headline, number, percent
@@ -270,7 +270,7 @@ def _answer(form: Format, what: str, those: Audit, scale: float) -> tuple[str, .
 
 def _best_scale(gradients: Audit, form: Format) -> float:
     """Return the largest power of two under which no gradient overflows in `form`; 1 where none is needed."""
-    if form.exponent_bits >= FP32.exponent_bits:
+    if not form.is_narrow:
         return 1.0
     room = min((answer.headroom for answer in gradients.what_if(form)), default=0.0)
     return 2.0 ** math.floor(room) if math.isfinite(room) else 1.0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.formats import FP32, Format
+from halfstep.formats import Format
 from halfstep.lens.integers import Integers
 from halfstep.lens.masks import added_masks
 from halfstep.lens.reference import BELOW_FP32, Kept, Key
@@ -259,7 +259,7 @@ class Recorder(Watch):
             tally.scale = scale
             if kept is not None and kept.gradient is not None and kept.gradient.shape == gradient.shape:
                 tally.whole.add(gradient, kept.gradient, form, scale)
-                if form.exponent_bits < FP32.exponent_bits:
+                if form.is_narrow:
                     tally.want(kept.gradient)
         for pair in self._pairs:
             self._compare_backward(pair)
@@ -289,7 +289,7 @@ class Recorder(Watch):
         if wanted is not None and not gradient.is_sparse and wanted.shape == gradient.shape:
             made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been low on its way
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
-            if scale != 1.0 or made_in.exponent_bits < FP32.exponent_bits:
+            if scale != 1.0 or made_in.is_narrow:
                 tally.want(wanted)
 
 

@@ -84,11 +84,11 @@ class Doctor:
     def scaled(self, row: Row) -> tuple[str, Policy | None]:
         """Return how to lift gradients into the format."""
         form = format_of(row.format)
-        if form.exponent_bits >= FP32.exponent_bits:
+        if not form.is_narrow:
             form = format_of(self.plan.policy.dtype)
         scale = self.plan.policy.scale
         if not isinstance(scale, ScaleRule):
-            if self.policy.dtype != "fp32" and form.exponent_bits < FP32.exponent_bits:
+            if self.policy.dtype != "fp32" and form.is_narrow:
                 return "scale the loss: the rule 'halfstep' starts high and adapts", self.policy.replace(
                     scale="halfstep"
                 )

@@ -298,7 +298,7 @@ class Run:
             precise = self.train.precise(parameter)
             low = precise.to(form.torch_dtype) if form.torch_dtype is not None else form.round(precise)
             tally.local.add(low, precise, form)
-            if form.exponent_bits < FP32.exponent_bits:
+            if form.is_narrow:
                 tally.wide = tally.wide or tally.sketch
 
     # ------------------------------------------------------------------ what comes out

@@ -49,7 +49,7 @@ AGAIN = 2
 
 def symptoms(record: MonitorRecord, format: Format) -> Iterator[Finding]:
     """Iterate over what is wrong in `record`, a run whose low format is `format`: a finding for each place."""
-    near_zero = _is_narrow(format) and any(
+    near_zero = format.is_narrow and any(
         _rounded(p.gradient, format) and _subnormal(p.gradient, format) > 0 for p in record.parameters
     )
     largest: dict[str, float] = {}
@@ -90,7 +90,7 @@ def _of_bad_gradient(parameter: ParameterRecord, record: MonitorRecord) -> Itera
 def _of_silence(record: MonitorRecord, format: Format) -> Iterator[Finding]:
     """Name gradients that are all zero in most of the model, where what is left is small: they are below the format."""
     silent = [p for p in record.parameters if p.silent >= AGAIN]
-    if not _is_narrow(format) or len(silent) < max(SILENT * len(record.parameters), 1):
+    if not format.is_narrow or len(silent) < max(SILENT * len(record.parameters), 1):
         return
     if max((p.amax for p in record.parameters), default=0.0) >= format.smallest_normal:
         return  # the loss gets through: these are experts at rest, or closed gates
@@ -105,7 +105,7 @@ def _of_silence(record: MonitorRecord, format: Format) -> Iterator[Finding]:
 
 def _of_gradient(parameter: ParameterRecord, format: Format, near_zero: bool) -> Iterator[Finding]:
     sketch, role = parameter.gradient, "weight gradient"
-    if not sketch.count or not _is_narrow(format):
+    if not sketch.count or not format.is_narrow:
         return
     zeros, low = parameter.zeros, _subnormal(sketch, format)
     if sketch.nonzero and _rounded(sketch, format):
@@ -177,7 +177,7 @@ def _of_activation(activation: ActivationRecord, format: Format) -> Iterator[Fin
             yield of("overflow_risk", 1.0, *_near_end("activation", room, format))
     elif sketch.nonzero and not format.has_inf and sketch.largest == format.max:
         yield of("saturation", 1.0, *_clipped("activation", format))
-    if _is_narrow(format) and _rounded(sketch, format) and (low := _subnormal(sketch, format)) >= SUBNORMAL:
+    if format.is_narrow and _rounded(sketch, format) and (low := _subnormal(sketch, format)) >= SUBNORMAL:
         cause = f"{low:.0%} of what it returns is subnormal in {format.name}"
         yield of("underflow", low, cause, "give the module the rule 'fp32', use bf16, or scale its inputs")
 
@@ -190,11 +190,6 @@ def _near_end(what: str, room: float, format: Format) -> tuple[str, str]:
 def _clipped(what: str, format: Format) -> tuple[str, str]:
     cause = f"the largest {what} is exactly {format.max:g}, where {format.name} cuts off"
     return cause, "lower the scale of these numbers, or give the module a wider format by a module rule"
-
-
-def _is_narrow(format: Format) -> bool:
-    """Return whether gradients reach below the range of `format`, unlike that of fp32 and bf16."""
-    return format.smallest_normal > 2.0**-100
 
 
 def _subnormal(sketch: ExponentSketch, format: Format) -> float:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.errors import PolicyError
-from halfstep.formats import FP32, format_of
+from halfstep.formats import format_of
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
 from halfstep.policy.operators import LINEAR_LOSS, expand
@@ -88,7 +88,7 @@ def resolved(policy: Policy, device_type: str) -> Policy:
         master = "master"
     scale = policy.scale
     if scale == "auto":  # what has fewer exponents than fp32 needs its gradients moved to where it has numbers
-        scale = SCALE_RULES["halfstep"] if format_of(dtype).exponent_bits < FP32.exponent_bits else "none"
+        scale = SCALE_RULES["halfstep"] if format_of(dtype).is_narrow else "none"
     elif isinstance(scale, str) and scale != "none":
         scale = SCALE_RULES[scale]
     emulate = policy.emulate
