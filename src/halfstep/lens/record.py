@@ -25,6 +25,7 @@ from halfstep.lens.masks import added_masks
 from halfstep.lens.reference import BELOW_FP32, Kept, Key
 from halfstep.lens.rows import Tally, form_of
 from halfstep.lens.shadow import RANDOM, Pair, Shadows, random_state
+from halfstep.lens.signs import SUMS
 from halfstep.lens.values import copied, place
 from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index
 from halfstep.trees import map_tensors, tensors
@@ -39,9 +40,6 @@ CHOOSING = frozenset(
     "scatter_add scatter_reduce".split()
 )
 """Operators that integers choose numbers in."""
-
-SUMS = frozenset({"add", "sub"})
-"""Operators that write a mask onto what they are given."""
 
 CANCELLED = 2.0**-9
 """Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""

@@ -88,11 +88,9 @@ class Doctor:
             form = format_of(self.plan.policy.dtype)
         scale = self.plan.policy.scale
         if not isinstance(scale, ScaleRule):
-            if self.policy.dtype != "fp32" and form.is_narrow:
-                return "scale the loss: the rule 'halfstep' starts high and adapts", self.policy.replace(
-                    scale="halfstep"
-                )
-            return "scale the loss", self.policy.replace(scale="halfstep")
+            low = self.policy.dtype != "fp32" and form.is_narrow
+            words = "scale the loss: the rule 'halfstep' starts high and adapts" if low else "scale the loss"
+            return words, self.policy.replace(scale="halfstep")
         return (
             "the range of these gradients is wider than the format's: use bf16, whose exponents are fp32's, or keep "
             f"{row.module or row.op!r} in fp32",

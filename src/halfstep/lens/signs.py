@@ -9,7 +9,10 @@ from torch import Tensor
 
 from halfstep.lens.rows import Tally
 
-__all__ = ["note_signs"]
+__all__ = ["SUMS", "note_signs"]
+
+SUMS = frozenset({"add", "sub"})
+"""Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
 
 NEAR_ONE = 2.0**-12
 """A number of fp32 this far below 1 is not yet 1: fp16 and bf16 may say it is."""
@@ -30,7 +33,7 @@ def note_signs(
     """
     if op in {"softmax", "sigmoid", "tanh"}:
         _saturation(tally, op, output.detach(), wide, _dim(args, kwargs))
-    elif op in {"add", "sub"} and output.requires_grad and output.numel() > 1:
+    elif op in SUMS and output.requires_grad and output.numel() > 1:
         _swallowed_addends(tally, output.detach(), args)
 
 
