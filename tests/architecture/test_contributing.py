@@ -53,7 +53,7 @@ def test_the_hour_path_takes_an_hour() -> None:
 
 def test_every_file_of_the_lens_is_in_one_of_its_readings() -> None:
     text = TEXT.partition("**The instruments**")[2].partition("\n## ")[0]
-    files = sorted(path.stem for path in (ROOT / "src/halfstep/lens").glob("*.py") if path.stem != "__init__")
+    files = sorted(path.stem for path in (ROOT / "src/halfstep/lens").rglob("*.py") if path.stem != "__init__")
     assert sorted(re.findall(r"`(\w+)`", text)) == files
 
 

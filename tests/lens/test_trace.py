@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.lens.trace import Trace
+from halfstep.lens.box.trace import Trace
 from halfstep.lens.values import extremes, in_float64
 from tests.lens.broken import batch, classify, explained, here, transformer
 

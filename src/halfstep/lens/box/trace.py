@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.composites import unreported
 from halfstep.cast.state import STATE
-from halfstep.lens.origins import Call, Origins, Ran
+from halfstep.lens.box.origins import Call, Origins, Ran
 from halfstep.lens.sites import (
     RUNS_BACKWARD,
     TAG,

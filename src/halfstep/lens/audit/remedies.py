@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.formats import FP32, format_of
+from halfstep.lens.audit.rows import Row
 from halfstep.lens.finding import Finding
-from halfstep.lens.rows import Row
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from halfstep.cast.region import suspended
 from halfstep.errors import AuditError
+from halfstep.lens.audit.run import Batch, Run
+from halfstep.lens.audit.table import Audit
+from halfstep.lens.audit.updates import copied
 from halfstep.lens.generators import unmoved
-from halfstep.lens.run import Batch, Run
-from halfstep.lens.table import Audit
-from halfstep.lens.updates import copied
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler

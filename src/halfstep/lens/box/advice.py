@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfstep.events import Cure, Verdict
-from halfstep.lens.diagnose import WRITTEN
+from halfstep.lens.box.diagnose import WRITTEN
 
 __all__ = ["advice"]
 

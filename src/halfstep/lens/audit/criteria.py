@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from halfstep.formats import FP32, Format, format_of
+from halfstep.lens.audit.remedies import Doctor
+from halfstep.lens.audit.rows import Row
 from halfstep.lens.finding import KINDS, ROOM, Finding
-from halfstep.lens.remedies import Doctor
-from halfstep.lens.rows import Row
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule

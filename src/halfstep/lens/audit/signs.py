@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.lens.rows import Tally
+from halfstep.lens.audit.rows import Tally
 
 __all__ = ["SUMS", "note_signs"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.lens.masks import HUGE, Hidden
+from halfstep.lens.audit.masks import HUGE, Hidden
 
 __all__ = ["Comparison"]
 

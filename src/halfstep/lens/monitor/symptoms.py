@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep.formats import Format, format_of
 from halfstep.lens.finding import ROOM, Finding
-from halfstep.lens.records import ActivationRecord, MonitorRecord, ParameterRecord
+from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
 from halfstep.lens.sketch import ExponentSketch
 
 __all__ = ["symptoms"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.rows import Tally, form_of
+from halfstep.lens.audit.rows import Tally, form_of
 
 __all__ = ["Intended", "copied", "pace_of", "stored_form", "swallow"]
 

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from halfstep.lens.record import Recorder
-from halfstep.lens.reference import BELOW_FP32
-from halfstep.lens.rows import form_of
-from halfstep.lens.updates import Intended, pace_of, stored_form, swallow
+from halfstep.lens.audit.record import Recorder
+from halfstep.lens.audit.reference import BELOW_FP32
+from halfstep.lens.audit.rows import form_of
+from halfstep.lens.audit.updates import Intended, pace_of, stored_form, swallow
+from halfstep.lens.audit.watch import Call
 from halfstep.lens.values import LOWS
-from halfstep.lens.watch import Call
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.lens.rows import Tally
+from halfstep.lens.audit.rows import Tally
+from halfstep.lens.audit.watch import is_index
 from halfstep.lens.values import place
-from halfstep.lens.watch import is_index
 from halfstep.trees import tensors
 
 __all__ = ["Integers"]

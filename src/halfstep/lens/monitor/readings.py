@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.lens.records import ActivationRecord, MonitorRecord, ParameterRecord
-from halfstep.lens.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, name_of
+from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
+from halfstep.lens.monitor.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, name_of
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.weights import WeightStore
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from halfstep.lens.audit.rows import Row
 from halfstep.lens.finding import Finding
-from halfstep.lens.rows import Row
 
 if TYPE_CHECKING:
-    from halfstep.lens.table import Audit
+    from halfstep.lens.audit.table import Audit
 
 __all__ = ["COLUMNS", "cells", "grouped", "headline", "number", "percent", "quiet", "text"]
 

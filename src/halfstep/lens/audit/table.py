@@ -13,9 +13,9 @@ from typing import Any
 
 from halfstep.errors import AuditError, did_you_mean
 from halfstep.formats import Format, format_of
-from halfstep.lens.criteria import findings_of
+from halfstep.lens.audit.criteria import findings_of
+from halfstep.lens.audit.rows import ROLES, Row
 from halfstep.lens.finding import ROOM, Finding
-from halfstep.lens.rows import ROLES, Row
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
@@ -202,26 +202,26 @@ class Audit:
     @property
     def headline(self) -> str:
         """What was audited, in one line."""
-        from halfstep.lens.text import headline
+        from halfstep.lens.audit.text import headline
 
         return headline(self)
 
     @property
     def quiet(self) -> str:
         """What to say where there are no findings, in one line."""
-        from halfstep.lens.text import quiet
+        from halfstep.lens.audit.text import quiet
 
         return quiet(self)
 
     def groups(self) -> list[tuple[Finding, list[str]]]:
         """Return the findings with one kind and one remedy together: the gravest of them, and all their places."""
-        from halfstep.lens.text import grouped
+        from halfstep.lens.audit.text import grouped
 
         return grouped(self.findings())
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the rows as text for people, the names of the columns first; "" is none or unknown."""
-        from halfstep.lens.text import COLUMNS, cells
+        from halfstep.lens.audit.text import COLUMNS, cells
 
         return [COLUMNS, *map(cells, self.rows)]
 
@@ -231,14 +231,14 @@ class Audit:
         Raises:
             MissingExtraError: jinja2 or matplotlib is not installed.
         """
-        from halfstep.lens.page import audit_page
+        from halfstep.lens.audit.page import audit_page
         from halfstep.report import render
 
         Path(path).write_text(render(audit_page(self)), encoding="utf-8")
 
     def __str__(self) -> str:
         """Return the findings and the rows that lose most, as text."""
-        from halfstep.lens.text import text
+        from halfstep.lens.audit.text import text
 
         return text(self)
 

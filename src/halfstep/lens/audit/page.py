@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
+from halfstep.lens.audit.rows import Row
+from halfstep.lens.audit.text import COLUMNS, cells, grouped, headline, number, percent
 from halfstep.lens.finding import KINDS
-from halfstep.lens.rows import Row
-from halfstep.lens.text import COLUMNS, cells, grouped, headline, number, percent
 from halfstep.report import (
     Block,
     Bullets,
@@ -30,7 +30,7 @@ from halfstep.report import (
 )
 
 if TYPE_CHECKING:
-    from halfstep.lens.table import Audit
+    from halfstep.lens.audit.table import Audit
 
 __all__ = ["audit_page"]
 

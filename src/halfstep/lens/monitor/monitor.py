@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import StepError
 from halfstep.formats import Format, format_of
 from halfstep.lens.finding import Finding
-from halfstep.lens.readings import Load, Readings
-from halfstep.lens.records import MonitorRecord
-from halfstep.lens.sampler import Sampler
-from halfstep.lens.symptoms import symptoms
+from halfstep.lens.monitor.readings import Load, Readings
+from halfstep.lens.monitor.records import MonitorRecord
+from halfstep.lens.monitor.sampler import Sampler
+from halfstep.lens.monitor.symptoms import symptoms
 from halfstep.lens.values import LOWS
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.events import Verdict
-from halfstep.lens.origins import Source
-from halfstep.lens.replay import Attempt, Replay
-from halfstep.lens.trace import Trace
+from halfstep.lens.box.origins import Source
+from halfstep.lens.box.replay import Attempt, Replay
+from halfstep.lens.box.trace import Trace
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved

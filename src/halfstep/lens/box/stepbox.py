@@ -22,12 +22,12 @@ from halfstep.cast.recompute import recomputing
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.kernels.host import number
-from halfstep.lens.cures import cures
-from halfstep.lens.diagnose import Subject, diagnose
-from halfstep.lens.evidence import save_evidence
-from halfstep.lens.replay import Replay
-from halfstep.lens.trials import rebound
-from halfstep.lens.trouble import Seen, Trouble
+from halfstep.lens.box.cures import cures
+from halfstep.lens.box.diagnose import Subject, diagnose
+from halfstep.lens.box.evidence import save_evidence
+from halfstep.lens.box.replay import Replay
+from halfstep.lens.box.trials import rebound
+from halfstep.lens.box.trouble import Seen, Trouble
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from halfstep.errors import HalfstepError
-from halfstep.lens.records import MonitorRecord
+from halfstep.lens.monitor.records import MonitorRecord
 from halfstep.lens.sketch import ExponentSketch
 
 __all__ = ["EventWriter", "SketchWriter"]

@@ -18,11 +18,11 @@ from halfstep.cast.cache import WeightCasts
 from halfstep.cast.functions import plain
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
-from halfstep.lens.masks import Hidden
-from halfstep.lens.reference import widened_dtypes
-from halfstep.lens.rows import Tally
-from halfstep.lens.signs import note_signs
-from halfstep.lens.watch import Call, floats_of
+from halfstep.lens.audit.masks import Hidden
+from halfstep.lens.audit.reference import widened_dtypes
+from halfstep.lens.audit.rows import Tally
+from halfstep.lens.audit.signs import note_signs
+from halfstep.lens.audit.watch import Call, floats_of
 from halfstep.trees import map_tensors
 
 __all__ = ["RANDOM", "Pair", "Shadows", "random_state"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.lens.audit.watch import Call, Paths, Watch, floats_of, is_index
 from halfstep.lens.values import LOWS, place
-from halfstep.lens.watch import Call, Paths, Watch, floats_of, is_index
 from halfstep.trees import tensors
 
 __all__ = ["BELOW_FP32", "Key", "Kept", "Reference", "widened_dtypes"]

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.composites import unreported
 from halfstep.errors import StepError
+from halfstep.lens.box.trace import Trace
 from halfstep.lens.generators import generators, held_generators
-from halfstep.lens.trace import Trace
 from halfstep.lens.values import LOWS, PLAIN, extremes
 from halfstep.step.memory import Kept, put_random
 from halfstep.trees import map_tensors

@@ -21,15 +21,15 @@ from halfstep.cast.region import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
 from halfstep.formats import FP32, format_of
+from halfstep.lens.audit.meter import AuditedStep, Meter
+from halfstep.lens.audit.record import Recorder
+from halfstep.lens.audit.reference import BELOW_FP32, Reference
+from halfstep.lens.audit.rows import Tally, form_of, row_of
+from halfstep.lens.audit.table import Audit
+from halfstep.lens.audit.updates import swallow
+from halfstep.lens.audit.watch import Call, Paths
 from halfstep.lens.generators import generators, held_generators
-from halfstep.lens.meter import AuditedStep, Meter
-from halfstep.lens.record import Recorder
-from halfstep.lens.reference import BELOW_FP32, Reference
-from halfstep.lens.rows import Tally, form_of, row_of
-from halfstep.lens.table import Audit
-from halfstep.lens.updates import swallow
 from halfstep.lens.values import LOWS, copied
-from halfstep.lens.watch import Call, Paths
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import DTYPES, Policy
 from halfstep.scale.scaler import GradScaler

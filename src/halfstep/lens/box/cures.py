@@ -6,9 +6,9 @@ import dataclasses
 
 from halfstep.errors import HalfstepError
 from halfstep.events import Cure, Verdict
-from halfstep.lens.advice import advice
-from halfstep.lens.diagnose import Subject, verdict_of
-from halfstep.lens.replay import Attempt, Replay
+from halfstep.lens.box.advice import advice
+from halfstep.lens.box.diagnose import Subject, verdict_of
+from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.values import extremes
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
