@@ -48,7 +48,7 @@ from benchmarks.loops import CLIP, Run, policy
 from benchmarks.measure import FULL, QUICK, WARM_UP, Effort, milliseconds, rounds_for, say, started
 from benchmarks.run import commit, write
 from benchmarks.turns import in_turns, quiet_collector, ratio
-from halfstep.lens import stepbox
+from halfstep.lens.box import stepbox
 from halfstep.tasks import machine
 from halfstep.tasks.measure import paired_ratio, state_bytes
 

@@ -21,12 +21,12 @@ from halfstep.tasks import Task
 from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
-    from halfstep.lens.audit import audit
-    from halfstep.lens.blackbox import BlackBox, replay
-    from halfstep.lens.monitor import Monitor
+    from halfstep.lens.audit.audit import audit
+    from halfstep.lens.audit.table import Audit
+    from halfstep.lens.box.blackbox import BlackBox, replay
+    from halfstep.lens.monitor.monitor import Monitor
+    from halfstep.lens.monitor.tensorboard import SketchWriter
     from halfstep.lens.sketch import ExponentSketch
-    from halfstep.lens.table import Audit
-    from halfstep.lens.tensorboard import SketchWriter
 
 __version__ = "0.1.0"
 
@@ -70,13 +70,13 @@ __all__ = [
 ]
 
 _LATER = {
-    "Audit": "lens.table",
-    "BlackBox": "lens.blackbox",
+    "Audit": "lens.audit.table",
+    "BlackBox": "lens.box.blackbox",
     "ExponentSketch": "lens.sketch",
-    "Monitor": "lens.monitor",
-    "SketchWriter": "lens.tensorboard",
-    "audit": "lens.audit",
-    "replay": "lens.blackbox",
+    "Monitor": "lens.monitor.monitor",
+    "SketchWriter": "lens.monitor.tensorboard",
+    "audit": "lens.audit.audit",
+    "replay": "lens.box.blackbox",
 }
 """Name -> module that is imported when somebody first asks for it."""
 

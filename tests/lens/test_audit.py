@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import AuditError, FormatError
-from halfstep.lens.rows import ROLES, Row
+from halfstep.lens.audit.rows import ROLES, Row
 
 BF16, FP16 = hs.Policy.of("mixed", dtype="bf16"), hs.Policy.of("mixed", dtype="fp16")
 

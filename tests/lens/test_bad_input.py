@@ -489,7 +489,7 @@ def test_what_is_no_evidence_is_one_line_and_exit_code_2(evidence: Path) -> None
 def test_evidence_without_weights_is_replayed_with_those_of_the_task_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfstep.lens.evidence.MOST_BYTES", 0)
+    monkeypatch.setattr("halfstep.lens.box.evidence.MOST_BYTES", 0)
     stepped("dictionaries returned", watched=True, folder=tmp_path)
     task = hs.Task(
         name="odd",

@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.stepbox import MOST_REPLAYS
-from halfstep.lens.trouble import Trouble
+from halfstep.lens.box.stepbox import MOST_REPLAYS
+from halfstep.lens.box.trouble import Trouble
 from tests.lens.broken import Body, squared
 
 FP16 = hs.Policy.of("mixed", dtype="fp16", scale=64.0)

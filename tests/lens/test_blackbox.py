@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.errors import StepError
-from halfstep.lens.trouble import Seen, Trouble
+from halfstep.lens.box.trouble import Seen, Trouble
 from tests.lens.broken import Body, batch, classify, explained, here, squared, transformer
 
 FP16 = hs.Policy.of("mixed", dtype="fp16")
@@ -441,7 +441,7 @@ def test_evidence_is_bounded_in_number(tmp_path: Path) -> None:
 def test_evidence_too_large_goes_without_weights_or_is_the_report_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: str, words: str
 ) -> None:
-    monkeypatch.setattr(f"halfstep.lens.evidence.{most}", 100)
+    monkeypatch.setattr(f"halfstep.lens.box.evidence.{most}", 100)
     step = step_of(nn.Linear(8, 500), squared, blackbox=tmp_path)
     step(torch.full((4, 8), math.nan))
     step.explain()

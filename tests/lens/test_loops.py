@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.stepbox import Box
-from halfstep.lens.trouble import Trouble
+from halfstep.lens.box.stepbox import Box
+from halfstep.lens.box.trouble import Trouble
 from tests.lens.broken import batch, classify, squared, transformer
 from tests.lens.test_blackbox import SEEN, step_of
 
@@ -158,7 +158,7 @@ def test_a_box_that_fails_to_look_raises_nothing_into_a_backward_pass(
     def fail(found: list[Tensor]) -> Tensor:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("halfstep.lens.blackbox._not_finite", fail)
+    monkeypatch.setattr("halfstep.lens.box.blackbox._not_finite", fail)
     model = nn.Linear(4, 4)
     box = hs.BlackBox(model, squared)
     with caplog.at_level(logging.WARNING, "halfstep"):
@@ -378,7 +378,7 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
 def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
     def said(verdict: hs.Verdict | None) -> str:
         trouble = Trouble(streak=2)
-        from halfstep.lens.trouble import Seen
+        from halfstep.lens.box.trouble import Seen
 
         return trouble.see(Seen(**{**SEEN, "loss_finite": False, "verdict": verdict}))[-1]
 

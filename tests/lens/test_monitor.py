@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.records import MonitorRecord, ParameterRecord
+from halfstep.lens.monitor.records import MonitorRecord, ParameterRecord
 from halfstep.lens.sketch import ExponentSketch
 
 POLICIES = {

@@ -12,7 +12,7 @@ from tests.snippets import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "lens.md"
-SYMPTOMS = ROOT / "src" / "halfstep" / "lens" / "symptoms.py"
+SYMPTOMS = ROOT / "src" / "halfstep" / "lens" / "monitor" / "symptoms.py"
 
 
 def test_snippets_keep_their_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

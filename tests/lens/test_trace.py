@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.lens.trace import Trace
-from halfstep.lens.values import extremes
+from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.values import extremes
 from tests.lens.broken import batch, classify, explained, here, transformer
 
 

@@ -36,7 +36,7 @@ __all__ = [
 
 TAG = "halfstep.site"
 TORCH = str(Path(torch.__file__).parent) + os.sep
-HERE = str(Path(__file__).parent.parent) + os.sep
+HERE = str(Path(__file__).parents[1]) + os.sep
 OWN = tuple(HERE + part for part in ("cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights"))
 ENGINE = "_engine_run_backward"
 

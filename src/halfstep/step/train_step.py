@@ -441,7 +441,7 @@ class TrainStep:
 
     def _black_box(self) -> Any:
         if self._box is None:
-            from halfstep.lens.stepbox import StepBox
+            from halfstep.lens.box.stepbox import StepBox
 
             self._box = StepBox(self)
         return self._box

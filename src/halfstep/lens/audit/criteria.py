@@ -1,0 +1,324 @@
+"""Criteria: which of an audit's rows are findings.
+
+A number alone is no fault: tails of gradients underflow in every fp16 run, fp32 weights swallow updates of elements
+that hardly move. So most rules ask for two things: how many elements are hit, and how much of the whole goes with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from halfstep.formats import FP32, Format, format_of
+from halfstep.lens.audit.remedies import Doctor
+from halfstep.lens.audit.rows import Row
+from halfstep.lens.finding import KINDS, Finding
+from halfstep.policy.plan import Plan
+from halfstep.policy.policy import Policy
+from halfstep.policy.scale_rule import ScaleRule
+
+__all__ = ["ROOM", "diagnose"]
+
+ROOM = 0.5
+"""Bits to the end of a format. From a few steps to a long run the largest of many numbers that do not drift grows by a
+third, as that of normal numbers does from 4.5 to 6 standard deviations."""
+
+LOST = 0.05
+"""Share of a weight's gradient whose loss is a fault: Adam gives each element its own pace, however small it is."""
+
+FEW = 0.01
+"""Share of elements below which nothing is said."""
+
+ROUNDINGS = 16
+"""Roundings to the format that one operator may err by: a product or a norm errs by about one."""
+
+DRIFT = 0.1
+"""Accumulated error of an activation: a tenth of it is noise. Healthy bf16 models stay below a twentieth."""
+
+AMPLIFIED = 16.0
+"""An operator whose result is this many times worse than its inputs has lost their digits."""
+
+OTHERWISE = 0.02
+"""Share of integers that are not those of fp32: rounding at the edge of a bin moves a few, of numbers of any size."""
+
+MOSTLY = 0.25
+"""Share of elements that is much."""
+
+SWALLOWED = 0.1
+"""Share of the size of an update, or of a change of state, that must not be lost."""
+
+SUMMED = 0.02
+"""Error of a sum of gradients over micro-batches: in bf16 64 of them make 0.008."""
+
+HALF = 0.5
+"""Share of a term, in elements and in size, without which a sum does not contain it. New models with weights of 0.02
+lose up to a third of a branch in a bf16 stream, and learn."""
+
+
+def diagnose(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
+    """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
+
+    Args:
+        rows: of an audit, in the order in which operators ran.
+        policy: what was audited.
+        plan: what it means for the model.
+        headroom: bits below the largest number of a format that are a risk.
+    """
+    table = tuple(rows)
+    doctor = Doctor(table, policy, plan, headroom)
+    found = [finding for rule in RULES for finding in rule(doctor)]
+    order = list(KINDS)
+    return tuple(sorted(found, key=lambda finding: (order.index(finding.kind), -finding.severity)))
+
+
+def _unit(form: Format) -> float:
+    return form.eps / 2
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+# ---------------------------------------------------------------------- rules
+
+
+def _overflow(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        if row.overflow > 0:
+            form = format_of(row.format)
+            beyond = f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}"
+            cause = f"{beyond}, and {'would be finite in fp32' if form.has_inf else 'is cut off there'}"
+            remedy, policy = doctor.wider(row)
+            yield doctor.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, remedy, policy)
+
+
+def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation gradient", "weight gradient"):
+        lost = max(row.underflow, row.missing)
+        form = _narrow(doctor, row)
+        if form.exponent_bits >= FP32.exponent_bits or max(lost, row.subnormal) < FEW or row.cancels:
+            continue
+        off = max((error for error in (row.error, row.accumulated) if not math.isnan(error)), default=0.0)
+        drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW and off >= LOST
+        imprecise = row.error >= ROUNDINGS * _unit(form) and row.error >= 0.02
+        if row.role == "weight gradient":
+            hit = drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
+        else:
+            much = max(row.underflow, row.subnormal / 2) >= MOSTLY
+            gone = row.missing >= MOSTLY and row.accumulated >= MOSTLY
+            hit = drowned or gone or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= LOST)
+        if hit:
+            below = f"{_percent(row.underflow)} of what its backward pass computes becomes zero in {form.name}"
+            if row.missing > row.underflow:
+                below = f"{_percent(row.missing)} of its gradient is zero and is not in fp32"
+            cause = f"{below}, {_percent(row.subnormal)} is subnormal (loss scale {row.scale:g})"
+            remedy, policy = doctor.scaled(row)
+            yield doctor.finding("underflow", row, max(lost, row.subnormal), cause, remedy, policy)
+
+
+def _narrow(doctor: Doctor, row: Row) -> Format:
+    """Return the format that a gradient went through: an fp32 one may have been low on its way."""
+    form = format_of(row.format)
+    low = format_of(doctor.plan.policy.dtype)
+    passed = row.underflow > 0 or row.missing > 0
+    return low if passed and low.exponent_bits < form.exponent_bits else form
+
+
+def _activation_underflow(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        form = format_of(row.format)
+        if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * _unit(form)):
+            cause = f"{_percent(row.underflow)} of its result is below {form.smallest_subnormal:.3g} and becomes zero"
+            remedy, policy = doctor.wider(row)
+            yield doctor.finding("underflow", row, row.underflow, cause, remedy, policy)
+
+
+def _swallowed(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("update"):
+        if row.reason or math.isnan(row.swallowed):  # stochastic rounding is right on average
+            continue
+        form = format_of(row.format)
+        if (row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED) or row.error >= MOSTLY:
+            cause = (
+                f"{_percent(row.swallowed)} of the updates, {_percent(row.swallowed_mass)} of their size, is smaller "
+                f"than half an ulp of the weight in {form.name}; what is stored differs from what should be by "
+                f"{_percent(min(row.error, 9.99))} of the update"
+            )
+            if form.bits >= FP32.bits:
+                remedy, policy = "the learning rate is too small for these weights: raise it", None
+            elif doctor.policy.params == "low":
+                remedy, policy = (
+                    "keep precise weights behind low ones: master='auto'",
+                    doctor.policy.replace(master="auto"),
+                )
+            else:
+                remedy = "these parameters stay low: leave out the rule that keeps them, or load the model in fp32"
+                policy = None
+            yield doctor.finding(
+                "swallowed_update", row, max(row.swallowed_mass, min(row.error, 1.0)), cause, remedy, policy
+            )
+
+
+def _low_state(doctor: Doctor) -> Iterator[Finding]:
+    trained = {name for p in doctor.plan.parameters for name in (p.name, *p.aliases)}
+    for row in doctor.of("state"):
+        form = format_of(row.format)
+        if row.reason == "stochastic rounding" or form.bits >= FP32.bits:
+            continue
+        average = row.op == "buffer"
+        slow = 0.0 < row.pace < _unit(form)
+        stuck = row.swallowed >= MOSTLY and row.swallowed_mass >= SWALLOWED
+        if row.missing >= FEW:
+            why = f"{_percent(row.missing)} of it is zero in {form.name} and would not be in fp32"
+        elif stuck:
+            why = f"{_percent(row.swallowed)} of its changes are smaller than half an ulp in {form.name}"
+        elif slow:
+            why = (
+                f"it moves by {row.pace:.2g} of itself a step, and half an ulp of {form.name} is "
+                f"{form.eps / 4:.2g} to {form.eps / 2:.2g} of a number"
+            )
+        elif row.error >= MOSTLY:
+            why = f"its changes are wrong by {_percent(row.error)}"
+        else:
+            continue
+        policy = None
+        if average and row.parameter in trained:  # a teacher's weights
+            remedy, policy = doctor.wider(row)
+        elif average:
+            remedy = "keep this buffer in fp32: halfstep never lowers buffers, the model does"
+        elif doctor.policy.params == "low" and doctor.policy.master == "none":
+            remedy = "step fp32 values, whose state is fp32: master='auto'"
+            policy = doctor.policy.replace(master="auto")
+        else:
+            remedy = "keep it in fp32, or let the policy keep it in bf16 with stochastic rounding: state='low'"
+        what = "the running average" if average else f"the state {row.op.rpartition('.')[2]} of"
+        share = max(row.missing, row.swallowed_mass if stuck else 0.0, 0.5 if slow else 0.0, 0.3)
+        kind = "swallowed_update" if average and stuck else "low_state"
+        yield doctor.finding(kind, row, share, f"{what} {row.parameter} is {form.name}: {why}", remedy, policy)
+
+
+def _large_error(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        form = format_of(row.format)
+        limit = max(ROUNDINGS * _unit(_low(doctor, form)), 1e-3)
+        if row.error < limit or row.underflow >= FEW or row.overflow > 0 or math.isnan(row.error):
+            continue
+        roundings = row.error / _unit(_low(doctor, form))
+        cause = (
+            f"on the same inputs its result is {_percent(min(row.error, 9.99))} off what fp32 gives, the error of "
+            f"{roundings:.0f} roundings"
+        )
+        remedy, policy = doctor.wider(row)
+        yield doctor.finding("rounding", row, row.error, cause, remedy, policy)
+
+
+def _addends(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        if row.swallowed >= HALF and row.swallowed_mass >= HALF:
+            cause = (
+                f"{_percent(row.swallowed)} of the elements of one of its terms, {_percent(row.swallowed_mass)} of "
+                f"their size, are below half an ulp of the other one in {row.format}: the sum does not contain them"
+            )
+            remedy, policy = doctor.wider(row)
+            if doctor.plan.policy.residual == "low" and row.rule != "low":
+                remedy, policy = "keep the stream that is added to in fp32", doctor.policy.replace(residual="fp32")
+            yield doctor.finding("rounding", row, row.swallowed_mass, cause, remedy, policy)
+
+
+def _summed(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("weight gradient"):
+        if row.summed >= SUMMED:
+            cause = (
+                f"the sum of its micro-batches' gradients in {row.format} is {_percent(min(row.summed, 9.99))} off "
+                "their sum in fp32: late ones are small beside the sum"
+            )
+            policy = doctor.policy.replace(grads="fp32")
+            yield doctor.finding("rounding", row, row.summed, cause, "sum gradients in fp32: grads='fp32'", policy)
+
+
+def _low(doctor: Doctor, form: Format) -> Format:
+    """Return the format whose roundings count: that of an fp32 result may have come from low inputs."""
+    low = format_of(doctor.plan.policy.dtype)
+    return min(form, low, key=lambda each: each.mantissa_bits)
+
+
+def _integers(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        if row.otherwise >= OTHERWISE:
+            cause = (
+                f"{_percent(row.otherwise)} of the integers that are made of its result, and by which other numbers "
+                "are chosen, are not those of fp32"
+            )
+            yield doctor.finding("rounding", row, row.otherwise, cause, *doctor.line_wider(row))
+
+
+def _drift(doctor: Doctor) -> Iterator[Finding]:
+    """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
+    said = any(row.overflow > 0 for row in doctor.of("activation"))  # whatever comes after it is off
+    for row in () if said else doctor.of("activation"):
+        if row.numel <= 1 or not row.accumulated >= DRIFT or row.overflow > 0:
+            continue
+        sudden = row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2
+        if sudden and row.decides:
+            return  # an index or a mask came out otherwise than in fp32: what follows is another computation
+        if sudden:
+            cause = (
+                f"its inputs are {_percent(row.given)} off the fp32 run and its result is "
+                f"{_percent(min(row.accumulated, 9.99))} off: the digits that are left after it were lost before it"
+            )
+            remedy = "compute what it is given in fp32"
+            policy = doctor.policy.with_modules({row.module: "fp32"}) if row.module else None
+            yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
+            said = True
+        elif not said and row.error < row.accumulated / 2:
+            off = _percent(min(row.accumulated, 9.99))
+            cause = f"its result is {off} off the fp32 run, by its inputs more than by itself"
+            remedy = "look at the rows before it, sorted by error; residual='fp32' keeps the stream precise"
+            policy = doctor.policy.replace(residual="fp32") if doctor.policy.residual == "low" else None
+            yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
+            said = True
+
+
+def _saturation(doctor: Doctor) -> Iterator[Finding]:
+    for row in doctor.of("activation"):
+        if row.saturated >= MOSTLY:
+            what = "rows of this softmax are one-hot" if row.op == "softmax" else f"elements of this {row.op} are 1"
+            cause = f"{_percent(row.saturated)} of the {what} in {row.format} and not in fp32: no gradient passes them"
+            remedy, policy = doctor.wider(row)
+            yield doctor.finding("saturation", row, row.saturated, cause, remedy, policy)
+
+
+def _risk(doctor: Doctor) -> Iterator[Finding]:
+    dynamic = isinstance(doctor.plan.policy.scale, ScaleRule)
+    for row in doctor.of("activation", "weight", "activation gradient", "weight gradient"):
+        form = format_of(row.format)
+        if row.headroom >= doctor.headroom or row.overflow > 0 or (row.role.endswith("gradient") and dynamic):
+            continue
+        if not form.has_inf or form.exponent_bits >= FP32.exponent_bits or row.amax == form.max:
+            continue  # exactly the largest number is a mask
+        ends = f"the end of {form.name} at {form.max:.6g}"
+        cause = f"its largest number is {row.amax:.6g}, {row.headroom:.2g} bits below {ends}"
+        policy: Policy | None
+        if row.role.endswith("gradient"):
+            remedy, policy = "let the loss scale adapt: scale='auto'", doctor.policy.replace(scale="halfstep")
+        elif row.role == "weight":
+            remedy, policy = "hold it in bf16 or fp32", doctor.policy.replace(dtype="bf16")
+        else:
+            remedy, policy = doctor.wider(row)
+        yield doctor.finding("overflow_risk", row, 1 - row.headroom / max(doctor.headroom, 1e-9), cause, remedy, policy)
+
+
+RULES: tuple[Callable[[Doctor], Iterator[Finding]], ...] = (
+    _overflow,
+    _gradient_underflow,
+    _activation_underflow,
+    _swallowed,
+    _low_state,
+    _large_error,
+    _addends,
+    _summed,
+    _integers,
+    _drift,
+    _saturation,
+    _risk,
+)

@@ -1,0 +1,321 @@
+"""Record: what an audited step is seen doing, added up in tallies.
+
+The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers, and its results wait for the
+audited run (`Recorder`) to come by the same call of the same operator. Every operator of the audited run that touches
+a low format is run again by itself in the shadow format, on the same inputs, forward and backward (`Shadows`).
+
+Note [order]: gradients arrive by hooks on results. What they are compared with is computed after the backward pass and
+before the update, because the update changes in place what the shadows have saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.formats import FP32, Format
+from halfstep.lens.audit.integers import Integers, place
+from halfstep.lens.audit.masks import added_masks
+from halfstep.lens.audit.reference import LOWS, Kept, Key
+from halfstep.lens.audit.rows import Tally, form_of
+from halfstep.lens.audit.shadow import RANDOM, Shadows, Twin, random_state
+from halfstep.lens.audit.watch import Call, Paths, Watch, floats_of, is_index, tensors_in
+from halfstep.trees import map_tensors
+
+__all__ = ["Recorder"]
+
+STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
+"""Operators that write into their arguments though their name does not say so."""
+
+CHOOSING = frozenset(
+    "embedding embedding_bag gather index_select index_add index_copy index_put take take_along_dim scatter "
+    "scatter_add scatter_reduce".split()
+)
+"""Operators that integers choose numbers in."""
+
+SUMS = frozenset({"add", "sub"})
+"""Operators that write a mask onto what they are given."""
+
+CANCELLED = 2.0**-9
+"""Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
+
+
+class Recorder(Watch):
+    """Watches the audited run.
+
+    Args:
+        paths: knows the module that runs.
+        closed: composites with a rule of their own.
+        shadow: dtype of the shadows.
+        parameters: id -> (name, parameter) of the audited model.
+        simulated: operator -> format, where the policy simulates one.
+        devices: device types of the region.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        closed: frozenset[str],
+        *,
+        shadow: torch.dtype,
+        parameters: Mapping[int, str],
+        simulated: Mapping[str, Format],
+        devices: tuple[str, ...],
+    ) -> None:
+        super().__init__(paths, closed)
+        self.shadows = Shadows(shadow, devices, parameters)
+        self.parameters = parameters
+        self.simulated = simulated
+        self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
+        self.users: dict[str, tuple[str, str, str]] = {}
+        self.forms: dict[str, Format] = {}
+        self.start({})
+
+    def start(self, kept: dict[Key, Kept], integers: dict[Key, Tensor] | None = None, *, backward: bool = True) -> None:
+        """Begin a step.
+
+        Args:
+            kept: the results of the fp32 twin.
+            integers: those that it has made of floating numbers.
+            backward: whether shadows go backward too.
+        """
+        self.begin()
+        self.shadows.backward = backward
+        self.kept = kept
+        self._kept: Kept | None = None  # of the call that is looked at
+        self._twins: list[Twin] = []
+        self._arrived: list[tuple[Tally, Tensor, Kept | None]] = []
+        self._running: Tally | None = None
+        self._mark = 0.0
+        self.integers = integers or {}
+        self._integers = Integers()
+        self._chosen: set[int] = set()  # storages of numbers that were picked by an index
+        self._off: dict[int, float] = {}  # storage -> how far its numbers are from the fp32 twin's
+
+    def tally(self, call: Call, role: str, parameter: str = "") -> Tally:
+        """Return the tally of a row."""
+        line = "" if parameter else call.line
+        key = (call.module, call.op, role, parameter, line)
+        found = self.tallies.get(key)
+        if found is None:
+            found = self.tallies[key] = Tally(call.module, call.op, role, parameter, line=call.line)
+        return found
+
+    # ------------------------------------------------------------------ forward
+
+    def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
+        with torch._C.DisableTorchFunction():  # looking is not for the region's rules, and costs less without them
+            random = random_state() if call.op in RANDOM else None
+            given = floats_of((args, kwargs))
+            before = (args, kwargs)
+            if call.in_place:
+                before = (map_tensors(args[:1], _copy) + args[1:], kwargs)
+            elif call.op in STATEFUL:
+                before = map_tensors(before, _copy_statistics)
+            casts = _Casts(given)
+        with casts:
+            began = time.perf_counter()
+            result = func(*args, **kwargs)
+            took = time.perf_counter() - began
+        with torch._C.DisableTorchFunction():
+            found = floats_of(result)
+            if not found or not found[0].numel():
+                self._integers.follow((args, kwargs), result)
+                if call.op == "to" and isinstance(result, Tensor) and is_index(result):
+                    wanted = self.integers.pop(self.integers_of(call.module), None)
+                    self._integers.converted(args[0] if args else None, result, wanted)
+                return result
+            if call.op == "to" and (found[0].dtype not in LOWS or any(found[0] is tensor for tensor in given)):
+                return result
+            tally = self.tally(call, "activation")
+            tally.seconds += took
+            again = self._look(call, tally, (func, *before), given, found, casts, random)
+        twin = None if again is None else again()
+        if twin is not None:
+            self._twins.append(twin)
+        if found[0].requires_grad:
+            self._hook(call, found[0], self._kept, twin)
+        return result
+
+    def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow numbers through indexing, which copies them."""
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._integers.follow((args, kwargs), result)
+        if func is torch.Tensor.__getitem__ and isinstance(result, Tensor) and result.layout is torch.strided:
+            with torch._C.DisableTorchFunction():
+                if any(is_index(t) for t in tensors_in(args[1:])):
+                    self._off[place(result)] = self._off.get(place(args[0]), 0.0)
+                    self._chosen.add(place(result))
+                    self._integers.choose(tensors_in(args[1:]))
+        return result
+
+    def _look(
+        self,
+        call: Call,
+        tally: Tally,
+        run: tuple[Callable[..., Any], Any, Any],
+        given: list[Tensor],
+        found: list[Tensor],
+        casts: _Casts,
+        random: Any,
+    ) -> Callable[[], Twin | None] | None:
+        """Measure what an operator has given; return what runs it once more as the policy does, or None."""
+        output = found[0]
+        form = self.simulated.get(call.op) or form_of(output)
+        made = casts.of_arguments(output)
+        tally.casts += len(made)
+        tally.cast_bytes += sum(made)
+        hidden = [tally.see(tensor.detach(), form) for tensor in found][0]
+        if call.op in SUMS and (added := added_masks(run[1])) is not None:
+            hidden = added | hidden
+        self._meet_weights(call, run[1:], form)
+        taken = tensors_in(run[1:])
+        tally.decides |= any(is_index(t) or place(t) in self._chosen for t in taken if t.layout is torch.strided)
+        if call.op in CHOOSING:
+            self._integers.choose(taken)
+        self._integers.made(output, tally)
+        again = None
+        low = made or output.dtype in LOWS or call.op in self.simulated or any(t.dtype in LOWS for t in given)
+        if low or self.shadows.dtype is torch.float64:
+            tallies = tally, partial(self.tally, call, "activation gradient")
+            again = self.shadows.run(call, tallies, *run, output, form, random, hidden)
+        elif output.dtype is torch.float32:
+            tally.local.exact(output.numel())
+        self._chosen.discard(place(output))  # memory that was given back
+        self._kept = self._twin_of(call, output)
+        if self._kept is not None:
+            off = tally.whole.add(output.detach(), self._kept.value, form, hidden=hidden)
+            tally.given = max([tally.given, *(self._off.get(place(t), 0.0) for t in given)])
+            self._off[place(output)] = off
+        return again
+
+    def _twin_of(self, call: Call, output: Tensor) -> Kept | None:
+        kept = self.kept.pop((call.module, call.op, call.nth), None)
+        if kept is None or kept.value.shape != output.shape or kept.value._version != kept.version:
+            return None
+        return kept
+
+    def _meet_weights(self, call: Call, values: Any, form: Format) -> None:
+        """Note which operator uses a parameter, and in which format."""
+        for tensor in tensors_in(values):
+            owner = tensor if id(tensor) in self.parameters else tensor._base
+            name = self.parameters.get(id(owner)) if owner is not None else None
+            if name is not None and name not in self.users:
+                self.users[name] = (call.module, call.op, call.line)
+                self.forms[name] = form
+
+    # ------------------------------------------------------------------ backward
+
+    def _hook(self, call: Call, output: Tensor, kept: Kept | None, twin: Twin | None) -> None:
+        tally = self.tally(call, "activation gradient")
+
+        def arrive(gradient: Tensor) -> None:
+            self._clock(tally)
+            if gradient.layout is torch.strided and not gradient.is_complex():
+                self._arrived.append((tally, gradient.detach(), kept))
+                if twin is not None:
+                    twin.gradient = gradient.detach()
+            self._mark = time.perf_counter()
+
+        output.register_hook(arrive)
+
+    def _clock(self, following: Tally | None) -> None:
+        """Give the time since the last gradient arrived to the operator it arrived at."""
+        now = time.perf_counter()
+        if self._running is not None:
+            self._running.seconds += now - self._mark
+        self._running = following
+
+    def backward_begins(self) -> None:
+        """Start the clock of the backward pass."""
+        self._running, self._mark = None, time.perf_counter()
+
+    def backward_ends(self, scale: float, named: Mapping[str, nn.Parameter], wanted: Mapping[str, Tensor]) -> None:
+        """Look at all gradients; before the update, which changes what the shadows have saved.
+
+        Args:
+            scale: the factor that gradients carry.
+            named: parameters of the audited model, with their gradients.
+            wanted: gradients of the fp32 twin.
+        """
+        self._clock(None)
+        for tally, gradient, kept in self._arrived:
+            form = self.simulated.get(tally.op) or form_of(gradient)
+            tally.see(gradient, form)
+            tally.scale = scale
+            if kept is not None and kept.gradient is not None and kept.gradient.shape == gradient.shape:
+                tally.whole.add(gradient, kept.gradient, form, scale)
+                if form.exponent_bits < FP32.exponent_bits:
+                    tally.want(kept.gradient)
+        for twin in self._twins:
+            self._compare_backward(twin)
+        self._arrived, self._twins = [], []
+        for name, parameter in named.items():
+            if parameter.grad is not None:
+                self._weight_gradient(name, parameter.grad, scale, wanted.get(name))
+
+    def _compare_backward(self, twin: Twin) -> None:
+        form = self.simulated.get(twin.tally.op) or form_of(twin.low)
+        for name, found, wanted in twin.gradients():
+            tally = twin.tally
+            if name:
+                module, op, line = self.users.get(name, (tally.module, tally.op, tally.line))
+                tally = self.tally(Call(module, op, 0, line), "weight gradient", name)
+                assert twin.gradient is not None
+                if wanted.dim() == 1 and twin.gradient.dim() > 1:
+                    tally.cancels = float(wanted.abs().sum()) < CANCELLED * float(twin.gradient.float().abs().sum())
+            tally.local.add(found, wanted, form)
+
+    def _weight_gradient(self, name: str, gradient: Tensor, scale: float, wanted: Tensor | None) -> None:
+        module, op, line = self.users.get(name, (name.rpartition(".")[0], "", ""))
+        tally = self.tally(Call(module, op, 0, line), "weight gradient", name)
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not values.is_floating_point() or not values.numel():
+            return
+        tally.see(values)
+        tally.scale = scale
+        if wanted is not None and not gradient.is_sparse and wanted.shape == gradient.shape:
+            made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been low on its way
+            tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
+            if scale != 1.0 or made_in.exponent_bits < FP32.exponent_bits:
+                tally.want(wanted)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _copy_statistics(tensor: Tensor) -> Tensor:
+    """Copy statistics, which the operator writes into; what has gradients it only reads."""
+    return tensor if tensor.requires_grad or isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+
+class _Casts(TorchDispatchMode):
+    """Counts the casts of the arguments of one call.
+
+    Widening inside an emulated operator, and the rounding of its result, are how it is carried out here: no casts.
+    """
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.places = {t.untyped_storage().data_ptr() for t in given}
+        self.made: list[tuple[torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype is not args[0].dtype:
+            if args[0].is_floating_point() and args[0].untyped_storage().data_ptr() in self.places:
+                self.made.append((result.dtype, result.numel() * result.element_size()))
+        return result
+
+    def of_arguments(self, output: Tensor) -> list[int]:
+        """Return the bytes of each cast that the policy asked for; widening for a low result is how it is made."""
+        return [size for dtype, size in self.made if not (output.dtype in LOWS and dtype not in LOWS)]

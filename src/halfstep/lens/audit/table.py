@@ -1,0 +1,289 @@
+"""The audit as a table: rows to sort and to choose from, questions answered from their sketches, findings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import AuditError, did_you_mean
+from halfstep.formats import Format, format_of
+from halfstep.lens.audit.criteria import ROOM, diagnose
+from halfstep.lens.audit.rows import ROLES, Row
+from halfstep.lens.finding import Finding
+from halfstep.lens.sketch import ExponentSketch
+from halfstep.policy.plan import Plan
+from halfstep.policy.policy import Policy
+
+__all__ = ["Audit", "WhatIf", "badness"]
+
+SORTABLE = tuple(f.name for f in dataclasses.fields(Row) if f.type in {"int", "float"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """What a format would do to one row; shares as (lower, upper) bounds.
+
+    Attributes:
+        module, op, role, parameter: which row.
+        underflow: share of its numbers, zeros not counted, that would become zero.
+        subnormal: share that would have less than full precision.
+        overflow: share beyond the format's largest number.
+        headroom: bits below it; negative beyond.
+        best_scale: the power of two that suits these numbers best in this format.
+    """
+
+    module: str
+    op: str
+    role: str
+    parameter: str
+    underflow: tuple[float, float]
+    subnormal: tuple[float, float]
+    overflow: tuple[float, float]
+    headroom: float
+    best_scale: float
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audit:
+    """What an audit found: a table with a row for each module, operator and role.
+
+    Attributes:
+        rows: in the order in which operators ran first.
+        policy: what was audited.
+        plan: what the policy means for this model.
+        steps: how many steps were looked at.
+        skipped: how many more were skipped because gradients overflowed; they are not in the rows.
+        bad: how many of the steps were not finite, for another reason than a loss scale on its way down.
+        bad_in_fp32: how many of these are not finite in fp32 either.
+        scale: the loss scale of the last step.
+        notes: what the reader should know besides.
+    """
+
+    rows: tuple[Row, ...]
+    policy: Policy
+    plan: Plan
+    steps: int
+    skipped: int = 0
+    bad: int = 0
+    bad_in_fp32: int = 0
+    scale: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    # ------------------------------------------------------------------ choosing
+
+    def filter(
+        self,
+        where: Callable[[Row], bool] | None = None,
+        *,
+        module: str = "*",
+        op: str = "*",
+        role: str = "*",
+        parameter: str = "*",
+    ) -> Audit:
+        """Return the audit with the rows that match all patterns (fnmatch) and for which `where` is true.
+
+        Raises:
+            AuditError: a role that does not exist, or a pattern that is no text.
+        """
+        for name, glob in (("module", module), ("op", op), ("role", role), ("parameter", parameter)):
+            if not isinstance(glob, str):
+                raise AuditError(f"filter({name}={glob!r}): expected a pattern such as 'blocks.*'")
+        if role not in ROLES and not any(c in role for c in "*?["):
+            raise AuditError(f"no role {role!r}{did_you_mean(role, ROLES)}; there are {', '.join(ROLES)}")
+        wanted = {"module": module, "op": op, "role": role, "parameter": parameter}
+        rows = (
+            row
+            for row in self.rows
+            if all(fnmatchcase(getattr(row, name), glob) for name, glob in wanted.items())
+            and (where is None or where(row))
+        )
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    def sorted(self, by: str = "error", *, descending: bool = True) -> Audit:
+        """Return the audit with its rows sorted by a number, unknown ones (nan) last.
+
+        Args:
+            by: "error", "accumulated", "underflow", "headroom", "time", "bytes", "swallowed": any number of a `Row`.
+            descending: the largest first.
+
+        Raises:
+            AuditError: rows have no such number.
+        """
+        if by not in SORTABLE:
+            hint = did_you_mean(by, SORTABLE)
+            raise AuditError(f"rows cannot be sorted by {by!r}{hint}; numbers of a row are {', '.join(SORTABLE)}")
+        known = [row for row in self.rows if not math.isnan(getattr(row, by))]
+        unknown = [row for row in self.rows if math.isnan(getattr(row, by))]
+        known.sort(key=lambda row: getattr(row, by), reverse=descending)
+        return dataclasses.replace(self, rows=(*known, *unknown))
+
+    def worst(self, count: int = 20) -> Audit:
+        """Return the audit with the `count` rows that lose most, the worst first.
+
+        Raises:
+            AuditError: `count` is no whole number from 0.
+        """
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise AuditError(f"worst({count!r}): expected a whole number of rows from 0")
+        ranked = sorted(self.rows, key=badness, reverse=True)
+        return dataclasses.replace(self, rows=tuple(ranked[:count]))
+
+    # ------------------------------------------------------------------ asking
+
+    def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
+        """Return what is wrong, the worst first; () for a healthy run.
+
+        Args:
+            headroom: bits below the largest number of a format that are a risk.
+        """
+        return diagnose(self.rows, self.policy, self.plan, headroom=headroom)
+
+    def what_if(self, format: str | Format, scale: float | None = None) -> tuple[WhatIf, ...]:
+        """Return what `format` would do to every row, from the sketches: nothing runs again.
+
+        Args:
+            format: a format or its name, such as "fp16", "fp8_e4m3" or "e3m4".
+            scale: loss scale that gradients would carry; activations and weights carry none. Default: 1.
+
+        Raises:
+            FormatError: no such format.
+            AuditError: a scale that is not positive and finite.
+        """
+        form = format_of(format)
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if scale is not None and not (number and math.isfinite(scale) and scale > 0):
+            raise AuditError(f"what_if: scale={scale!r}; expected a positive finite number")
+        factor = 1.0 if scale is None else scale
+        return tuple(_if(row, form, factor) for row in self.rows if row.role in ROLES[:4] and not _is_seed(row))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the rows as dicts of plain values: ``pandas.DataFrame(audit.records())``."""
+        return [row.record() for row in self.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, with the sketches: what `to_json` writes."""
+        return {
+            "policy": self.policy.to_toml(),
+            "device": self.plan.device,
+            "model": self.plan.model,
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "bad": self.bad,
+            "bad_in_fp32": self.bad_in_fp32,
+            "scale": self.scale,
+            "notes": list(self.notes),
+            "findings": [finding.record() for finding in self.findings()],
+            "rows": [{**row.record(), "sketch": row.sketch.to_dict()} for row in self.rows],
+        }
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return everything as JSON, nan and inf as null; also write it to `path`, if given."""
+        text = json.dumps(_finite(self.to_dict()), indent=1) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @property
+    def headline(self) -> str:
+        """What was audited, in one line."""
+        from halfstep.lens.audit.text import headline
+
+        return headline(self)
+
+    @property
+    def quiet(self) -> str:
+        """What to say where there are no findings, in one line."""
+        from halfstep.lens.audit.text import quiet
+
+        return quiet(self)
+
+    def groups(self) -> list[tuple[Finding, list[str]]]:
+        """Return the findings with one kind and one remedy together: the gravest of them, and all their places."""
+        from halfstep.lens.audit.text import grouped
+
+        return grouped(self.findings())
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the rows as text for people, the names of the columns first; "" is none or unknown."""
+        from halfstep.lens.audit.text import COLUMNS, cells
+
+        return [COLUMNS, *map(cells, self.rows)]
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the audit as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
+
+        Raises:
+            MissingExtraError: jinja2 or matplotlib is not installed.
+        """
+        from halfstep.lens.audit.page import audit_page
+        from halfstep.report import render
+
+        Path(path).write_text(render(audit_page(self)), encoding="utf-8")
+
+    def __str__(self) -> str:
+        """Return the findings and the rows that lose most, as text."""
+        from halfstep.lens.audit.text import text
+
+        return text(self)
+
+
+def badness(row: Row) -> float:
+    """Return how much a row loses, or is about to lose, from 0 on: what tables and pictures are sorted by."""
+    error = 0.0 if math.isnan(row.error) else min(row.error, 1.0)
+    swallowed = 0.0 if math.isnan(row.swallowed_mass) or row.reason else row.swallowed_mass
+    risk = max(0.0, 4.0 - row.headroom) / 8.0
+    missing = 0.0 if row.cancels else row.missing
+    summed = 0.0 if math.isnan(row.summed) else min(row.summed, 1.0)
+    return max(row.overflow, row.underflow, missing, row.subnormal / 2, error, summed, swallowed, risk)
+
+
+def _is_seed(row: Row) -> bool:
+    """Return whether a row is the gradient of the loss with respect to itself: the loss scale."""
+    return row.role == "activation gradient" and row.numel == 1
+
+
+def unscaled(row: Row) -> tuple[ExponentSketch, float]:
+    """Return a sketch of the row's numbers and the factor that they carry in it."""
+    if row.wide is not None:
+        return row.wide, 1.0
+    return row.sketch, row.scale
+
+
+def _if(row: Row, form: Format, scale: float) -> WhatIf:
+    sketch, carried = unscaled(row)
+    factor = (scale if row.role.endswith("gradient") else 1.0) / carried
+    return WhatIf(
+        module=row.module,
+        op=row.op,
+        role=row.role,
+        parameter=row.parameter,
+        underflow=sketch.underflow(form, factor),
+        subnormal=sketch.subnormal(form, factor),
+        overflow=sketch.overflow(form, factor),
+        headroom=sketch.headroom(form, factor),
+        best_scale=sketch.best_scale(form) * carried,
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

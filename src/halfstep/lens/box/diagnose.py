@@ -1,0 +1,287 @@
+"""Diagnose: from a replay with instruments to a `Verdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from halfstep.events import Verdict
+from halfstep.lens.box.origins import Source
+from halfstep.lens.box.replay import Attempt, Replay
+from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.values import extremes
+from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import resolved
+from halfstep.trees import tensors
+
+__all__ = ["WRITTEN", "Subject", "diagnose", "verdict_of"]
+
+WRITTEN = "a value that is not finite is written here by the program itself"
+
+LARGE = 1e3
+"""Weights beyond it are remarked on: hardly a model has them that an update has not driven there."""
+
+FP32_MAX = float(torch.finfo(torch.float32).max)
+
+
+@dataclass(eq=False)
+class Subject:
+    """A step to look at.
+
+    Attributes:
+        replay: how to run it again.
+        model: the user's model.
+        optimizer: what would have updated it, or None.
+        policy: the policy it ran under, or None where nobody said.
+        under: ``with under(policy):`` replays run under another policy.
+        scaling: "none", "static" or "dynamic".
+        scale: the loss scale.
+        step: its number.
+        rank: of this process.
+        notes: what is known beforehand.
+        normed: whether an update is judged by the norm of all gradients.
+        foreign: whether regions are opened by the loss function: then others are tried in their places.
+        region: what opens them.
+    """
+
+    replay: Replay
+    model: nn.Module
+    optimizer: Optimizer | None
+    policy: Policy | None
+    under: Callable[[Policy], AbstractContextManager[None]]
+    scaling: str = "none"
+    scale: float = 1.0
+    step: int = 0
+    rank: int = 0
+    notes: tuple[str, ...] = ()
+    normed: bool = True
+    foreign: bool = False
+    region: str = "torch.autocast"
+
+    @property
+    def low(self) -> str:
+        """The low format, "" if nobody said."""
+        if self.policy is None or self.policy.dtype != "auto":
+            return "" if self.policy is None else self.policy.dtype
+        return resolved(self.policy, next((p.device.type for p in self.model.parameters()), "cpu")).dtype
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of parameters by identity."""
+        return {id(p): n for n, p in self.model.named_parameters()}
+
+
+def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
+    """Replay a step with instruments and name the first cause; without cures.
+
+    Returns:
+        The verdict and the replay it was drawn from.
+    """
+    attempt = subject.replay.run(traced=True)
+    notes = [*subject.notes, *_differences(subject, attempt)]
+    if attempt.odd:
+        verdict, notes = Verdict(kind="not_reproducible"), [*notes, attempt.odd, *_reasons(subject)]
+    elif not attempt.bad:
+        verdict = _of_update(subject, attempt)
+        if verdict.kind == "not_reproducible":
+            notes = [*notes, *_reasons(subject)]
+    elif attempt.trace is None:
+        verdict, more = _of_scale(subject, attempt, _of_sum(subject, attempt))
+        notes += ["the gradients of each micro-batch are finite, and their sum is not", *more]
+    else:
+        verdict = verdict_of(attempt.trace, subject.names)
+        if verdict.kind == "bad_batch":
+            verdict = replace(verdict, detail=_of_input(subject, attempt, verdict.parameter))
+        elif verdict.kind == "bad_state":
+            notes += [f"{name} is not finite either" for name in _bad_states(subject)][:3]
+        elif verdict.kind in {"overflow", "invalid"} and _only_gradients(attempt):
+            verdict, more = _of_scale(subject, attempt, verdict)
+            notes += more
+        if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN:
+            notes += _large(subject)
+    if len(subject.replay.window) > 1 and attempt.index is not None:
+        notes.append(f"micro-batch {attempt.index + 1} of {len(subject.replay.window)} of its window")
+    if _compiled(subject.model):
+        notes.append("the model is compiled; the replay ran it eagerly")
+    return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
+
+
+def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
+    """Return what the instruments of a replay that was not finite say."""
+    assert trace.loss is not None
+    if not extremes(trace.loss)[1]:
+        return _accusation(trace.origins.accused(trace.loss)[0], "", trace)
+    found: list[tuple[Source, Tensor]] = []
+    for leaf, gradient in trace.gradients.items():
+        if not extremes(gradient)[1]:
+            found += [(source, leaf) for source in trace.origins.accused(gradient)]
+    source, leaf = min(found, key=lambda pair: pair[0].rank())
+    return _accusation(source, names.get(id(leaf), ""), trace)
+
+
+def _accusation(source: Source, culprit: str, trace: Trace) -> Verdict:
+    call = source.call
+    kind = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}.get(
+        source.kind
+    ) or ("invalid" if source.invalid or source.kind == "unwritten" else "overflow")
+    notes: tuple[str, ...] = ()
+    parameter, detail = source.name, ""
+    if source.written or source.kind == "deliberate":
+        detail = WRITTEN
+    elif kind == "overflow" and call is not None and source.name:
+        detail = f"{source.name} holds {call.largest:.6g}, and the format ends at {source.limit:.6g}"
+    if source.kind == "constant":
+        parameter = "a tensor that is neither batch nor state"
+    elif source.kind == "deliberate":
+        kind = "invalid"
+    elif source.kind == "unwritten":
+        notes = ("memory that nothing was written to is read",)
+    if call is None:
+        return Verdict(kind=kind, parameter=parameter or culprit, detail=detail, notes=notes)
+    if call.site.call > 1:
+        notes = (*notes, f"in call {call.site.call} of this module")
+    if kind in {"overflow", "invalid"} and call.site.phase == "backward" and culprit:
+        notes = (*notes, f"reaches the gradient of {culprit}")
+    return Verdict(
+        kind=kind,
+        op=call.site.op,
+        module=call.site.module,
+        phase="update" if source.kind == "parameter" else call.site.phase,
+        line=call.site.line,
+        parameter=parameter,
+        dtypes=call.dtypes,
+        shapes=call.shapes,
+        value=call.largest,
+        limit=source.limit if kind == "overflow" else 0.0,
+        detail=detail,
+        notes=notes,
+    )
+
+
+def _of_input(subject: Subject, attempt: Attempt, name: str) -> str:
+    """Return how much of an input is not finite, and where."""
+    assert attempt.index is not None
+    kept = subject.replay.window[attempt.index]
+    for index, tensor in enumerate(tensors((kept.batch, kept.named))):
+        if name == f"input {index}" and tensor.layout is torch.strided and not extremes(tensor)[1]:
+            bad = ~torch.isfinite(tensor.detach())
+            what = "nan" if bool(torch.isnan(tensor).any()) else "inf"
+            if bool(torch.isinf(tensor).any()):
+                what = "inf" if what == "inf" else "nan or inf"
+            count = int(bad.sum())
+            text = f"{count} of {tensor.numel()} values {'is' if count == 1 else 'are'} {what}"
+            if not tensor.dim():
+                return text
+            rows = bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+            shown = ", ".join(map(str, rows[:4])) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+            return f"{text}, in sample{'s' if len(rows) > 1 else ''} {shown}"
+    return ""
+
+
+def _large(subject: Subject) -> Iterator[str]:
+    """Remark on weights that an update seems to have driven away."""
+    found = [(extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p)]
+    value, name = max(found, default=(0.0, ""))
+    if value > LARGE:
+        yield f"{name} holds values as large as {value:.3g}; if updates made them so, lower the learning rate"
+
+
+def _only_gradients(attempt: Attempt) -> bool:
+    return all(extremes(loss)[1] for loss in attempt.losses)
+
+
+def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
+    """Return the verdict on micro-batches that are finite one by one."""
+    leaf = attempt.added
+    assert leaf is not None
+    total = attempt.gradients[leaf]
+    return Verdict(
+        kind="overflow", op="add", phase="backward", parameter=subject.names.get(id(leaf), ""),
+        dtypes=(str(total.dtype).removeprefix("torch."),), shapes=(tuple(total.shape),),
+        value=extremes(total)[0], limit=torch.finfo(total.dtype).max,
+    )  # fmt: skip
+
+
+def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Verdict, list[str]]:
+    """Find out whether the loss scale alone makes the gradients overflow."""
+    if subject.scale <= 1.0 or subject.scaling == "none":
+        return verdict, []
+    without = subject.replay.run(factor=1.0 / subject.scale, only=attempt.only)
+    if without.bad:
+        return verdict, ["it is no scaling problem: with scale 1 it is the same"]
+    ways = "it adapts by itself" if subject.scaling == "dynamic" else "it is fixed"
+    detail = f"it was {subject.scale:g}, and {ways}"
+    return replace(verdict, kind="scale_too_high", detail=detail), ["at scale 1 the step is finite"]
+
+
+def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
+    """Return the verdict on a step whose forward and backward passes are finite."""
+    bad = _bad_states(subject)
+    for name in bad:
+        return Verdict(kind="bad_state", phase="update", parameter=name)
+    gradients = list(attempt.gradients.values())
+    if gradients and subject.normed:
+        norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float32)
+                 for g in gradients if g.is_floating_point()]  # fmt: skip
+        norm = torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros(())
+        if not bool(torch.isfinite(norm)):
+            largest = max(extremes(g)[0] for g in gradients)
+            return Verdict(
+                kind="overflow", op="linalg.vector_norm", phase="update", dtypes=("float32",), shapes=((),),
+                value=largest, limit=FP32_MAX, notes=("every gradient is finite; the sum of their squares is not",),
+            )  # fmt: skip
+    return Verdict(kind="not_reproducible")
+
+
+def _bad_states(subject: Subject) -> list[str]:
+    """Return names of what the optimizer keeps that is not finite."""
+    found = []
+    if subject.optimizer is not None:
+        names = subject.names
+        kind = type(subject.optimizer).__name__
+        for parameter, state in subject.optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and not extremes(value)[1]:
+                    found.append(f"{key} of {names.get(id(parameter), '?')} in {kind}")
+    return found
+
+
+def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
+    """Say where the replay is not what the step was."""
+    for index, (kept, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False)):
+        if kept.loss is not None and not torch.equal(kept.loss.cpu(), loss.float().cpu().to(kept.loss.dtype)):
+            if kept.loss.numel() != 1 or loss.numel() != 1:  # reduced outside of the loss function
+                if not torch.equal(kept.loss.cpu().nan_to_num(), loss.float().cpu().to(kept.loss.dtype).nan_to_num()):
+                    yield f"the losses of micro-batch {index + 1} were others than in the replay"
+                continue
+            first, second = float(kept.loss), float(loss)
+            if first == first or second == second:
+                yield f"the loss of micro-batch {index + 1} was {first!r} and is {second!r} in the replay"
+    for index, kept in enumerate(subject.replay.window):
+        now = [t._version for t in tensors((kept.batch, kept.named)) if not t.is_inference()]
+        if now != kept.versions:
+            yield f"micro-batch {index + 1} has been written to since its forward pass began"
+
+
+def _reasons(subject: Subject) -> Iterator[str]:
+    """Say what a replay cannot bring back."""
+    for kept in subject.replay.window:
+        for value in (*kept.batch, *kept.named.values()):
+            if isinstance(value, Iterator):
+                yield f"the batch holds a {type(value).__name__}, which can be read once"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        yield "gradients of ranks are added, and their sum may overflow where each is finite; a replay adds none"
+    yield (
+        "torch's generators, buffers and batch were as in the step; Python's and NumPy's generators and a model's "
+        "own attributes were not"
+    )
+
+
+def _compiled(model: nn.Module) -> bool:
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())

@@ -1,0 +1,278 @@
+"""Replay: run kept micro-batches again, exactly, and leave everything as it was.
+
+What a forward or backward pass may change is put back: generators, buffers, plain attributes of modules, gradients.
+Where it can, the backward pass of a replay goes through `torch.autograd.grad`, which touches no ``.grad`` and runs no
+hook that would step an optimizer or reduce over ranks; only re-entrant checkpointing needs ``backward()``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.cast.composites import unreported
+from halfstep.errors import StepError
+from halfstep.lens.box.trace import Trace
+from halfstep.lens.box.values import extremes
+from halfstep.lens.generators import generators, held_generators
+from halfstep.step.memory import Kept, put_random
+from halfstep.trees import map_tensors
+
+__all__ = ["Attempt", "Replay", "leaves_of"]
+
+PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
+LOWS = frozenset({torch.float16, torch.bfloat16})
+COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+REENTRANT = "CheckpointFunctionBackward"
+
+
+@dataclass(eq=False)
+class Attempt:
+    """What came out of one replay.
+
+    Attributes:
+        losses: detached, one for each micro-batch.
+        gradients: of each leaf that got one, summed over the micro-batches.
+        bad: whether the loss or a gradient is not finite.
+        index: the first micro-batch that is not finite, or None.
+        culprits: leaves whose gradient is not finite.
+        trace: the instruments, if there were any: of the micro-batch `index`.
+        odd: in words, why nothing can be said of it: what came out is no loss.
+        added: the leaf whose gradients are finite in each micro-batch and whose sum is not, or None.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    bad: bool = False
+    index: int | None = None
+    culprits: list[Tensor] = field(default_factory=list)
+    trace: Trace | None = None
+    odd: str = ""
+    added: Tensor | None = None
+
+    @property
+    def only(self) -> int | None:
+        """The micro-batch that shows what is wrong by itself; None if it takes all of them."""
+        return None if self.added is not None else self.index
+
+
+@dataclass(eq=False)
+class Replay:
+    """Runs micro-batches again.
+
+    Args:
+        model: the user's model, unwrapped.
+        forward: ``forward(batch, named) -> loss`` in its region, or something else that shows what went wrong.
+        window: the micro-batches.
+        buffers: values of buffers before the window, as `Memory` keeps them.
+        around: what surrounds a backward pass.
+        wide: whether gradients of micro-batches are added in fp32, whatever the format of their parameter.
+    """
+
+    model: nn.Module
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    window: Sequence[Kept]
+    buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    wide: bool = False
+
+    def run(self, *, traced: bool = False, factor: float | None = None, only: int | None = None) -> Attempt:
+        """Run the window once more.
+
+        Args:
+            traced: whether to look on; the trace is of the first micro-batch that is not finite.
+            factor: what every seed is multiplied by; None: as it was.
+            only: the only micro-batch to run.
+        """
+        attempt = Attempt()
+        with self._undone() as modules:
+            for module, name, value in self.buffers:
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.shape == value.shape:
+                    with torch.no_grad():
+                        buffer.copy_(value)
+            for index, kept in enumerate(self.window):
+                if only is None or index == only:
+                    self._one(attempt, index, kept, modules, traced=traced, factor=factor)
+                    if attempt.bad and attempt.trace is not None:
+                        break
+        return attempt
+
+    def _one(
+        self, attempt: Attempt, index: int, kept: Kept, modules: _Modules, *, traced: bool, factor: float | None
+    ) -> None:
+        put_random(kept.random)
+        batch, named = map_tensors((kept.batch, kept.named), _own)
+        trace = Trace(self.model) if traced else None
+        with ExitStack() as stack:
+            if trace is not None:
+                trace.expect((batch, named))
+                stack.enter_context(trace.watching())
+            loss = self.forward(batch, named)
+            if not isinstance(loss, Tensor):
+                attempt.odd = f"the loss function returned {type(loss).__name__} in the replay"
+                return
+            with torch.no_grad():
+                seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
+                if factor is not None:
+                    seed = seed * factor
+            with self.around():
+                gradients = _gradients(loss, seed, modules)
+        attempt.losses.append(loss.detach())
+        culprits = [leaf for leaf, gradient in gradients.items() if not extremes(gradient)[1]]
+        bad = bool(culprits) or not extremes(loss)[1]
+        if bad and attempt.index is None:
+            attempt.bad, attempt.index, attempt.culprits, attempt.trace = True, index, culprits, trace
+            if trace is not None:
+                trace.loss = loss
+                trace.gradients = gradients
+                return
+        for leaf, gradient in gradients.items():
+            held = attempt.gradients.get(leaf)
+            if self.wide and len(self.window) > 1 and gradient.dtype in LOWS:
+                gradient = gradient.float()
+            attempt.gradients[leaf] = gradient if held is None else held + gradient
+        if not attempt.bad:
+            sums = [leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1]]
+            if sums:
+                attempt.bad, attempt.index, attempt.culprits, attempt.added = True, index, sums, sums[0]
+
+    @contextmanager
+    def _undone(self) -> Iterator[_Modules]:
+        """Put back what a replay changes."""
+        modules = _Modules()
+        modules.keep(self.model)
+        put_back = generators()
+        with ExitStack() as stack:
+            if hasattr(torch.compiler, "set_stance"):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch.enable_grad())
+            if _several_ranks():
+                stack.enter_context(_Alone())
+            # other models that the loss function calls: a critic, a teacher
+            stack.callback(register_module_forward_pre_hook(lambda module, args: modules.keep(module)).remove)
+            try:
+                yield modules
+            finally:
+                modules.put_back()
+                put_back()
+
+
+def _several_ranks() -> bool:
+    here = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return here and torch.distributed.get_world_size() > 1
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses what would wait for other ranks, which run no replay, or another one: a gathered batch, SyncBatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in COLLECTIVE:
+            raise StepError(
+                f"the forward or backward pass communicates with other ranks ({func}), and a replay runs on one alone"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _Modules:
+    """Buffers, generators and plain attributes of the modules that a replay runs, as they were before."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Module, tuple[dict[str, Tensor | None], dict[str, Any]]] = {}
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+
+    def keep(self, module: nn.Module) -> None:
+        """Remember `module` and all below, unless it is known."""
+        if module in self._kept:
+            return
+        for part in module.modules():
+            if part not in self._kept:
+                plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN)}
+                self._kept[part] = dict(part._buffers), plain
+                self._generators += [(generator, generator.get_state()) for generator in held_generators(part)]
+                self._buffers += [(b, b.detach().clone()) for b in part._buffers.values() if b is not None]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of all of them."""
+        for module in self._kept:
+            yield from (p for p in module.parameters(recurse=False) if p.requires_grad)
+
+    def put_back(self) -> None:
+        """Make all of them as they were."""
+        with torch.no_grad():
+            for buffer, kept in self._buffers:
+                if not torch.equal(buffer, kept) or not extremes(kept)[1]:
+                    buffer.copy_(kept)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for module, (held, plain) in self._kept.items():
+            module._buffers.update(held)
+            for name, value in plain.items():
+                if vars(module).get(name) is not value:
+                    vars(module)[name] = value
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a copy that a replay may write to."""
+    copy = tensor.detach().clone()
+    return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
+
+
+def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
+    """Return the leaves `loss` depends on, and whether re-entrant checkpoints lie between."""
+    found: dict[Tensor, None] = {}
+    reentrant = False
+    seen, todo = set[Any](), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[variable] = None
+        reentrant = reentrant or node.name() == REENTRANT
+        todo += [following for following, _ in node.next_functions]
+    return list(found), reentrant
+
+
+def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Tensor]:
+    """Return the gradients of all leaves; theirs are as before afterwards."""
+    leaves, reentrant = leaves_of(loss)
+    if not leaves and not reentrant:
+        return {}
+    if not reentrant:
+        found = unreported(torch.autograd.grad)(loss, leaves, grad_outputs=seed, allow_unused=True)
+        return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+    leaves = list(dict.fromkeys([*leaves, *modules.parameters()]))
+    held = [(leaf, leaf.grad) for leaf in leaves]
+    hooks = [h for h in (getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves) if h]
+    copies = [dict(h) for h in hooks]
+    try:
+        for hook in hooks:
+            hook.clear()
+        for leaf in leaves:
+            leaf.grad = None
+        unreported(torch.autograd.backward)(loss, seed)
+        return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+    finally:
+        for leaf, gradient in held:
+            leaf.grad = gradient
+        for hook, copy in zip(hooks, copies, strict=True):
+            hook.update(copy)

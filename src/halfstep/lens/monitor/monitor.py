@@ -1,0 +1,282 @@
+"""Monitor: on every N-th update it looks at gradients, weights and activations, and at nothing in between.
+
+Between samples nothing is attached but one entry in `TrainStep.watchers` (or a step hook of an optimizer), which counts
+updates. A sample is counted on the device and nobody waits for it; `poll` begins to copy what has gathered to the host
+and hands it out once it has arrived. So sketches of a thousand steps take no more memory than those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.errors import StepError
+from halfstep.formats import Format, format_of
+from halfstep.lens.finding import Finding
+from halfstep.lens.monitor.readings import Load, Readings
+from halfstep.lens.monitor.records import MonitorRecord
+from halfstep.lens.monitor.sampler import LOWS, Sampler
+from halfstep.lens.monitor.symptoms import symptoms
+from halfstep.policy.resolve import resolved
+from halfstep.step.prepare import prepared_policy, store_of, unwrap
+from halfstep.step.train_step import TrainStep
+
+__all__ = ["Monitor"]
+
+
+class Monitor:
+    """Samples a long run: sketches of gradients, weights and activations, and what updates did to weights.
+
+    Between samples it costs a count. A sample costs a pass over the gradients, and with `weights` a copy of the weights
+    and some passes over them. It changes nothing in training and never waits for the device, but where it is read.
+
+    Attributes:
+        every: updates from one sample to the next.
+        format: the low format that shares are shares in.
+
+    Args:
+        target: a `TrainStep`; or a model, prepared or not, that is trained by a loop of one's own.
+        optimizer: the optimizer of that loop, whose steps are counted; not for a `TrainStep`.
+        every: sample each so many updates.
+        weights: also sketch weights and see what updates do to them.
+        activations: also sketch what leaf modules return, by forward hooks that are there for sampled steps only.
+        format: the low format; default: that of the policy, or of low parameters.
+        scaler: the loop's scaler (halfstep's or torch's), so that unscaled gradients are seen as they were computed.
+
+    Raises:
+        StepError: arguments that make no sense together.
+
+    Example:
+        >>> monitor = hs.Monitor(step, every=100)
+        >>> for x, y in batches:
+        ...     step(x, y)
+        ...     for record in monitor.poll():
+        ...         writer.add(record)
+        >>> for finding in monitor.findings():
+        ...     print(finding)
+    """
+
+    def __init__(
+        self,
+        target: TrainStep | nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        every: int = 100,
+        weights: bool = True,
+        activations: bool = False,
+        format: Format | str | torch.dtype | None = None,
+        scaler: Any = None,
+    ) -> None:
+        _validate(target, optimizer, every, scaler)
+        model = target.model if isinstance(target, TrainStep) else target
+        self.every = every
+        if activations and _is_compiled(model):
+            raise StepError(
+                "activations=True watches modules by hooks, and code that torch.compile has made calls none (or is "
+                "compiled again for each sample); watch the model before it is compiled, or leave activations out"
+            )
+        self.format = format_of(format) if format is not None else _low_format(model)
+        self._step = target if isinstance(target, TrainStep) else None
+        trained = optimizer if self._step is None else self._step.optimizer
+        assert trained is not None
+        self._optimizer = trained
+        self._scaler = scaler
+        store = store_of(model)
+        self._sampler = Sampler(unwrap(model), trained, store, weights=weights, activations=activations)
+        self._readings = Readings(self._sampler, store, self.format)
+        self._updates = self._samples = 0
+        self._scale: Tensor | None = None  # of the last sample
+        self._loads: list[Load] = []
+        self._records: list[MonitorRecord] = []
+        self._found: dict[str, tuple[int, dict[str, Finding]]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
+        self._attach()
+        self._arm()
+
+    # ------------------------------------------------------------------ attaching
+
+    def _attach(self) -> None:
+        if self._step is not None:
+            self._step.watchers.append(self)
+            return
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """Take the monitor off; what it has seen can still be read."""
+        if self._step is not None and self in self._step.watchers:
+            self._step.watchers.remove(self)
+        for handle in (*self._handles, *self._hooks):
+            handle.remove()
+        self._handles, self._hooks = [], []
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_due():
+            self.before_update([p for p in self._sampler.parameters if p.grad is not None])
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = getattr(optimizer, "found_inf", None) if self._is_due() else None
+        self.after_update(None if found is None else found.reshape(()) != 0)
+
+    def _is_due(self) -> bool:
+        return (self._updates + 1) % self.every == 0
+
+    def _arm(self) -> None:
+        """Put hooks on leaf modules if the next update is one to sample, take them off if not."""
+        if not self._sampler.activations or bool(self._hooks) == self._is_due():
+            return
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = self._sampler.hooks() if self._is_due() else []
+
+    # ------------------------------------------------------------------ a sample
+
+    @torch.no_grad()
+    def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Count the gradients, and copy what the update will change, if this update is one to sample."""
+        if self._is_due():
+            self._scale = self._current_scale()
+            unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
+            self._sampler.before(parameters, self._scale if unscaled else None)
+
+    @torch.no_grad()
+    def after_update(self, bad: Tensor | None) -> None:
+        """Compare what the update has changed with the copies, if this update was one to sample.
+
+        Args:
+            bad: 0-dim bool: the update was not applied; None: it was.
+        """
+        self._updates += 1
+        if self._updates % self.every == 0:
+            self._samples += 1
+            self._sampler.after(bad)
+        self._arm()
+
+    def _current_scale(self) -> Tensor | None:
+        """Return a copy of the loss scale of this update's gradients; None without scaling."""
+        if self._step is not None:
+            return self._step._scale.clone()
+        scale = getattr(self._scaler, "_scale", None)  # torch's
+        if self._scaler is not None and hasattr(self._scaler, "scale_on"):
+            scale = self._scaler.scale_on(self._sampler.parameters[0].device)
+        return scale.clone() if isinstance(scale, Tensor) else None
+
+    # ------------------------------------------------------------------ reading
+
+    def poll(self) -> list[MonitorRecord]:
+        """Return the records that have arrived since the last call, oldest first; never waits.
+
+        A call after a sample sends what has gathered on its way; on a CPU it has arrived at once.
+        """
+        return self._read(wait=False)
+
+    def flush(self) -> list[MonitorRecord]:
+        """Return all there is, also what is still on its way; waits for the device. For the end of a run."""
+        return self._read(wait=True)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what is wrong, each kind once, in the order in which they were seen first; waits for the device.
+
+        Records that `poll` has not handed out yet stay for it.
+        """
+        self._receive(wait=True)
+        made = []
+        for step, places in self._found.values():
+            worst = sorted(places.values(), key=lambda f: (-f.severity, f.place))
+            also = tuple(dict.fromkeys(f.place for f in worst[1:] if f.place != worst[0].place))
+            made.append(replace(worst[0], step=step, also=also))
+        return tuple(made)
+
+    def _read(self, *, wait: bool) -> list[MonitorRecord]:
+        self._receive(wait=wait)
+        records, self._records = self._records, []
+        return records
+
+    def _receive(self, *, wait: bool) -> None:
+        if self._samples and (wait or not self._loads):
+            self._send()
+        while self._loads:
+            load = self._loads[0]
+            for event in load.events:
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return
+            self._loads.pop(0)
+            record = self._readings.record(load)
+            self._records.append(record)
+            for finding in symptoms(record, self.format):
+                _, places = self._found.setdefault(finding.kind, (record.step, {}))
+                key = f"{finding.role} {finding.place}"
+                if key not in places or places[key].severity < finding.severity:
+                    places[key] = finding
+
+    def _send(self) -> None:
+        load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))
+        for device, shelf in self._sampler.take().items():
+            gathered = shelf.tensors()
+            if self._scale is not None and self._scale.device == device:
+                gathered.append(self._scale)
+            if device.type == "cuda":
+                copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in gathered]
+                for copy, tensor in zip(copies, gathered, strict=True):
+                    copy.copy_(tensor, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                load.events.append(event)
+                gathered = copies
+            load.parts.append((shelf.numbers, gathered))
+        self._samples = 0
+        self._loads.append(load)
+
+
+# ---------------------------------------------------------------------- what it is given
+
+
+def _validate(target: object, optimizer: object, every: object, scaler: object) -> None:
+    if not isinstance(target, (TrainStep, nn.Module)):
+        raise StepError(f"Monitor watches a TrainStep or a model and was given {type(target).__name__}")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise StepError(f"Monitor(every={every!r}): expected a whole number of updates from 1")
+    if isinstance(target, TrainStep) and (optimizer is not None or scaler is not None):
+        raise StepError("Monitor(step) knows the step's own optimizer and scaler; leave these arguments out")
+    if isinstance(target, nn.Module) and not isinstance(optimizer, Optimizer):
+        raise StepError(
+            "Monitor(model) counts the steps of an optimizer; pass the one that trains the model, "
+            f"Monitor(model, optimizer), not {type(optimizer).__name__}"
+        )
+    if isinstance(target, nn.Module) and isinstance(optimizer, Optimizer):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in unwrap(target).parameters()):
+            raise StepError(
+                f"{type(optimizer).__name__} holds no parameter of {type(unwrap(target)).__name__}, so its steps would "
+                "say nothing; pass the optimizer that trains this model"
+            )
+    if scaler is not None and not hasattr(scaler, "scale_on") and not hasattr(scaler, "_scale"):
+        raise StepError(f"scaler must be the loop's GradScaler, halfstep's or torch's, and is {type(scaler).__name__}")
+
+
+def _low_format(model: nn.Module) -> Format:
+    policy = prepared_policy(model)
+    if policy is not None:
+        first = next(unwrap(model).parameters(), None)
+        return format_of(resolved(policy, "cpu" if first is None else first.device.type).dtype)
+    for parameter in unwrap(model).parameters():
+        if parameter.dtype in LOWS:
+            return format_of(parameter.dtype)
+    raise StepError("which low format? The model is not prepared and its parameters are fp32: pass format='fp16'")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    if unwrap(model) is not model and hasattr(model, "_orig_mod"):
+        return True
+    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules())

@@ -1,0 +1,129 @@
+"""SketchWriter: sketches over time for TensorBoard, as histograms over binary exponents.
+
+A bar over e stands for the numbers with ``2**e <= |x| < 2**(e + 1)``. Zeros, infinities and nan have no exponent; their
+shares are curves, like underflow, headroom and what updates do.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from halfstep.errors import HalfstepError
+from halfstep.lens.monitor.records import MonitorRecord
+from halfstep.lens.sketch import ExponentSketch
+
+__all__ = ["EventWriter", "SketchWriter"]
+
+
+NEEDED = ("add_scalar", "add_histogram_raw")
+
+
+class EventWriter(Protocol):
+    """What is needed of ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Add a point to a curve."""
+
+    def add_histogram_raw(
+        self,
+        tag: str,
+        min: float,
+        max: float,
+        num: int,
+        sum: float,
+        sum_squares: float,
+        bucket_limits: list[float],
+        bucket_counts: list[int],
+        global_step: int,
+    ) -> object:
+        """Add a histogram, given its bars."""
+
+
+class SketchWriter:
+    """Writes what a `Monitor` has seen to TensorBoard.
+
+    Tags: ``gradient/NAME``, ``weight/NAME`` and ``activation/MODULE`` are histograms; ``scale``, ``underflow/NAME``,
+    ``subnormal/NAME``, ``zeros/NAME``, ``nonfinite/NAME``, ``headroom/NAME``, ``update_ratio/NAME`` and
+    ``swallowed/NAME`` are curves.
+
+    Args:
+        target: a folder for event files, or a SummaryWriter (or anything with its `add_scalar` and
+            `add_histogram_raw`).
+
+    Raises:
+        HalfstepError: a folder, and the package tensorboard is not installed; or neither a folder nor a writer.
+
+    Example:
+        >>> writer = SketchWriter("runs/today")
+        >>> for record in monitor.poll():
+        ...     writer.add(record)
+    """
+
+    def __init__(self, target: str | Path | EventWriter) -> None:
+        if not isinstance(target, (str, Path)) and not all(hasattr(target, name) for name in NEEDED):
+            raise HalfstepError(f"SketchWriter takes a folder or a writer with {' and '.join(NEEDED)}, not {target!r}")
+        self.writer: EventWriter = _opened(target) if isinstance(target, (str, Path)) else target
+
+    def add(self, record: MonitorRecord) -> None:
+        """Write one record, at its step."""
+        step = record.step
+        self._curve("scale", record.scale, step)
+        for p in record.parameters:
+            self.add_sketch(f"gradient/{p.name}", p.gradient, step)
+            if p.weight is not None:
+                self.add_sketch(f"weight/{p.name}", p.weight, step)
+            curves = {
+                "underflow": p.underflow[1],
+                "subnormal": p.subnormal[1],
+                "zeros": p.zeros,
+                "nonfinite": p.nonfinite,
+                "headroom": p.headroom,
+                "update_ratio": p.update_ratio,
+                "swallowed": p.swallowed,
+            }
+            for name, value in curves.items():
+                self._curve(f"{name}/{p.name}", value, step)
+        for a in record.activations:
+            self.add_sketch(f"activation/{a.module}", a.sketch, step)
+
+    def add_sketch(self, tag: str, sketch: ExponentSketch, step: int) -> None:
+        """Write the histogram of a sketch's exponents; nothing if it has no number but zero."""
+        if not sketch.nonzero:
+            return
+        first, last = min(sketch.exponents), max(sketch.exponents)
+        counts = [sketch.exponents.get(e, 0) for e in range(first, last + 1)]
+        middles = [e + 0.5 for e in range(first, last + 1)]
+        self.writer.add_histogram_raw(
+            tag=tag,
+            min=math.log2(sketch.smallest),
+            max=math.log2(sketch.largest),
+            num=sketch.nonzero,
+            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
+            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+            bucket_limits=[float(e + 1) for e in range(first, last + 1)],
+            bucket_counts=counts,
+            global_step=step,
+        )
+
+    def _curve(self, tag: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            self.writer.add_scalar(tag, value, global_step=step)
+
+    def close(self) -> None:
+        """Write out what is buffered, if the writer can be closed."""
+        close = getattr(self.writer, "close", None)
+        if close is not None:
+            close()
+
+
+def _opened(folder: str | Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise HalfstepError(
+            f"writing event files to {str(folder)!r} needs the package tensorboard ({error}); install it, or pass a "
+            "writer of your own with add_scalar and add_histogram_raw"
+        ) from error
+    return SummaryWriter(str(folder))
