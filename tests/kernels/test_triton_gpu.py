@@ -97,10 +97,12 @@ def tail(given: Case) -> None:
 
 def test_a_step_waits_for_nothing() -> None:
     given = case("adam", "split", BF16, BF16, FP32).to("cuda")
-    with no_waits():
+    before = [weight.clone() for weight in given.lists[0]]
+    with no_waits():  # a wait raises
         for _ in range(3):
             given.gradients = [g.clone() for g in given.gradients]  # elsewhere, so that the tables are made anew
             tail(given)
+    assert not bool(given.bad) and not all(map(torch.equal, before, given.lists[0]))
 
 
 def test_a_captured_step_replays_with_new_gradients() -> None:

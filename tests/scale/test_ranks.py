@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
+    scales = []
     for fused, unscale, dtype in (
         (False, False, torch.float32),
         (True, False, torch.float32),
@@ -53,6 +55,8 @@ def train(rank: int, folder: str) -> None:
                 assert bool(scaler.skipped(optimizer)) is bad, (rank, fused, unscale)
             scaler.update()
             assert scaler.get_scale() == scale, (rank, fused, unscale, dtype)
+            scales.append(scaler.get_scale())
+    Path(folder, f"{rank}.json").write_text(json.dumps(scales), encoding="utf-8")
     dist.barrier()  # neither goes while the other still talks
     dist.destroy_process_group()
 
@@ -60,3 +64,5 @@ def train(rank: int, folder: str) -> None:
 @pytest.mark.dist
 def test_ranks_agree_on_a_skip(tmp_path: Path) -> None:
     mp.spawn(train, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
+    assert first == second == 4 * [8.0, 4.0, 4.0]

@@ -68,12 +68,15 @@ def test_a_replay_waits_for_nothing() -> None:
     for i in range(WARM_UPS + 1):
         step(*batch(i))
     inputs = batch(9)
-    torch.cuda.set_sync_debug_mode("error")
+    assert step._graphs is not None
+    before = step._graphs.replays
+    torch.cuda.set_sync_debug_mode("error")  # a wait raises
     try:
         for _ in range(5):
             step(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert step._graphs.replays == before + 5
 
 
 def test_dropout_draws_anew_in_every_replay() -> None:

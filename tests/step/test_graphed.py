@@ -403,7 +403,7 @@ def test_a_batch_that_has_no_kind_is_refused(extra: Any, text: str) -> None:
         step(*batch(0), extra)
 
 
-def refuse(text: str, model: nn.Module, optimizer: torch.optim.Optimizer, **named: Any) -> None:
+def assert_refused(text: str, model: nn.Module, optimizer: torch.optim.Optimizer, **named: Any) -> None:
     kind = type(model)
     with pytest.raises(StepError, match=text):
         hs.TrainStep(model, optimizer, loss_fn, cuda_graph=True, **named)
@@ -413,14 +413,16 @@ def refuse(text: str, model: nn.Module, optimizer: torch.optim.Optimizer, **name
 def test_what_no_graph_can_hold_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     adam = torch.optim.AdamW(model.parameters())
-    refuse("skips a bad step on the device, and RMSprop", model, torch.optim.RMSprop(model.parameters()))
-    refuse("and AdamW as it is here does not", model, torch.optim.AdamW(model.parameters(), foreach=True))
-    refuse("the model is in DataParallel", nn.DataParallel(model), adam)
-    refuse("makes CUDA graphs of its own", model, adam, compile={"mode": "reduce-overhead"})
+    assert_refused("skips a bad step on the device, and RMSprop", model, torch.optim.RMSprop(model.parameters()))
+    assert_refused("and AdamW as it is here does not", model, torch.optim.AdamW(model.parameters(), foreach=True))
+    assert_refused("the model is in DataParallel", nn.DataParallel(model), adam)
+    assert_refused("makes CUDA graphs of its own", model, adam, compile={"mode": "reduce-overhead"})
     sparse = nn.Embedding(4, 2, sparse=True)
-    refuse("has sparse gradients", sparse, torch.optim.SGD(sparse.parameters(), 0.1))
+    assert_refused("has sparse gradients", sparse, torch.optim.SGD(sparse.parameters(), 0.1))
     monkeypatch.delitem(recorder.RECORDERS, "cpu")
-    refuse(r"needs a model on one CUDA device and this one is on cpu; move it with model.to\('cuda'\)", model, adam)
+    assert_refused(
+        r"needs a model on one CUDA device and this one is on cpu; move it with model.to\('cuda'\)", model, adam
+    )
 
 
 def test_a_capture_that_fails_raises_what_the_step_raised(monkeypatch: pytest.MonkeyPatch) -> None:

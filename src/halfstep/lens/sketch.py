@@ -18,7 +18,6 @@ power of two, unless the product leaves the format it is computed in.
 
 from __future__ import annotations
 
-import base64
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +32,7 @@ from halfstep.errors import FormatError
 from halfstep.formats import Format, format_of
 from halfstep.kernels import exponents as layout
 from halfstep.kernels.pick import count_exponents_
+from halfstep.lens.packed import packed, unpacked
 
 __all__ = ["ExponentSketch", "Sketches"]
 
@@ -318,7 +318,7 @@ class ExponentSketch:
         written: dict[str, Any] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            written[entry.name] = _packed(value) if isinstance(value, dict) else None if value == math.inf else value
+            written[entry.name] = packed(value) if isinstance(value, dict) else None if value == math.inf else value
         return written
 
     @classmethod
@@ -430,42 +430,8 @@ def _number(bits: int) -> float:
     return value
 
 
-# ---------------------------------------------------------------------- text
-
-
-def _packed(counts: Mapping[int, int]) -> str:
-    """Return counts from the first to the last that is not zero, each as bytes of 7 bits, low ones first."""
-    if not counts:
-        return ""
-    written = bytearray()
-    for exponent in range(min(counts), max(counts) + 1):
-        rest = counts.get(exponent, 0)
-        while rest > 127:
-            written.append(rest & 127 | 128)
-            rest >>= 7
-        written.append(rest)
-    return f"{min(counts)} {base64.b85encode(bytes(written)).decode()}"
-
-
-def _unpacked(text: str) -> dict[int, int]:
-    if not text:
-        return {}
-    first, _, coded = text.partition(" ")
-    counts, exponent, value, shift = dict[int, int](), int(first), 0, 0
-    for byte in base64.b85decode(coded):
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            if value:
-                counts[exponent] = value
-            exponent, value, shift = exponent + 1, 0, 0
-    if shift:
-        raise ValueError("a table of counts is cut off")
-    return counts
-
-
 _READ: Mapping[str, Callable[[Any], Any]] = {
-    "dict[int, int]": _unpacked,
+    "dict[int, int]": unpacked,
     "int": int,
     "float": lambda value: math.inf if value is None else float(value),
 }
