@@ -156,7 +156,7 @@ def _cache() -> Path:
         if os.access(folder, os.W_OK):
             return folder
     except OSError:
-        pass
+        pass  # the temporary one is as good, until the next start of the machine
     folder = Path(tempfile.gettempdir(), f"halfstep-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

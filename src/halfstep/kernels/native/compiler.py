@@ -93,7 +93,7 @@ def cache_folder() -> Path:
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # RuntimeError: there is no home
-        pass
+        pass  # nothing is lost: they are compiled once for this process
     return Path(_temporary().name)
 
 
