@@ -97,6 +97,7 @@ def _split(label: str) -> tuple[str, str]:
             return name.strip(), dtype
         if found and separator == ":" and not dtype.endswith(".toml"):
             raise TaskError(
-                f"policy {label!r}: unknown format {dtype!r}{did_you_mean(dtype, FORMATS)}; expected {FORMATS}"
+                f"policy {label!r}: unknown format {dtype!r}{did_you_mean(dtype, FORMATS)}; "
+                f"expected one of {', '.join(FORMATS)}"
             )
     return label.strip(), ""
