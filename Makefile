@@ -1,6 +1,7 @@
 # The one door for developers; CI goes through it too. `make` alone lists the targets.
 #   PYTHON     the interpreter that creates .venv (3.10 or newer)
 #   PIP_FLAGS  more arguments for pip install, such as the index of a torch build
+#   MINUTES    how long `make fuzz` runs
 PYTHON    ?= python3
 PIP_FLAGS ?=
 VENV      := .venv
@@ -8,10 +9,11 @@ BIN       := $(VENV)/bin
 READY     := $(VENV)/.ready
 PEERS     := $(VENV)/.ready-bench
 QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
+MINUTES   ?= 10
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens count faults compare-full tables clean
+.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens count faults fuzz compare-full tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -63,6 +65,9 @@ count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchma
 
 faults: $(READY)  ## score the instruments on seeded faults and healthy controls
 	$(BIN)/python -m tests.faults.scored
+
+fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10 minutes (MINUTES=60 for an hour)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
