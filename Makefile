@@ -13,7 +13,7 @@ MINUTES   ?= 10
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens count faults fuzz compare-full tables clean
+.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens bench-pages count faults fuzz compare-full tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -59,6 +59,9 @@ bench-gpu: $(PEERS)  ## the same on a CUDA device -> benchmarks/results/gpu.json
 
 bench-lens: $(READY)  ## what black box, monitor and audit cost, some 7 minutes on 2 cores -> benchmarks/results/lens.json
 	$(QUIET) $(BIN)/python -m benchmarks.lens --json benchmarks/results/lens.json
+
+bench-pages: $(READY)  ## page faults of a step, some 5 minutes on 2 cores -> benchmarks/results/pages.json
+	$(QUIET) $(BIN)/python -m benchmarks.pages --json benchmarks/results/pages.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json

@@ -162,6 +162,17 @@ def furthest_curve(reports: Reports) -> Reached | None:
     return max(found, key=lambda reached: reached.value, default=None)
 
 
+def most_faults(reports: Reports) -> Reached | None:
+    """Read the most page faults of a step, over all models and presets, alone in a process and among others."""
+    found = [
+        Reached(value=max(r["alone"], r["together"]), where=f"{case['title']}, {label}")
+        for case in reports.pages.get("cases", {}).values()
+        for label, r in case["rows"].items()
+        if label in PRESETS
+    ]
+    return max(found, key=lambda reached: reached.value, default=None)
+
+
 def instrument(case: str, *path: str) -> Read:
     """Read a paired ratio out of what was measured of instruments on a case.
 
@@ -259,6 +270,11 @@ def goals() -> Iterator[Goal]:
         what="loss curve of 50 steps: deviation from fp32 / torch.amp's, the furthest of all presets",
         bound=FACTOR,
         read=furthest_curve,
+    )
+    yield Goal(
+        what="page faults a step, any model and preset, alone in a process and among eight candidates",
+        bound=300,
+        read=most_faults,
     )
     yield Goal(
         what="GPU: step of GPT-2, 124M: `pure` / torch.amp",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,20 @@ class Reports:
         gpu: the same with ``--device cuda``.
         counts: written by ``python -m halfstep.testing.count --json``: steps on fake CUDA tensors.
         lens: written by ``python -m benchmarks.lens --json``: what instruments cost.
+        pages: written by ``python -m benchmarks.pages --json``: page faults.
     """
 
     cpu: dict[str, Any]
     gpu: dict[str, Any]
     counts: dict[str, Any]
     lens: dict[str, Any] = field(default_factory=dict)
+    pages: dict[str, Any] = field(default_factory=dict)
 
 
 def committed() -> Reports:
     """Return the committed files."""
-    return Reports(cpu=load("cpu.json"), gpu=load("gpu.json"), counts=load("counts.json"), lens=load("lens.json"))
+    names = [part.name for part in fields(Reports)]
+    return Reports(**{name: load(f"{name}.json") for name in names})
 
 
 def row(report: dict[str, Any], case: str, label: str) -> dict[str, Any] | None:

@@ -124,6 +124,27 @@ def entry(bench: dict[str, Any]) -> str:
     return table(["region", "us to make, enter and leave", "time / torch.autocast"], rows)
 
 
+def faults(report: dict[str, Any]) -> str:
+    """Return the page faults of a step and the largest memory of its process, candidate by candidate."""
+    if not report:
+        return "Not measured here."
+    rows = [
+        [
+            case["title"],
+            f"`{label}`",
+            whole(found["alone"]),
+            whole(found["together"]),
+            whole(found.get("alone_left")),
+            whole(found["MiB"]),
+            whole(found.get("MiB_left")),
+        ]
+        for case in report["cases"].values()
+        for label, found in case["rows"].items()
+    ]
+    head = ["model", "candidate", "faults a step, alone", f"among {report['together']}", "alone, malloc as it is"]
+    return table([*head, "process at most, MiB", "malloc as it is, MiB"], rows)
+
+
 def norms(bench: dict[str, Any]) -> str:
     found = bench["micro"]["norms"]["rows"]
     rows = [[name, f"{1e3 * data['ms']:.0f}", ratio(data)] for name, data in found.items()]
@@ -313,6 +334,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         "goals": goal_table(reports, goals()),
         "entry": entry(bench),
         "norms": norms(bench),
+        "source pages": f"{source(reports.pages)} Commit {reports.pages['commit']}." if reports.pages else "",
+        "pages": faults(reports.pages),
         "spread": spread(bench),
         "cases": cases(bench),
         "stages": stages(bench),

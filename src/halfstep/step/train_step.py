@@ -26,6 +26,7 @@ from halfstep.cast.recompute import backward
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult, StepWatcher, Verdict
+from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
@@ -346,6 +347,8 @@ class TrainStep:
             self._memory.end(verdict.bad, self._scale, watched=self._box is not None)
             if verdict.bad.device.type == "cpu":  # known at once, before anybody can write to weights or batch
                 self._heed(wait=False)
+        if device.type == "cpu":
+            keep_pages(self)
         return verdict.norm, verdict.bad, culprits
 
     def _refused(self, parameters: list[nn.Parameter]) -> bool:

@@ -1,0 +1,70 @@
+"""Pages: memory that every training step on a CPU needs again stays mapped from step to step.
+
+Note [pages]: glibc's malloc gives memory back to the system when a block of more than 32 MiB is freed, and when the
+top of its heap is free. A training step frees its activations and gradients and needs as much again a moment later;
+each page that was given back costs a fault and is filled with zeros anew. For blocks below 32 MiB this depends on what
+lies above them in the heap, hence on chance. While a training step is in use on a CPU, malloc keeps what is freed: no
+block is mapped by itself up to 2 GiB, and the top of the heap is not cut. When the last such step is gone, malloc
+returns free pages, and gives memory back as it does by default.
+
+The setting holds for the whole process, as malloc has no other. It begins after a step's first update: blocks allocated
+before it (the model, the optimizer's state) lie where they would lie without it, and the buffers of that update leave
+no holes between them, into which aligned blocks of the same size would not fit again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from functools import cache
+from typing import Any
+
+__all__ = ["keep_pages"]
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of settings: https://man7.org/linux/man-pages/man3/mallopt.3.html
+NEVER = -1  # of TRIM_THRESHOLD
+LARGEST = 2**31 - 1  # bytes, of MMAP_THRESHOLD: mallopt takes an int
+MOST_BY_DEFAULT = 2**25  # bytes: where MMAP_THRESHOLD ends when malloc moves it by itself; TRIM_THRESHOLD ends at twice
+
+
+def keep_pages(user: object) -> None:
+    """Let malloc keep freed memory as long as `user` lives; note [pages]. Does nothing where malloc is not glibc's."""
+    library = _glibc()
+    if library is None:
+        return
+    users = _users()
+    if id(user) in users:
+        return
+    if not users:
+        if not library.mallopt(MMAP_THRESHOLD, LARGEST):  # some versions take no more than the most by default
+            library.mallopt(MMAP_THRESHOLD, MOST_BY_DEFAULT)
+        library.mallopt(TRIM_THRESHOLD, NEVER)
+    users.add(id(user))
+    weakref.finalize(user, _leave, id(user)).atexit = False
+
+
+def _leave(user: int) -> None:
+    """Go back to malloc's defaults if this was the last user."""
+    users = _users()
+    users.discard(user)
+    if not users:
+        library = _glibc()
+        library.mallopt(MMAP_THRESHOLD, MOST_BY_DEFAULT)
+        library.mallopt(TRIM_THRESHOLD, 2 * MOST_BY_DEFAULT)
+        library.malloc_trim(0)
+
+
+@cache
+def _users() -> set[int]:
+    """Return the ids of the training steps that have memory kept for them."""
+    return set()
+
+
+@cache
+def _glibc() -> Any:
+    """Return the C library if it is glibc, else None."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt") else None
