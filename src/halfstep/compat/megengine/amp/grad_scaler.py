@@ -177,6 +177,7 @@ class GradScaler:
             holder: Any = _Holder(tensors)
             self._core.step(holder)
             bad = bool(self._core.skipped(holder))
+            holder.param_groups = []  # the core remembers the holder up to the next update, and tensors may go before
         for tensor in tensors:
             if bad:
                 tensor.grad = None
