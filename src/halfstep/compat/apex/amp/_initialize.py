@@ -26,11 +26,13 @@ from halfstep.compat.apex.amp.casts import NAMES
 from halfstep.compat.apex.amp.handle import AmpHandle, close_own_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.errors import BindError
+from halfstep.trees import opened
 
 __all__ = ["close_casts", "initialize"]
 
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
 BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
@@ -76,7 +78,7 @@ def initialize(
             done.append(optimizer)
         for model in model_list:
             _prepare(model, inner, session, policy, loud=loud)
-            _cast_outputs(model, properties, cast_model_outputs)
+            _cast_at_the_door(model, properties, cast_model_outputs)
         for optimizer in inner:
             for group in optimizer.param_groups:
                 adopt(optimizer, session, group["params"])
@@ -99,7 +101,9 @@ def _prepare(
 ) -> None:
     properties = session.properties
     if o1 is not None:
-        if not loud:  # a bound model's region would hide its operators from what prints them
+        # A bound model's region would hide its operators from what prints them; and binding makes parameters fp32,
+        # which O1 leaves as they are: a model with low ones is cast by this thread's region alone.
+        if not loud and not any(p.dtype in NAMES for p in model.parameters()):
             attach(model, optimizers, o1)
         return
     low = properties.low
@@ -154,38 +158,57 @@ def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, l
 
 
 class _CastInputs:
-    """A forward hook that casts floating inputs."""
+    """A forward hook that casts inputs: floating tensors, and objects of other classes by their own `to`.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    Args:
+        dtype: the format.
+        tensors: whether tensors are cast; the policy of a low model has cast them.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
+        self.dtype, self.tensors = dtype, tensors
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast((args, kwargs), self.dtype)  # type: ignore[no-any-return]
+        return tuple(_cast(a, self.dtype, tensors=self.tensors) for a in args), {
+            name: _cast(value, self.dtype, tensors=self.tensors) for name, value in kwargs.items()
+        }
 
 
 class _CastOutputs:
-    """A forward hook that casts floating outputs."""
+    """A forward hook that casts outputs, as `_CastInputs` does inputs."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
+        self.dtype, self.tensors = dtype, tensors
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, self.dtype)
+        return _cast(output, self.dtype, tensors=self.tensors)
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    eligible = (torch.float32, torch.float16, torch.bfloat16)
-    return hs.map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in eligible else tensor)
+def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
+    """Return `value` cast; what holds nothing to cast is returned as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if tensors and value.dtype in ELIGIBLE else value
+    node = opened(value)
+    if node is None:
+        # As in Apex, a class of one's own casts itself. A module would be changed for good, so it stays.
+        own = getattr(value, "to", None)
+        return own(dtype) if callable(own) and not isinstance(value, (nn.Module, type)) else value
+    items = [item for _, item in node[0]]
+    made = [_cast(item, dtype, tensors=tensors) for item in items]
+    return value if all(one is other for one, other in zip(made, items, strict=True)) else node[1](made)
 
 
-def _cast_outputs(model: nn.Module, properties: Any, dtype: torch.dtype | None) -> None:
-    """Cast at the model's door what its policy does not cast there."""
+def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | None) -> None:
+    """Cast where `model` is entered and left what its policy does not cast there."""
     cast = properties.cast_model_type
-    if cast is torch.float32 and not properties.patch_torch_functions:
-        model.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True)
-        dtype = dtype or torch.float32
-    if dtype is not None:
-        model.register_forward_hook(_CastOutputs(dtype))
+    if cast and not properties.patch_torch_functions:  # O0, O2, O3; False casts nothing
+        own = properties.low is not None  # the policy casts tensors
+        model.register_forward_pre_hook(_CastInputs(cast, tensors=not own), with_kwargs=True)
+        if own and outputs is None:
+            model.register_forward_hook(_CastOutputs(torch.float32, tensors=False))
+        outputs = outputs or (None if own else torch.float32)
+    if outputs is not None:
+        model.register_forward_hook(_CastOutputs(outputs))
 
 
 def _release(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What the four optimizers share: Apex's arguments, and the frame of a step."""
+"""What the optimizers share: Apex's arguments, and the frame of a step."""
 
 from __future__ import annotations
 
