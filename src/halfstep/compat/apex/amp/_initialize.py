@@ -177,11 +177,11 @@ class _CastInputs:
 class _CastOutputs:
     """A forward hook that casts outputs, as `_CastInputs` does inputs."""
 
-    def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
-        self.dtype, self.tensors = dtype, tensors
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, self.dtype, tensors=self.tensors)
+        return _cast(output, self.dtype, tensors=True)
 
 
 def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
@@ -204,8 +204,6 @@ def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | 
     if cast and not properties.patch_torch_functions:  # O0, O2, O3; False casts nothing
         own = properties.low is not None  # the policy casts tensors
         model.register_forward_pre_hook(_CastInputs(cast, tensors=not own), with_kwargs=True)
-        if own and outputs is None:
-            model.register_forward_hook(_CastOutputs(torch.float32, tensors=False))
         outputs = outputs or (None if own else torch.float32)
     if outputs is not None:
         model.register_forward_hook(_CastOutputs(outputs))
