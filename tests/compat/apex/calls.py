@@ -1,5 +1,7 @@
 """Calls of Apex's names with Apex's arguments, and the value that Apex gives (or arithmetic by hand)."""
 
+# ruff: noqa: E501 - a table, one call a line
+
 from __future__ import annotations
 
 import contextlib
@@ -66,9 +68,10 @@ def alone() -> tuple[Any, Any]:
 def left_half() -> tuple[Any, Any]:
     amp._amp_state.allow_incoming_model_not_fp32 = True
     found = []
-    for level, words in (("O1", {}), ("O1", {"cast_model_type": False}), ("O3", {"cast_model_type": False})):
+    for level, kind in (("O1", None), ("O1", False), ("O3", False)):
         model = linear().half()
-        amp.initialize(model, torch.optim.SGD(model.parameters(), 0.5), opt_level=level, verbosity=0, **words)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        amp.initialize(model, optimizer, opt_level=level, cast_model_type=kind, verbosity=0)
         found.append(model.weight.dtype)
     return found, [HALF] * 3
 
@@ -280,7 +283,11 @@ def stash() -> tuple[Any, Any]:
     model, optimizer = started("O2")
     found = optimizer._amp_stash
     counts = [len(found.all_fp16_params), len(found.all_fp32_from_fp16_params), len(found.all_fp32_from_fp32_params)]
-    return (isinstance(found, AmpOptimizerState), counts, found.all_fp16_params[0] is model.weight), (True, [2, 2, 0], True)
+    return (isinstance(found, AmpOptimizerState), counts, found.all_fp16_params[0] is model.weight), (
+        True,
+        [2, 2, 0],
+        True,
+    )
 
 
 def by_hand(flat: bool) -> Call:
@@ -291,14 +298,20 @@ def by_hand(flat: bool) -> Call:
         fp16_utils.model_grads_to_master_grads(low, masters, flat)
         torch.optim.SGD(masters, 0.5).step()
         fp16_utils.master_params_to_model_params(low, masters, flat)
-        return (len(masters), masters[0].dtype, [float(v) for p in low for v in p.detach().flatten()]), (1 if flat else 2, FP32, AFTER)
+        return (len(masters), masters[0].dtype, [float(v) for p in low for v in p.detach().flatten()]), (
+            1 if flat else 2,
+            FP32,
+            AFTER,
+        )
 
     return call
 
 
 def fp16_optimizer() -> tuple[Any, Any]:
     model = linear().half()
-    optimizer = fp16_utils.FP16_Optimizer(torch.optim.SGD(model.parameters(), 2.0), dynamic_loss_scale=True, verbose=False)
+    optimizer = fp16_utils.FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), 2.0), dynamic_loss_scale=True, verbose=False
+    )
     optimizer.zero_grad()
     optimizer.backward(model(X.half()).float().sum() / 4)
     clipped = optimizer.clip_master_grads(1e9)
@@ -341,7 +354,8 @@ def converted() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -379,11 +393,14 @@ def reducer() -> tuple[Any, Any]:
 
 def groups() -> tuple[Any, Any]:
     with one_process():
-        return (parallel.create_syncbn_process_group(0), parallel.create_syncbn_process_group(1) is not None), (None, True)
+        return (parallel.create_syncbn_process_group(0), parallel.create_syncbn_process_group(1) is not None), (
+            None,
+            True,
+        )
 
 
 def synced() -> tuple[Any, Any]:
-    converted = parallel.convert_syncbn_model(Bn())
+    converted: Any = parallel.convert_syncbn_model(Bn())
     norm = parallel.SyncBatchNorm(1, eps=1e-12, momentum=0.1, affine=True, track_running_stats=True, process_group=None,
                                   channel_last=False, fuse_relu=True)  # fmt: skip
     x = torch.tensor([[1.0], [3.0]])

@@ -1,5 +1,7 @@
 """Calls of MegEngine's names outside of `functional`, each with the value that MegEngine gives."""
 
+# ruff: noqa: E501 - a table, one call a line
+
 from __future__ import annotations
 
 import math
@@ -9,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-import halfstep.compat.megengine as mge
-import halfstep.compat.megengine.functional as F
-from halfstep.compat.megengine import amp, autodiff, hub, optimizer
+import halfstep.compat.megengine
 from tests.compat.calls import Call
 
 __all__ = ["CALLS"]
 
+mge: Any = halfstep.compat.megengine
+"""Without the types: calls take what MegEngine takes."""
+F, amp, autodiff, hub, optimizer = mge.functional, mge.amp, mge.autodiff, mge.hub, mge.optimizer
 ONES = [[1.0, 1.0], [1.0, 1.0]]
 
 
@@ -59,6 +62,10 @@ def scaled(data: list[float], *, update: bool = True, **words: Any) -> tuple[Any
     with gm:
         scaler.backward(gm, F.sum(x * mge.tensor(data)), update_scale=update)
     return scaler, x.grad
+
+
+def after(scaler: Any, grad: Any) -> tuple[Any, float]:
+    return grad, scaler.scale_factor
 
 
 def by_hand() -> tuple[Any, Any]:
@@ -223,10 +230,10 @@ CALLS: dict[str, Call] = {
     "amp.GradScaler in numbers": lambda: (amp.GradScaler().state_dict()["scale_factor"], 16.0),
     "amp.GradScaler.backward": seeded,
     "amp.GradScaler.backward into inf": lambda: (
-        (lambda scaler, grad: (grad, scaler.scale_factor))(*scaled([float("inf")])), (None, 8.0),
+        after(*scaled([float("inf")])), (None, 8.0),
     ),
     "amp.GradScaler.backward without update": lambda: (
-        (lambda scaler, grad: (grad, scaler.scale_factor))(*scaled([float("nan")], update=False)), (None, 16.0),
+        after(*scaled([float("nan")], update=False)), (None, 16.0),
     ),
     "amp.GradScaler.unscale": by_hand,
     "amp.GradScaler.update": moved,

@@ -1,7 +1,10 @@
 """Calls of MindSpore's names with MindSpore's arguments, and what MindSpore 2.10 gives for them on a CPU."""
 
+# ruff: noqa: E501 - a table, one call a line
+
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +13,14 @@ import numpy as np
 import torch
 
 import halfstep.compat.mindspore as ms
-from halfstep.compat.mindspore import Parameter, Tensor, amp, nn, ops
 from halfstep.compat.mindspore.common import initializer as start
 from tests.compat.calls import Call
 
 __all__ = ["CALLS"]
 
+untyped: Any = ms
+"""Without the types: calls take what MindSpore takes."""
+Parameter, Tensor, amp, nn, ops = untyped.Parameter, untyped.Tensor, untyped.amp, untyped.nn, untyped.ops
 P = ops.operations
 
 
@@ -150,7 +155,11 @@ def dynamic_cell() -> tuple[Any, Any]:
 def manager(drop: bool = True) -> tuple[Any, Any]:
     made = amp.FixedLossScaleManager(128.0, drop)
     made.update_loss_scale(True)
-    return (made.get_loss_scale(), made.get_drop_overflow_update(), made.get_update_cell() is None), (128.0, drop, not drop)
+    return (made.get_loss_scale(), made.get_drop_overflow_update(), made.get_update_cell() is None), (
+        128.0,
+        drop,
+        not drop,
+    )
 
 
 def dynamic_manager() -> tuple[Any, Any]:
@@ -162,7 +171,7 @@ def dynamic_manager() -> tuple[Any, Any]:
     return (seen, made.get_update_cell().get_loss_scale()), ([4.0, 8.0, 4.0], 4.0)
 
 
-class Doubler(amp.LossScaler):
+class Doubler(ms.amp.LossScaler):
     """A loss scaler of one's own."""
 
     def scale(self, inputs: Any) -> Any:
@@ -175,7 +184,7 @@ class Doubler(amp.LossScaler):
         return False
 
 
-class Keeper(amp.LossScaleManager):
+class Keeper(ms.amp.LossScaleManager):
     """A manager of one's own."""
 
     def get_loss_scale(self) -> float:
@@ -208,7 +217,7 @@ def formats(level: str, low: Any = ms.float16) -> list[Any]:
     """Return the formats in which a Dense and a BatchNorm compute, and that of the result."""
     seen: list[Any] = []
 
-    class Seen(nn.Cell):
+    class Seen(ms.nn.Cell):
         def __init__(self, inner: Any) -> None:
             super().__init__()
             self.inner = inner
@@ -223,7 +232,7 @@ def formats(level: str, low: Any = ms.float16) -> list[Any]:
     return [*seen, out.dtype]
 
 
-class Own(nn.Cell):
+class Own(ms.nn.Cell):
     """A cell with a flag."""
 
     def construct(self, x: Any) -> Any:
@@ -234,7 +243,12 @@ def flagged(method: str, **words: Any) -> Any:
     outer = nn.SequentialCell(Own())
     inner = outer[0]
     seen: list[Any] = []
-    inner.construct = lambda x: seen.append((x @ x).dtype) or x
+
+    def construct(x: Any) -> Any:
+        seen.append((x @ x).dtype)
+        return x
+
+    inner.construct = construct
     if method == "to_float":
         outer.to_float(words["dst_type"])
     else:
@@ -260,7 +274,9 @@ def model(**words: Any) -> Any:
 def model_trains() -> tuple[Any, Any]:
     made, net = model(metrics={"bias": lambda output, label: output.mean()})
     seen: list[Any] = []
-    made.train(2, [BATCH], callbacks=[lambda p: seen.append((p.epoch, p.step))], dataset_sink_mode=False, initial_epoch=1)
+    made.train(
+        2, [BATCH], callbacks=[lambda p: seen.append((p.epoch, p.step))], dataset_sink_mode=False, initial_epoch=1
+    )
     bias = net.bias.item()
     evaluated = made.eval([(t([[0.0, 0.0]]), t([[1.0]]))])
     return (seen, bias, evaluated, made.predict(t([[0.0, 0.0]]))), (
@@ -269,7 +285,7 @@ def model_trains() -> tuple[Any, Any]:
 
 
 def with_indexes() -> tuple[Any, Any]:
-    class Turned(nn.Cell):
+    class Turned(ms.nn.Cell):
         def construct(self, data: Any, label: Any) -> Any:
             return label, data, data.sum()
 
@@ -394,7 +410,7 @@ CALLS: dict[str, Call] = {
     "nn.TrainOneStepCell": one_step,
     "nn.TrainOneStepWithLossScaleCell": scaled_step,
     **{
-        f"nn.TrainOneStepWithLossScaleCell.{name}": lambda name=name: scaled_step(name)
+        f"nn.TrainOneStepWithLossScaleCell.{name}": functools.partial(scaled_step, name)
         for name in ("set_sense_scale", "start_overflow_check", "get_overflow_status", "process_loss_scale")
     },
     "nn.DynamicLossScaleUpdateCell": dynamic_cell,

@@ -97,9 +97,7 @@ def _check_affine(name: str, arguments: dict[str, Any]) -> None:
         raise TypeError(f"{name} takes no argument {', '.join(arguments)}")
 
 
-def fused_layer_norm(
-    input: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
+def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
     """Return `input` normalised over the last axes."""
     return F.layer_norm(input, _shape(normalized_shape), None, None, eps)
 

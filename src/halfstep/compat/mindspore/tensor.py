@@ -57,7 +57,9 @@ class Tensor(metaclass=_Tensors):
             try:
                 made = torch.tensor(input_data, dtype=dtype)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise MindSporeTypeError(f"Tensor: {error}; expected a number, nested lists, an array or a tensor") from None
+                raise MindSporeTypeError(
+                    f"Tensor: {error}; expected a number, nested lists, an array or a tensor"
+                ) from None
         if shape is not None and tuple(made.shape) != tuple([shape] if isinstance(shape, int) else shape):
             raise MindSporeValueError(f"Tensor: shape={shape!r} and data of shape {tuple(made.shape)}")
         return made

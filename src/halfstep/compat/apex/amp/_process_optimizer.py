@@ -88,7 +88,7 @@ class StateOfMasters(defaultdict[Any, Any]):
         """Return the state of a parameter or master, or `default`."""
         return self[key] if key in self else default
 
-    def __copy__(self) -> defaultdict[Any, Any]:
+    def __copy__(self) -> Any:
         return defaultdict(dict, self)
 
     def __reduce__(self) -> Any:

@@ -27,6 +27,8 @@ class LARC:
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"LARC wraps an optimizer and got {type(optimizer).__name__}")
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.eps = eps

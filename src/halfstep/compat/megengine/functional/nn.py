@@ -46,7 +46,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-
 def prelu(x: Tensor, y: Tensor) -> Tensor:
     """Return `x` where it is positive and ``x * y`` elsewhere; `y` broadcasts, so channels need (1, channels, 1, 1)."""
     return torch.where(x > 0, x, x * y)

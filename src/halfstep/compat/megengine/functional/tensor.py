@@ -152,7 +152,9 @@ def squeeze(inp: Tensor, axis: Shape | None = None) -> Tensor:
     places = (axis,) if isinstance(axis, int) else tuple(axis)
     for place in places:
         if inp.shape[place] != 1:
-            raise StepError(f"squeeze: axis {place} has {inp.shape[place]} elements; only an axis of length 1 goes away")
+            raise StepError(
+                f"squeeze: axis {place} has {inp.shape[place]} elements; only an axis of length 1 goes away"
+            )
     return inp.squeeze(places)
 
 
@@ -173,7 +175,7 @@ def tile(inp: Tensor, reps: Sequence[int]) -> Tensor:
 
 def roll(inp: Tensor, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Tensor:
     """Shift elements around."""
-    return torch.roll(inp, _several(shift), _several(axis))  # type: ignore[arg-type]
+    return torch.roll(inp, _several(shift), _several(axis))
 
 
 def _several(numbers: Any) -> Any:

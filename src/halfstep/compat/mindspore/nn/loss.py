@@ -120,9 +120,7 @@ class BCEWithLogitsLoss(LossBase):
     weight: Tensor | None
     pos_weight: Tensor | None
 
-    def __init__(
-        self, reduction: str = "mean", weight: Tensor | None = None, pos_weight: Tensor | None = None
-    ) -> None:
+    def __init__(self, reduction: str = "mean", weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:
         super().__init__(reduction)
         self.register_buffer("weight", weight)
         self.register_buffer("pos_weight", pos_weight)

@@ -72,6 +72,11 @@ class Optimizer(torch.optim.Optimizer):
                 "gradients; differentiate by optimizer.parameters"
             )
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if gradient is not None and not isinstance(gradient, Tensor):
+                raise MindSporeTypeError(
+                    f"{type(self).__name__}: gradient {index} is {gradient!r}; expected tensors, one for each of "
+                    "optimizer.parameters"
+                )
             if gradient is not None and gradient.shape != parameter.shape:
                 raise MindSporeValueError(
                     f"{type(self).__name__}: gradient {index} has shape {tuple(gradient.shape)} and its parameter "
@@ -133,6 +138,8 @@ def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any],
     Raises:
         MindSporeTypeError, MindSporeValueError: a group that asks for what does not exist here.
     """
+    if not isinstance(params, Iterable):
+        raise MindSporeTypeError(f"{name}: params={params!r}; expected parameters or groups, as net.trainable_params()")
     given = [params] if isinstance(params, dict) else list(params)
     if not given:
         raise MindSporeValueError(f"{name}: no parameters; pass net.trainable_params()")

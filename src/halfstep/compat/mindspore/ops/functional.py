@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeValueError
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
 
 __all__ = [
@@ -74,7 +74,8 @@ def max_pool2d(
     return_indices: bool = False, ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
     """Return the maximum of each window, and with `return_indices` the places; the stride is the window unless given."""
-    return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)  # type: ignore[arg-type]
+    pool: Any = F.max_pool2d  # its overloads are by the value of return_indices
+    return pool(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
 def conv2d(
@@ -103,6 +104,8 @@ def conv2d(
 
 def cast(input: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return `input` in `dtype`."""
+    if not isinstance(dtype, torch.dtype):
+        raise MindSporeTypeError(f"cast: dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float16")
     return torch.as_tensor(input).to(dtype)
 
 

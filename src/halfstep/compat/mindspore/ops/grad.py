@@ -56,7 +56,9 @@ def value_and_grad(
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if sens_param and (not args or not isinstance(args[-1], Tensor)):
-            raise MindSporeTypeError("value_and_grad(sens_param=True): end the call with the output's gradient, a tensor")
+            raise MindSporeTypeError(
+                "value_and_grad(sens_param=True): end the call with the output's gradient, a tensor"
+            )
         arguments = list(args[:-1] if sens_param else args)
         _check_arguments(arguments, positions)
         for position in positions:
@@ -141,6 +143,8 @@ class HyperMap:
 
     def __call__(self, *args: Any) -> Any:
         """Return a tuple of results; nested sequences are mapped too."""
+        if self.ops is None and not (args and callable(args[0])):
+            raise MindSporeTypeError("HyperMap() takes the function first: HyperMap()(f, xs, ys), or HyperMap(f)(xs)")
         function, sequences = (args[0], args[1:]) if self.ops is None else (self.ops, args)
         if not sequences or not isinstance(sequences[0], (tuple, list)):
             return function(*sequences)

@@ -141,6 +141,7 @@ class Model:
                 f"Model.train: initial_epoch={initial_epoch!r}; expected an int from 0 and below epoch={epoch}"
             )
         called = _checked_callbacks("Model.train", callbacks)
+        _check_data("Model.train", train_dataset)
         cell = self.train_network.train()
         count = 0
         for number in range(initial_epoch + 1, epoch + 1):
@@ -178,6 +179,7 @@ class Model:
         """
         _refuse_sink("Model.eval", dataset_sink_mode, -1)
         called = _checked_callbacks("Model.eval", callbacks)
+        _check_data("Model.eval", valid_dataset)
         cell = self.eval_network
         totals: dict[str, float] = {}
         count = 0
@@ -232,6 +234,11 @@ def _refuse_sink(where: str, dataset_sink_mode: object, sink_size: object) -> No
         )
 
 
+def _check_data(where: str, data: object) -> None:
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise MindSporeTypeError(f"{where}: the data is {data!r}; expected batches: a list of tuples or a DataLoader")
+
+
 def _checked_callbacks(where: str, callbacks: Any) -> list[Callable[[Progress], None]]:
     listed = [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     for callback in listed:
@@ -246,7 +253,9 @@ def _indexes(eval_indexes: Any) -> tuple[int, int, int] | None:
     if eval_indexes is None:
         return None
     if not isinstance(eval_indexes, (list, tuple)) or len(eval_indexes) != 3:
-        raise MindSporeValueError(f"Model: eval_indexes={eval_indexes!r}; expected the places of loss, output and label")
+        raise MindSporeValueError(
+            f"Model: eval_indexes={eval_indexes!r}; expected the places of loss, output and label"
+        )
     return (int(eval_indexes[0]), int(eval_indexes[1]), int(eval_indexes[2]))
 
 

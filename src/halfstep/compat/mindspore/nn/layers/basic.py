@@ -129,7 +129,9 @@ class Dropout(Cell, nn.Dropout):
             raise MindSporeValueError(f"Dropout(keep_prob={keep_prob!r}, p={p!r}): give one; keep_prob is 1 - p")
         share = 0.5 if p is None and keep_prob is None else (1.0 - keep_prob if keep_prob is not None else p)
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share < 1.0:
-            raise MindSporeValueError(f"Dropout(keep_prob={keep_prob!r}, p={p!r}): expected 0 < keep_prob <= 1, 0 <= p < 1")
+            raise MindSporeValueError(
+                f"Dropout(keep_prob={keep_prob!r}, p={p!r}): expected 0 < keep_prob <= 1, 0 <= p < 1"
+            )
         nn.Dropout.__init__(self, float(share))
         self.training = False
         made_of(self, dtype)
@@ -205,7 +207,14 @@ class RNNCell(_RecurrentCell, nn.RNNCell):
 
     _torch_cell = nn.RNNCell
 
-    def __init__(self, input_size: int, hidden_size: int, has_bias: bool = True, nonlinearity: str = "tanh", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        has_bias: bool = True,
+        nonlinearity: str = "tanh",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         nn.RNNCell.__init__(self, input_size, hidden_size, has_bias, nonlinearity)
         self.training = False
         made_of(self, dtype)
@@ -216,7 +225,9 @@ class LSTMCell(_RecurrentCell, nn.LSTMCell):
 
     _torch_cell = nn.LSTMCell
 
-    def __init__(self, input_size: int, hidden_size: int, has_bias: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, input_size: int, hidden_size: int, has_bias: bool = True, dtype: torch.dtype = torch.float32
+    ) -> None:
         nn.LSTMCell.__init__(self, input_size, hidden_size, has_bias)
         self.training = False
         made_of(self, dtype)
@@ -227,7 +238,9 @@ class GRUCell(_RecurrentCell, nn.GRUCell):
 
     _torch_cell = nn.GRUCell
 
-    def __init__(self, input_size: int, hidden_size: int, has_bias: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, input_size: int, hidden_size: int, has_bias: bool = True, dtype: torch.dtype = torch.float32
+    ) -> None:
         nn.GRUCell.__init__(self, input_size, hidden_size, has_bias)
         self.training = False
         made_of(self, dtype)

@@ -63,6 +63,8 @@ class _BatchNorm(Cell):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         name = type(self).__name__
+        if isinstance(momentum, bool) or not isinstance(momentum, (int, float)):
+            raise MindSporeTypeError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
         if not 0.0 <= momentum <= 1.0:
             raise MindSporeValueError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
         if use_batch_statistics not in (None, True, False):

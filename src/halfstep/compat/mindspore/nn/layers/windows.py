@@ -227,9 +227,8 @@ class MaxPool2d(_Pool):
     def construct(self, x: Tensor) -> Any:
         """Return the pooled `x`, and with `return_indices` the places."""
         if self.pad_mode == "pad":
-            return F.max_pool2d(
-                x, self.window, self.steps, self.both, self.spread, self.ceil_mode, self.return_indices
-            )  # fmt: skip
+            pool: Any = F.max_pool2d  # its overloads are by the value of return_indices
+            return pool(x, self.window, self.steps, self.both, self.spread, self.ceil_mode, self.return_indices)
         x = pad_for(x, self.pad_mode, self.around, self.window, self.steps, (1, 1), float("-inf"))
         return F.max_pool2d(x, self.window, self.steps)
 
