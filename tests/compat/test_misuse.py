@@ -54,7 +54,7 @@ OURS: dict[str, tuple[Callable[[], Any], str]] = {
     "a word hub.list does not know": (lambda: mge.hub.list("megengine/models", nonsense=1), "no argument nonsense"),
     "a word the model does not know": (lambda: mge.hub.load("megengine/models", "resnet18", nonsense=1), "num_classes"),
     "another convolution": (lambda: mge.functional.conv2d(X, X, conv_mode="convolution"), "'cross_correlation'"),
-    "another sum": (lambda: mge.functional.matmul(X, X, compute_mode="float16"), "'default' and 'float32'"),
+    "another sum": (lambda: mge.functional.matmul(X, X, compute_mode="float16"), "'default' or 'float32'"),
     "no bounds": (lambda: mge.functional.clip(X), "neither lower nor upper"),
     "unequal parts": (lambda: mge.functional.split(X, 3), "not 3 equal parts"),
     "squeeze a long axis": (lambda: mge.functional.squeeze(X, 0), "has 2 elements"),
@@ -97,7 +97,7 @@ OURS: dict[str, tuple[Callable[[], Any], str]] = {
 APEXS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "load nothing": (lambda: (prepared(), apex.amp.load_state_dict(None)), TypeError, r"amp\.state_dict\(\)"),
     "load a number": (
-        lambda: (prepared(), apex.amp.load_state_dict({"loss_scaler0": 3})), RuntimeError, "'loss_scale' and 'unskipped'",
+        lambda: (prepared(), apex.amp.load_state_dict({"loss_scaler0": 3})), RuntimeError, "loss_scale' and 'unskipped",
     ),
     "load another key": (
         lambda: (prepared(), apex.amp.load_state_dict({"loss_scalerX": {}})), RuntimeError, "unexpected key",

@@ -28,7 +28,9 @@ def conv1d(
         inp: the input.
         weight: (out, in, kernel), or (groups, out / groups, in / groups, kernel) in either spelling of groups.
         bias: one number for each output channel, of shape (1, out, 1) or (out,).
-        stride, padding, dilation: numbers.
+        stride: number of elements between two windows.
+        padding: zeros before and after.
+        dilation: distance of the window's elements.
         groups: groups of channels that do not see each other.
         conv_mode: "cross_correlation".
         compute_mode: "default" or "float32".

@@ -177,7 +177,7 @@ def chosen(where: str, value: Any) -> Initializer:
         if value.lower() not in NAMED:
             raise MindSporeValueError(
                 f"{where}={value!r}; expected a tensor, a number, an Initializer, None for torch's initialisation, or "
-                f"one of {', '.join(map(repr, NAMED))}{did_you_mean(value.lower(), NAMED)}; for others use torch.nn.init"
+                f"one of {', '.join(map(repr, NAMED))}{did_you_mean(value.lower(), NAMED)}; else use torch.nn.init"
             )
         return NAMED[value.lower()]()
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -73,7 +73,7 @@ def max_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0, dilation: Size = 1,
     return_indices: bool = False, ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
-    """Return the maximum of each window, and with `return_indices` the places; the stride is the window unless given."""
+    """Return the maximum of each window, and with `return_indices` the places; the stride is the window by default."""
     pool: Any = F.max_pool2d  # its overloads are by the value of return_indices
     return pool(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
@@ -88,9 +88,10 @@ def conv2d(
         input: (batch, in, height, width).
         weight: (out, in / groups, height, width).
         bias: one for each output channel.
-        stride, dilation: one number or two.
+        stride: one number or two.
         pad_mode: "same", "valid" or "pad".
         padding: for "pad": one number, two, or four.
+        dilation: one number or two.
         groups: groups of channels that do not see each other.
 
     Raises:
