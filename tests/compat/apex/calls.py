@@ -540,7 +540,7 @@ CALLS: dict[str, Call] = {
     "amp.init": lambda: (initialised(), HALF),
     "amp.init(enabled=True)": lambda: ([initialised(enabled=e) for e in (True, False)], [HALF, FP32]),
     "amp.init(loss_scale='dynamic')": lambda: (
-        amp.init(loss_scale=4.0).wrap_optimizer(torch.optim.SGD(linear().parameters(), 0.1))._loss_scaler[0].loss_scale(), 4.0,  # type: ignore[union-attr]
+        amp.init(loss_scale=4.0).wrap_optimizer(torch.optim.SGD(linear().parameters(), 0.1))._loss_scaler[0].loss_scale(), 4.0,
     ),
     "amp.init(verbose=False)": lambda: ([printed(verbose=v) for v in (False, True)], [False, True]),
     "amp.init(allow_banned=False)": lambda: ([banned(a) for a in (False, True)], ["refused", FP32]),

@@ -116,7 +116,7 @@ def set_and_read(name: str, value: float) -> Call:
 
 
 def nhwc_module() -> tuple[Any, Any]:
-    net = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    net: Any = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 2))
     other = amp.convert_module_format(net, inplace=False)
     return [m[0].weight.is_contiguous(memory_format=torch.channels_last) for m in (net, other)], [False, True]
 

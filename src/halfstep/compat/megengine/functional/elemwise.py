@@ -30,7 +30,7 @@ def _of_one(function: Callable[..., Any]) -> Callable[[Any], Tensor]:
         result: Tensor = function(x)
         return result
 
-    del call.__wrapped__  # type: ignore[attr-defined]  # so that a signature shows `x`
+    del call.__wrapped__  # so that a signature shows `x`
     return call
 
 
