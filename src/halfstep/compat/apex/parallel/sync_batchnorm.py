@@ -69,8 +69,8 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         channel_last: memory is channels-last; torch's kernels find out themselves, so nothing has to be told.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
-    modules: Any = converted.modules()
-    for inner in modules:
+    inner: Any
+    for inner in converted.modules():
         if type(inner) is nn.SyncBatchNorm:
             inner.__class__ = SyncBatchNorm
             inner.fuse_relu, inner.channel_last = False, bool(channel_last)
