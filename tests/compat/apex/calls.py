@@ -5,9 +5,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import json
 import math
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -352,24 +356,40 @@ def converted() -> tuple[Any, Any]:
     return (fp16_utils.convert_network(Bn(), HALF).formats, one.weight.dtype), ([HALF, HALF, FP32, FP32], HALF)
 
 
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
-    distributed: Any = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
+CHILD = """
+import json, os
+import torch
+from halfstep.compat.apex import parallel
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+def gradients(**words):
+    layer = torch.nn.Linear(2, 1)
+    model = parallel.DistributedDataParallel(layer, **words)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    return [v for p in layer.parameters() for v in p.grad.flatten().tolist()]
+found = {"": gradients()}
+for name, value in (("message_size", 1), ("allreduce_always_fp32", True), ("gradient_average", False),
+                    ("gradient_predivide_factor", 4.0)):
+    found[name] = gradients(**{name: value})
+tensors = [torch.tensor([2.0])]
+parallel.Reducer(tensors).reduce()
+parallel.Reducer(torch.nn.Linear(2, 1)).reduce()
+found["reducer"] = tensors[0].tolist()
+found["groups"] = [parallel.create_syncbn_process_group(size) is None for size in (0, 1)]
+print(json.dumps(found), flush=True)
+os._exit(0)  # the group's threads end with the process: nothing waits for them
+"""
 
 
-def reduced(**words: Any) -> Call:
-    def call() -> tuple[Any, Any]:
-        with one_process():
-            model = parallel.DistributedDataParallel(linear(), **words)
-            model(X).sum().backward()
-            return [p.grad for p in model.parameters()], [np.array([[1.0, 2.0]], np.float32), [1.0]]
+@functools.cache
+def of_one_process() -> dict[str, Any]:
+    """Return what a process group of one process gives, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
-    return call
+
+def reduced(name: str = "") -> Call:
+    return lambda: (of_one_process()[name], [1.0, 2.0, 1.0])
 
 
 def refused(**words: Any) -> Call:
@@ -384,19 +404,11 @@ def refused(**words: Any) -> Call:
 
 
 def reducer() -> tuple[Any, Any]:
-    with one_process():
-        tensors = [torch.tensor([2.0])]
-        parallel.Reducer(tensors).reduce()
-        parallel.Reducer(linear()).reduce()
-        return tensors, [[2.0]]
+    return of_one_process()["reducer"], [2.0]
 
 
 def groups() -> tuple[Any, Any]:
-    with one_process():
-        return (parallel.create_syncbn_process_group(0), parallel.create_syncbn_process_group(1) is not None), (
-            None,
-            True,
-        )
+    return of_one_process()["groups"], [True, False]
 
 
 def synced() -> tuple[Any, Any]:
@@ -605,11 +617,11 @@ CALLS: dict[str, Call] = {
     "normalization.fused_rms_norm": lambda: (normalization.fused_rms_norm(T, (3,), 1e-5), rms(ROW)),
     "normalization.fused_rms_norm_affine": lambda: (normalization.fused_rms_norm_affine(T, F1, (3,), 1e-5), rms(ROW) * 2),
     "parallel.DistributedDataParallel": reduced(),
-    "parallel.DistributedDataParallel(message_size=10000000)": reduced(message_size=1),
+    "parallel.DistributedDataParallel(message_size=10000000)": reduced("message_size"),
     "parallel.DistributedDataParallel(shared_param=None)": refused(shared_param=True),
-    "parallel.DistributedDataParallel(allreduce_always_fp32=False)": reduced(allreduce_always_fp32=True),
-    "parallel.DistributedDataParallel(gradient_average=True)": reduced(gradient_average=False),
-    "parallel.DistributedDataParallel(gradient_predivide_factor=1.0)": reduced(gradient_predivide_factor=4.0),
+    "parallel.DistributedDataParallel(allreduce_always_fp32=False)": reduced("allreduce_always_fp32"),
+    "parallel.DistributedDataParallel(gradient_average=True)": reduced("gradient_average"),
+    "parallel.DistributedDataParallel(gradient_predivide_factor=1.0)": reduced("gradient_predivide_factor"),
     "parallel.DistributedDataParallel(gradient_average_split_factor=None)": refused(gradient_average_split_factor=2.0),
     "parallel.Reducer": reducer,
     "parallel.SyncBatchNorm": synced,

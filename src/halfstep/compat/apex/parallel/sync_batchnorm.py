@@ -69,11 +69,11 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         channel_last: memory is channels-last; torch's kernels find out themselves, so nothing has to be told.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
-    inner: Any
     for inner in converted.modules():
         if type(inner) is nn.SyncBatchNorm:
-            inner.__class__ = SyncBatchNorm
-            inner.fuse_relu, inner.channel_last = False, bool(channel_last)
+            made: Any = inner
+            made.__class__ = SyncBatchNorm
+            made.fuse_relu, made.channel_last = False, bool(channel_last)
     return converted
 
 
