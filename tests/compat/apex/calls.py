@@ -9,9 +9,11 @@ import functools
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -383,7 +385,8 @@ os._exit(0)  # the group's threads end with the process: nothing waits for them
 @functools.cache
 def of_one_process() -> dict[str, Any]:
     """Return what a process group of one process gives, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
