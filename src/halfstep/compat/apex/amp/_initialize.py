@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from halfstep.compat.apex.amp.casts import NAMES
 from halfstep.compat.apex.amp.handle import AmpHandle, close_own_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.errors import BindError
-from halfstep.trees import opened
 
 __all__ = ["close_casts", "initialize"]
 
@@ -186,16 +186,25 @@ class _CastOutputs:
 
 def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
     """Return `value` cast; what holds nothing to cast is returned as it is."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if tensors and value.dtype in ELIGIBLE else value
-    node = opened(value)
-    if node is None:
-        # As in Apex, a class of one's own casts itself. A module would be changed for good, so it stays.
-        own = getattr(value, "to", None)
-        return own(dtype) if callable(own) and not isinstance(value, (nn.Module, type)) else value
-    items = [item for _, item in node[0]]
-    made = [_cast(item, dtype, tensors=tensors) for item in items]
-    return value if all(one is other for one, other in zip(made, items, strict=True)) else node[1](made)
+    if tensors:
+        value = hs.map_tensors(value, lambda t: t.to(dtype) if t.dtype in ELIGIBLE else t)
+    return _cast_objects(value, dtype)
+
+
+def _cast_objects(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with objects that have a `to` cast by it, as Apex does, also in lists, tuples and dicts."""
+    if isinstance(value, (Tensor, nn.Module, type)):  # a module would be changed for good
+        return value
+    if isinstance(value, (list, tuple)):
+        made = [_cast_objects(item, dtype) for item in value]
+        if all(one is other for one, other in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if type(value) is dict:
+        cast = {key: _cast_objects(item, dtype) for key, item in value.items()}
+        return value if all(cast[key] is item for key, item in value.items()) else cast
+    own = getattr(value, "to", None)
+    return own(dtype) if callable(own) and not isinstance(value, Mapping) else value
 
 
 def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | None) -> None:
