@@ -5,7 +5,7 @@ defaults and maps them on `hs.prepare`, `hs.GradScaler` and `hs.autocast`; docs/
 differs. `install` makes ``from apex import amp`` itself work in this process.
 """
 
-from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
+from halfstep.compat.apex import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 from halfstep.compat.apex.install import DeprecatedFeatureWarning, install, uninstall
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "amp",
     "fp16_utils",
     "install",
+    "multi_tensor_apply",
+    "normalization",
     "optimizers",
     "parallel",
     "uninstall",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
@@ -13,17 +14,28 @@ from halfstep.errors import HalfstepError
 __all__ = ["NAMES", "DeprecatedFeatureWarning", "install", "uninstall"]
 
 HERE = "halfstep.compat.apex"
-NAMES = ("amp", "fp16_utils", "optimizers", "parallel")
+NAMES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Submodules of ``apex`` that exist here."""
 
 AMP = ("_amp_state", "_initialize", "_process_optimizer", "amp", "frontend", "handle", "lists", "opt", "scaler")
 
 FILES = {
     "fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
-    "optimizers": ("fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
-    "parallel": ("LARC", "distributed"),
+    "multi_tensor_apply": ("multi_tensor_apply",),
+    "normalization": ("fused_layer_norm",),
+    "optimizers": ("fused_adagrad", "fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
+    "parallel": ("LARC", "distributed", "optimized_sync_batchnorm", "sync_batchnorm"),
 }
 """Submodules of Apex that scripts name: each has all names of its package."""
+
+ABSENT = {
+    "RNN": "recurrent layers of torch.nn work under every opt_level",
+    "contrib": "it is about kernels, not precision; torch has fused attention, losses and norms of its own",
+    "fused_dense": "use torch.nn.Linear, and torch.nn.functional.gelu between two",
+    "mlp": "use torch.nn.Sequential of torch.nn.Linear and an activation",
+    "transformer": "it is about model parallelism; use torch.distributed.tensor.parallel",
+}
+"""Parts of Apex that are not here -> what to use."""
 
 _installed: dict[str, ModuleType | None] = {}
 """Name in sys.modules -> what was there before."""
@@ -31,6 +43,19 @@ _installed: dict[str, ModuleType | None] = {}
 
 class DeprecatedFeatureWarning(FutureWarning):
     """Apex's category for the warning that amp is going away. Here it is not, so nothing ever warns with it."""
+
+
+class _Absent(importlib.abc.MetaPathFinder):
+    """Says of a part of Apex that is not here what to use instead; asked last, only while `install` is in force."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        package, _, rest = name.partition(".")
+        part = rest.split(".")[0]
+        if package == "apex" and part in ABSENT and _installed:
+            raise ModuleNotFoundError(f"{name} is not in {HERE}: {ABSENT[part]}", name=name)
+
+
+_absent = _Absent()
 
 
 def install(*, force: bool = False) -> bool:
@@ -73,6 +98,7 @@ def install(*, force: bool = False) -> bool:
     for name in replaced:
         del sys.modules[name]
     sys.modules.update(modules)
+    sys.meta_path.append(_absent)
     return True
 
 
@@ -84,6 +110,8 @@ def uninstall() -> None:
         else:
             sys.modules[name] = before
     _installed.clear()
+    if _absent in sys.meta_path:
+        sys.meta_path.remove(_absent)
 
 
 def _real_amp() -> bool:

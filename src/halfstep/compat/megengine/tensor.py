@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
 from halfstep.compat.megengine.device import device_of
 from halfstep.errors import RegionError, did_you_mean
@@ -28,7 +26,7 @@ def tensor(
     no_cache: bool = False,
     name: str | None = None,
     format: str = "default",
-) -> Tensor:
+) -> torch.Tensor:
     """Return `data` as a tensor of its own.
 
     Args:
@@ -46,13 +44,24 @@ def tensor(
     """
     if format not in ("default", "nchw", "nhwc"):
         raise RegionError(f"tensor(format={format!r}): expected 'default', 'nchw' or 'nhwc'")
-    made = torch.as_tensor(data)
+    try:
+        made = torch.as_tensor(data)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RegionError(
+            f"tensor(data={_short(data)}): {error}; expected a number, nested lists of one length each, an array or a "
+            "tensor"
+        ) from None
     if dtype is not None:
         wanted = dtype_of(dtype)
     else:
         wanted = {torch.float64: torch.float32, torch.int64: torch.int32}.get(made.dtype, made.dtype)
     made = made.detach().to(device=device_of(device), dtype=wanted, copy=True)
     return made.contiguous(memory_format=torch.channels_last) if format == "nhwc" and made.dim() == 4 else made
+
+
+def _short(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) < 60 else text[:57] + "..."
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
@@ -67,3 +76,34 @@ def dtype_of(dtype: Any) -> torch.dtype:
     if name not in DTYPES:
         raise RegionError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}{did_you_mean(str(name), DTYPES)}")
     return DTYPES[name]
+
+
+class _Tensors(type):
+    """``isinstance(x, Tensor)`` is true of every torch tensor."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor)
+
+
+class _Parameters(type):
+    """``isinstance(x, Parameter)`` is true of every torch parameter."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.nn.Parameter)
+
+
+class Tensor(metaclass=_Tensors):
+    """``Tensor(data, dtype=None, device=None, ...)``: the same as `tensor`; what it makes is a torch.Tensor."""
+
+    def __new__(cls, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[misc]  # a factory
+        """Return a torch.Tensor."""
+        return tensor(data, *args, **kwargs)
+
+
+class Parameter(metaclass=_Parameters):
+    """``Parameter(data, dtype=None, device=None, ...)``: as `tensor`, and what it makes is a torch.nn.Parameter."""
+
+    def __new__(cls, data: Any, *args: Any, **kwargs: Any) -> torch.nn.Parameter:  # type: ignore[misc]  # a factory
+        """Return a torch.nn.Parameter; integers have no gradient."""
+        made = tensor(data, *args, **kwargs)
+        return torch.nn.Parameter(made, requires_grad=made.is_floating_point() or made.is_complex())

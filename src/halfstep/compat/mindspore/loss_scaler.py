@@ -131,8 +131,23 @@ class DynamicLossScaler(_OnScaler):
 
     @property
     def counter(self) -> int:
-        """Good steps since the scale last moved."""
+        """Good steps since the scale last moved; assign a number or a tensor to set it."""
         return int(self._scaler.state_dict()["_growth_tracker"])
+
+    @counter.setter
+    def counter(self, value: Tensor | int) -> None:
+        name = "DynamicLossScaler.counter"
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_floating_point():
+                raise MindSporeTypeError(f"{name}: {value!r}; expected one whole number")
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise MindSporeTypeError(f"{name}={value!r} is a {type(value).__name__}; expected a whole number")
+        if not 0 <= value < self.scale_window:
+            raise MindSporeValueError(
+                f"{name}={value!r}; expected good steps from 0 and below scale_window={self.scale_window}"
+            )
+        self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": value})
 
     def adjust(self, grads_finite: Tensor | bool) -> bool:
         """Move the scale; waits for nothing. Return True: this scale can move.

@@ -68,6 +68,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
     After a `scale_loss` block their ``.grad`` is the unscaled fp32 gradient: clip these.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"amp.master_params takes an optimizer and got {type(optimizer).__name__}")
     stash = getattr(optimizer, "_amp_stash", None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = ["close_casts", "initialize"]
 
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
 BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
@@ -76,7 +78,7 @@ def initialize(
             done.append(optimizer)
         for model in model_list:
             _prepare(model, inner, session, policy, loud=loud)
-            _cast_outputs(model, properties, cast_model_outputs)
+            _cast_at_the_door(model, properties, cast_model_outputs)
         for optimizer in inner:
             for group in optimizer.param_groups:
                 adopt(optimizer, session, group["params"])
@@ -99,7 +101,9 @@ def _prepare(
 ) -> None:
     properties = session.properties
     if o1 is not None:
-        if not loud:  # a bound model's region would hide its operators from what prints them
+        # A bound model's region would hide its operators from what prints them; and binding makes parameters fp32,
+        # which O1 leaves as they are: a model with low ones is cast by this thread's region alone.
+        if not loud and not any(p.dtype in NAMES for p in model.parameters()):
             attach(model, optimizers, o1)
         return
     low = properties.low
@@ -154,38 +158,64 @@ def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, l
 
 
 class _CastInputs:
-    """A forward hook that casts floating inputs."""
+    """A forward hook that casts inputs: floating tensors, and objects of other classes by their own `to`.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    Args:
+        dtype: the format.
+        tensors: whether tensors are cast; the policy of a low model has cast them.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
+        self.dtype, self.tensors = dtype, tensors
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast((args, kwargs), self.dtype)  # type: ignore[no-any-return]
+        return tuple(_cast(a, self.dtype, tensors=self.tensors) for a in args), {
+            name: _cast(value, self.dtype, tensors=self.tensors) for name, value in kwargs.items()
+        }
 
 
 class _CastOutputs:
-    """A forward hook that casts floating outputs."""
+    """A forward hook that casts outputs, as `_CastInputs` does inputs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, self.dtype)
+        return _cast(output, self.dtype, tensors=True)
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    eligible = (torch.float32, torch.float16, torch.bfloat16)
-    return hs.map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in eligible else tensor)
+def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
+    """Return `value` cast; what holds nothing to cast is returned as it is."""
+    if tensors:
+        value = hs.map_tensors(value, lambda t: t.to(dtype) if t.dtype in ELIGIBLE else t)
+    return _cast_objects(value, dtype)
 
 
-def _cast_outputs(model: nn.Module, properties: Any, dtype: torch.dtype | None) -> None:
-    """Cast at the model's door what its policy does not cast there."""
+def _cast_objects(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with objects that have a `to` cast by it, as Apex does, also in lists, tuples and dicts."""
+    if isinstance(value, (Tensor, nn.Module, type)):  # a module would be changed for good
+        return value
+    if isinstance(value, (list, tuple)):
+        made = [_cast_objects(item, dtype) for item in value]
+        if all(one is other for one, other in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if type(value) is dict:
+        cast = {key: _cast_objects(item, dtype) for key, item in value.items()}
+        return value if all(cast[key] is item for key, item in value.items()) else cast
+    own = getattr(value, "to", None)
+    return own(dtype) if callable(own) and not isinstance(value, Mapping) else value
+
+
+def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | None) -> None:
+    """Cast where `model` is entered and left what its policy does not cast there."""
     cast = properties.cast_model_type
-    if cast is torch.float32 and not properties.patch_torch_functions:
-        model.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True)
-        dtype = dtype or torch.float32
-    if dtype is not None:
-        model.register_forward_hook(_CastOutputs(dtype))
+    if cast and not properties.patch_torch_functions:  # O0, O2, O3; False casts nothing
+        own = properties.low is not None  # the policy casts tensors
+        model.register_forward_pre_hook(_CastInputs(cast, tensors=not own), with_kwargs=True)
+        outputs = outputs or (None if own else torch.float32)
+    if outputs is not None:
+        model.register_forward_hook(_CastOutputs(outputs))
 
 
 def _release(model: nn.Module) -> None:

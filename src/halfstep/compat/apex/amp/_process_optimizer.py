@@ -8,6 +8,7 @@ is taken off, because the subclass's step tells schedulers itself.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 import halfstep as hs
 from halfstep.compat.apex.amp._amp_state import maybe_print
@@ -51,6 +53,48 @@ class Session:
         self.casts_on: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+class StateOfMasters(defaultdict[Any, Any]):
+    """An optimizer's state, which a master finds too: ``optimizer.state[master]`` is that of its low parameter.
+
+    Between steps the keys are the model's parameters, in a step their masters. Copies and pickles are plain.
+
+    Args:
+        session: knows the masters.
+        state: the state so far.
+    """
+
+    def __init__(self, session: Session, state: Any) -> None:
+        super().__init__(dict, state)
+        self._session = session
+        self._lows: dict[int, Tensor] = {}
+
+    def _low(self, key: Any) -> Any:
+        """Return the low parameter whose master `key` is; None if it is none."""
+        masters = self._session.masters
+        if len(self._lows) != len(masters):
+            self._lows = {id(master): low for low, master in masters.values()}
+        return self._lows.get(id(key))
+
+    def __missing__(self, key: Any) -> Any:
+        low = self._low(key)
+        if low is not None and dict.__contains__(self, low):
+            return self[low]
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or dict.__contains__(self, self._low(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter or master, or `default`."""
+        return self[key] if key in self else default
+
+    def __copy__(self) -> Any:
+        return defaultdict(dict, self)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
 class AmpOptimizerState:
     """What amp knows of one optimizer (``optimizer._amp_stash``).
 
@@ -62,6 +106,7 @@ class AmpOptimizerState:
         overflow: why the next step is to be skipped; "" if it is not.
         skipped: whether the last step was.
         scaling: whether a `scale_loss` block with this optimizer is open.
+        hook: keeps ``optimizer.state`` answering for masters; None without masters.
     """
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
@@ -73,6 +118,7 @@ class AmpOptimizerState:
         self.overflow = ""
         self.skipped = False
         self.scaling = False
+        self.hook: RemovableHandle | None = None
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     # ------------------------------------------------------------------ parameters
@@ -302,12 +348,24 @@ def process_optimizer(optimizer: Optimizer, session: Session) -> None:
     kind: Any = type(optimizer)  # mypy takes Optimizer for unhashable
     optimizer.__class__ = amp_class(kind)
     optimizer._amp_stash = AmpOptimizerState(optimizer, session)  # type: ignore[attr-defined]
+    if session.properties.master_weights:
+        hook = optimizer.register_load_state_dict_post_hook(_answer_for_masters)
+        optimizer._amp_stash.hook = hook  # type: ignore[attr-defined]
+        _answer_for_masters(optimizer)
+
+
+def _answer_for_masters(optimizer: Optimizer) -> None:
+    """Let ``optimizer.state`` be asked by masters; loading makes a new one."""
+    optimizer.state = StateOfMasters(optimizer._amp_stash.session, optimizer.state)  # type: ignore[attr-defined]
 
 
 def release_optimizer(optimizer: Optimizer) -> None:
     """Take off what `process_optimizer` did."""
     optimizer.__class__ = type(optimizer).__mro__[1]
-    optimizer.__dict__.pop("_amp_stash", None)
+    stash = optimizer.__dict__.pop("_amp_stash", None)
+    if stash is not None and stash.hook is not None:
+        stash.hook.remove()
+        optimizer.state = defaultdict(dict, optimizer.state)
     if OWN_STEP in optimizer.__dict__:
         optimizer.__dict__["step"] = optimizer.__dict__.pop(OWN_STEP)
 

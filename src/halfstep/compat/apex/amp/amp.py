@@ -31,17 +31,24 @@ _registered: list[tuple[Any, str, str]] = []
 
 def half_function(fn: F) -> F:
     """Cast the tensors that `fn` is given to the low format while O1's casts are on; a decorator."""
-    return hs.operator("low")(fn)
+    return _ruled(fn, "low")
 
 
 def float_function(fn: F) -> F:
     """Cast the tensors that `fn` is given to fp32 while O1's casts are on; a decorator."""
-    return hs.operator("fp32")(fn)
+    return _ruled(fn, "fp32")
 
 
 def promote_function(fn: F) -> F:
     """Cast the tensors that `fn` is given to the widest of their formats while O1's casts are on; a decorator."""
-    return hs.operator("widest")(fn)
+    return _ruled(fn, "widest")
+
+
+def _ruled(fn: F, rule: str) -> F:
+    if not callable(fn):
+        raise TypeError(f"amp's decorators take a function and got {fn!r}")
+    made: F = hs.operator(rule)(fn)
+    return made
 
 
 def register_half_function(module: Any, name: str) -> None:

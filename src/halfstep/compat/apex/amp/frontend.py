@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -246,6 +247,9 @@ def _check_rest(num_losses: Any, outputs: Any, floor: float | None, ceiling: flo
         raise ValueError(f"num_losses={num_losses!r}; expected a whole number from 1")
     if outputs is not None and not (isinstance(outputs, torch.dtype) and outputs.is_floating_point):
         raise ValueError(f"cast_model_outputs={outputs!r}; expected None or a floating format such as torch.float32")
+    for name, value in (("min_loss_scale", floor), ("max_loss_scale", ceiling)):
+        if isinstance(value, bool) or not (isinstance(value, (int, float)) or (value is None and name[1] == "i")):
+            raise ValueError(f"{name}={value!r} is a {type(value).__name__}; expected a number")
     if floor is not None and floor > ceiling:
         raise ValueError(f"min_loss_scale={floor!r} is above max_loss_scale={ceiling!r}; change one")
 
@@ -285,13 +289,18 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "amp.load_state_dict(...) was called before amp.initialize(...), which would start with fresh loss scales; "
             "call initialize first, then restore model, optimizer and amp"
         )
-    unexpected = [key for key in state_dict if not key.startswith("loss_scaler")]
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"amp.load_state_dict({state_dict!r}): pass what amp.state_dict() returned")
+    unexpected = [key for key in state_dict if not re.fullmatch(r"loss_scaler\d+", str(key))]
     if unexpected:
         keys = ", ".join(f'"{key}"' for key in unexpected)
         raise RuntimeError(
             f"amp.load_state_dict: unexpected key(s) in state_dict: {keys}; pass what amp.state_dict() returned, often "
             "checkpoint['amp']"
         )
+    for key, saved in state_dict.items():
+        if not isinstance(saved, Mapping) or not {"loss_scale", "unskipped"} <= set(saved):
+            raise RuntimeError(f"amp.load_state_dict: {key} is {saved!r}; expected its 'loss_scale' and 'unskipped'")
     if not _amp_state.opt_properties.enabled:
         _amp_state.loaded = {key: dict(value) for key, value in state_dict.items()}
         return

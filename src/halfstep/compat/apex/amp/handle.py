@@ -54,6 +54,8 @@ def scale_loss(
         return
     stashes: list[AmpOptimizerState] = [optimizer._amp_stash for optimizer in listed]
     scalers = session.loss_scalers
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise TypeError(f"scale_loss(loss_id={loss_id!r}): expected a whole number below num_losses")
     if not 0 <= loss_id < len(scalers):
         raise IndexError(
             f"scale_loss(loss_id={loss_id}): there {_are(len(scalers))}; call "

@@ -1,4 +1,4 @@
-"""What the four optimizers share: Apex's arguments, and the frame of a step."""
+"""What the optimizers share: Apex's arguments, and the frame of a step."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def materialised(params: Any) -> list[Any]:
     """Return `params` as a list, groups with their parameters as lists, so that they can be looked at."""
     if isinstance(params, Tensor):
         raise TypeError("params is a single tensor; an optimizer takes a list of tensors or of groups")
+    if params is None:
+        raise TypeError("params is None; an optimizer takes a list of tensors or of groups, as model.parameters()")
     return [{**p, "params": _one(p["params"])} if isinstance(p, dict) else p for p in params]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import required
 
 from halfstep.compat.apex.optimizers.common import SetGradNone, evaluated, fuses, materialised
 
@@ -17,7 +18,7 @@ class FusedSGD(SetGradNone, torch.optim.SGD):
 
     Args:
         params: parameters or groups.
-        lr: learning rate.
+        lr: learning rate; may be left out if every group has its own.
         momentum: its factor.
         dampening: of the momentum.
         weight_decay: L2 factor.
@@ -30,7 +31,7 @@ class FusedSGD(SetGradNone, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -43,15 +44,19 @@ class FusedSGD(SetGradNone, torch.optim.SGD):
         self.set_grad_none = set_grad_none
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
+        for entry in params if lr is required else ():
+            if not isinstance(entry, dict) or "lr" not in entry:
+                raise ValueError("FusedSGD: no lr; pass lr=, or give every parameter group one of its own")
         super().__init__(
             params,
-            lr=lr,
+            lr=0.0 if lr is required else lr,
             momentum=momentum,
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
             fused=True if fuses(params) else None,
         )
+        self.defaults["lr"] = lr  # `required` makes add_param_group ask for one
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters."""

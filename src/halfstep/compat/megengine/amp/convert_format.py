@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import StepError
+
 __all__ = ["convert_module_format", "convert_tensor_format"]
 
 M = TypeVar("M", bound=nn.Module)
@@ -21,6 +23,8 @@ def convert_tensor_format(x: Tensor, inplace: bool = True) -> Tensor:
         x: any tensor.
         inplace: change `x` and return it, instead of a new tensor.
     """
+    if not isinstance(x, Tensor):
+        raise StepError(f"convert_tensor_format: got a {type(x).__name__}; expected a tensor")
     layout = FORMATS.get(x.dim())
     if layout is None:
         return x
@@ -38,6 +42,8 @@ def convert_module_format(module: M, inplace: bool = True) -> M:
         module: any module.
         inplace: change `module` and return it, instead of a deep copy.
     """
+    if not isinstance(module, nn.Module):
+        raise StepError(f"convert_module_format: got a {type(module).__name__}; expected a torch module")
     module = module if inplace else copy.deepcopy(module)
     for tensor in (*module.parameters(), *module.buffers()):
         convert_tensor_format(tensor)

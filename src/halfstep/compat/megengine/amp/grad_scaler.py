@@ -123,6 +123,8 @@ class GradScaler:
         """
         if update_scale not in (True, False, "if_unscale_grad"):
             raise ScaleError(f"backward(update_scale={update_scale!r}): expected True, False or 'if_unscale_grad'")
+        if not isinstance(gm, (GradManager, GradManagerGroup)):
+            raise ScaleError(f"backward(gm={gm!r}): expected the GradManager that records; scaler.backward(gm, loss)")
         for tensor in gm.attached_tensors():
             if tensor.grad is not None and not marked(tensor.grad, SCALED):
                 state = "is unscaled already" if marked(tensor.grad, UNSCALED) else "was never scaled"
@@ -132,6 +134,8 @@ class GradScaler:
                     "use backward(..., unscale_grad=False) for all but the last"
                 )
         ys = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
+        if not all(isinstance(one, Tensor) for one in ys):
+            raise ScaleError(f"backward(y={y!r}): expected the loss as a tensor, or several")
         if dy is None:
             dys = [torch.ones_like(one) for one in ys]
         else:
@@ -162,7 +166,9 @@ class GradScaler:
         Raises:
             ScaleError: a gradient has been unscaled already.
         """
-        attached = [tensor for tensor in grad_tensors if tensor is not None]
+        attached = [] if grad_tensors is None else [tensor for tensor in grad_tensors if tensor is not None]
+        if grad_tensors is None or not all(isinstance(tensor, Tensor) for tensor in attached):
+            raise ScaleError("unscale: expected tensors with gradients, such as gm.attached_tensors()")
         tensors = [tensor for tensor in attached if tensor.grad is not None]
         for tensor in tensors:
             if marked(tensor.grad, UNSCALED):
@@ -177,6 +183,7 @@ class GradScaler:
             holder: Any = _Holder(tensors)
             self._core.step(holder)
             bad = bool(self._core.skipped(holder))
+            holder.param_groups = []  # the core remembers the holder up to the next update, and tensors may go before
         for tensor in tensors:
             if bad:
                 tensor.grad = None
@@ -246,6 +253,8 @@ class GradScaler:
         Raises:
             ScaleError: a key is missing or a value makes no sense.
         """
+        if not isinstance(state, Mapping):
+            raise ScaleError(f"load_state_dict({state!r}): expected what state_dict() returned")
         missing = [key for key in KEYS if key not in state]
         if missing:
             raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")

@@ -82,6 +82,10 @@ class GradManager:
         Raises:
             StepError: something is not a floating tensor; nothing is attached then.
         """
+        if not isinstance(tensors, (Tensor, Iterable)):
+            raise StepError(f"GradManager.attach: got {tensors!r}; expected a tensor or several, as net.parameters()")
+        if not (callbacks is None or callable(callbacks) or isinstance(callbacks, Iterable)):
+            raise StepError(f"GradManager.attach(callbacks={callbacks!r}): expected a function or several")
         found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         for tensor in found:
             if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -175,6 +179,8 @@ class GradManagerGroup:
         self._managers = list(managers)
 
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
+        if not isinstance(other, (GradManager, GradManagerGroup)):
+            raise StepError(f"gm | {other!r}: expected another GradManager")
         others = [other] if isinstance(other, GradManager) else other._managers
         return GradManagerGroup([*self._managers, *others])
 

@@ -10,20 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-abs, acos, asin, atan, ceil = torch.abs, torch.acos, torch.asin, torch.atan, torch.ceil
-acosh, asinh, atanh, cos, cosh, sin, sinh, tan, tanh = (
-    torch.acosh, torch.asinh, torch.atanh, torch.cos, torch.cosh, torch.sin, torch.sinh, torch.tan, torch.tanh,
-)  # fmt: skip
-erf, erfc, exp, expm1, floor, log, log1p = (
-    torch.erf, torch.erfc, torch.exp, torch.expm1, torch.floor, torch.log, torch.log1p,
-)  # fmt: skip
-logical_not, neg, round, sign, sqrt, square = (
-    torch.logical_not, torch.neg, torch.round, torch.sign, torch.sqrt, torch.square,
-)  # fmt: skip
-gelu, hsigmoid, hswish, logsigmoid, relu, relu6, sigmoid, silu, softplus = (
-    F.gelu, F.hardsigmoid, F.hardswish, F.logsigmoid, F.relu, F.relu6, torch.sigmoid, F.silu, F.softplus,
-)  # fmt: skip
-isinf, isnan = torch.isinf, torch.isnan
+from halfstep.errors import StepError
 
 __all__ = [
     "abs", "acos", "acosh", "add", "asin", "asinh", "atan", "atan2", "atanh", "ceil", "clip", "cos", "cosh", "div",
@@ -33,6 +20,39 @@ __all__ = [
     "pow", "relu", "relu6", "right_shift", "round", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt",
     "square", "sub", "tan", "tanh",
 ]  # fmt: skip
+
+
+def _of_one(function: Callable[..., Any]) -> Callable[[Any], Tensor]:
+    """Return `function` under MegEngine's name of its argument."""
+
+    @wraps(function)
+    def call(x: Any) -> Tensor:
+        result: Tensor = function(x)
+        return result
+
+    del call.__wrapped__  # so that a signature shows `x`
+    return call
+
+
+abs, acos, asin, atan = _of_one(torch.abs), _of_one(torch.acos), _of_one(torch.asin), _of_one(torch.atan)
+acosh, asinh, atanh = _of_one(torch.acosh), _of_one(torch.asinh), _of_one(torch.atanh)
+cos, cosh, sin, sinh = _of_one(torch.cos), _of_one(torch.cosh), _of_one(torch.sin), _of_one(torch.sinh)
+tan, tanh, ceil, floor = _of_one(torch.tan), _of_one(torch.tanh), _of_one(torch.ceil), _of_one(torch.floor)
+erf, erfc, exp, expm1 = _of_one(torch.erf), _of_one(torch.erfc), _of_one(torch.exp), _of_one(torch.expm1)
+log, log1p, neg, sign = _of_one(torch.log), _of_one(torch.log1p), _of_one(torch.neg), _of_one(torch.sign)
+sqrt, square, logical_not = _of_one(torch.sqrt), _of_one(torch.square), _of_one(torch.logical_not)
+isinf, isnan = _of_one(torch.isinf), _of_one(torch.isnan)
+gelu, relu, relu6, sigmoid = _of_one(F.gelu), _of_one(F.relu), _of_one(F.relu6), _of_one(torch.sigmoid)
+hsigmoid, hswish, silu = _of_one(F.hardsigmoid), _of_one(F.hardswish), _of_one(F.silu)
+logsigmoid, softplus = _of_one(F.logsigmoid), _of_one(F.softplus)
+
+
+def round(x: Tensor) -> Tensor:
+    """Return the nearest whole numbers; halves go away from zero (torch.round: to the even neighbour)."""
+    if not x.is_floating_point():
+        return x
+    whole = torch.trunc(x)
+    return torch.where((x - whole).abs() >= 0.5, whole + torch.sign(x), whole)
 
 
 def _of_two(function: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
@@ -51,13 +71,25 @@ def _of_two(function: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
     return call
 
 
+def _remainder(x: Tensor, y: Tensor) -> Tensor:
+    """Return what division leaves: with the sign of `x` for floats (C's fmod), of `y` for integers (Python's %)."""
+    return torch.fmod(x, y) if x.is_floating_point() or y.is_floating_point() else torch.remainder(x, y)
+
+
+def _quotient(x: Tensor, y: Tensor) -> Tensor:
+    """Return the floor of the rounded quotient: 10 for 1.0 / 0.1, where torch.floor_divide gives 9."""
+    if x.is_floating_point() or y.is_floating_point():
+        return torch.floor(torch.div(x, y))
+    return torch.floor_divide(x, y)
+
+
 add = _of_two(torch.add)
 sub = _of_two(torch.sub)
 mul = _of_two(torch.mul)
 div = _of_two(torch.div)
 pow = _of_two(torch.pow)
-mod = _of_two(torch.remainder)
-floor_div = _of_two(torch.floor_divide)
+mod = _of_two(_remainder)
+floor_div = _of_two(_quotient)
 atan2 = _of_two(torch.atan2)
 logaddexp = _of_two(torch.logaddexp)
 maximum = _of_two(torch.maximum)
@@ -76,5 +108,11 @@ right_shift = _of_two(torch.bitwise_right_shift)
 
 
 def clip(x: Tensor, lower: Any = None, upper: Any = None) -> Tensor:
-    """Bring every element between `lower` and `upper`."""
+    """Bring every element between `lower` and `upper`.
+
+    Raises:
+        StepError: neither is given.
+    """
+    if lower is None and upper is None:
+        raise StepError("clip: neither lower nor upper is given; give one of them")
     return torch.clamp(x, lower, upper)

@@ -58,10 +58,10 @@ def hinge_loss(pred: Tensor, label: Tensor, norm: str = "L1", reduction: str = "
     Raises:
         StepError: a norm that is neither "L1" nor "L2".
     """
-    if norm not in ("L1", "L2"):
+    if str(norm).upper() not in ("L1", "L2"):
         raise StepError(f"hinge_loss(norm={norm!r}): expected 'L1' or 'L2'")
     margin = torch.relu(1.0 - pred.float() * label.float())
-    return _reduced((margin if norm == "L1" else margin * margin).sum(1), reduction)
+    return _reduced((margin if norm.upper() == "L1" else margin * margin).sum(1), reduction)
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:

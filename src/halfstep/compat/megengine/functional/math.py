@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.compat.megengine.functional.modes import check_compute_mode
+from halfstep.errors import StepError
+
 __all__ = [
     "argmax", "argmin", "argsort", "cumsum", "dot", "matinv", "matmul", "max", "mean", "min", "norm", "normalize",
     "prod", "sort", "std", "sum", "topk", "var",
@@ -47,9 +50,12 @@ def sum(inp: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     return torch.sum(inp, _axes(inp, axis), keepdim=keepdims)
 
 
-def prod(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
+def prod(inp: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the product."""
-    return torch.prod(inp) if axis is None else torch.prod(inp, axis, keepdim=keepdims)
+    axes = sorted({one % inp.dim() for one in _axes(inp, axis)}, reverse=True)
+    for one in axes:  # torch takes one axis at a time
+        inp = torch.prod(inp, one, keepdim=keepdims)
+    return inp
 
 
 def max(inp: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -76,13 +82,21 @@ def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, ep
 
 
 def argmax(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Return the place of the largest element."""
-    return torch.argmax(inp, axis, keepdim=keepdims)
+    """Return the place of the largest element.
+
+    Raises:
+        StepError: several axes.
+    """
+    return torch.argmax(inp, _one_axis("argmax", axis), keepdim=keepdims)
 
 
 def argmin(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Return the place of the smallest element."""
-    return torch.argmin(inp, axis, keepdim=keepdims)
+    """Return the place of the smallest element.
+
+    Raises:
+        StepError: several axes.
+    """
+    return torch.argmin(inp, _one_axis("argmin", axis), keepdim=keepdims)
 
 
 def argsort(inp: Tensor, descending: bool = False) -> Tensor:
@@ -97,14 +111,14 @@ def sort(inp: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def topk(
-    inp: Tensor, k: int, descending: bool = False, kth_only: bool = False, no_sort: bool = False
+    inp: Tensor, k: int, descending: bool = True, kth_only: bool = False, no_sort: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the `k` smallest (`descending`: largest) elements along the last axis, and their places.
+    """Return the `k` largest (without `descending`: smallest) elements along the last axis, and their places.
 
     Args:
         inp: any tensor.
         k: how many.
-        descending: the largest instead of the smallest.
+        descending: the largest; False: the smallest. (Until MegEngine 1.12 False was the default.)
         kth_only: only the k-th.
         no_sort: in any order.
     """
@@ -117,9 +131,13 @@ def cumsum(inp: Tensor, axis: int) -> Tensor:
     return torch.cumsum(inp, axis)
 
 
-def matmul(inp1: Tensor, inp2: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
-    """Return the matrix product."""
-    return torch.matmul(inp1.mT if transpose_a else inp1, inp2.mT if transpose_b else inp2)
+def matmul(
+    inp1: Tensor, inp2: Tensor, transpose_a: bool = False, transpose_b: bool = False, compute_mode: str = "default"
+) -> Tensor:
+    """Return the matrix product; a vector is not transposed."""
+    check_compute_mode("matmul", compute_mode)
+    left = inp1.mT if transpose_a and inp1.dim() > 1 else inp1
+    return torch.matmul(left, inp2.mT if transpose_b and inp2.dim() > 1 else inp2)
 
 
 def dot(inp1: Tensor, inp2: Tensor) -> Tensor:
@@ -131,3 +149,9 @@ def matinv(inp: Tensor) -> Tensor:
     """Return the inverse."""
     inverse: Any = torch.linalg.inv(inp)
     return inverse  # type: ignore[no-any-return]
+
+
+def _one_axis(where: str, axis: Any) -> int | None:
+    if axis is None or isinstance(axis, int):
+        return axis
+    raise StepError(f"{where}(axis={axis!r}): expected one axis or None, for the place in the flattened tensor")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from halfstep.compat.megengine.device import device_of
-from halfstep.compat.megengine.tensor import dtype_of
+from halfstep.compat.megengine.tensor import dtype_of, tensor
+from halfstep.errors import StepError
 
 __all__ = [
     "arange", "broadcast_to", "concat", "copy", "expand_dims", "eye", "flatten", "full", "full_like", "gather",
@@ -24,19 +25,22 @@ def _shape(shape: Shape) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
-def full(shape: Shape, value: Any, dtype: Any = "float32", device: str | None = None) -> Tensor:
-    """Return a tensor filled with `value`."""
+def full(shape: Shape, value: Any, dtype: Any = None, device: str | None = None) -> Tensor:
+    """Return a tensor filled with `value`; by default int32, fp32 or bool, as `value` is."""
+    if dtype is None:
+        made = tensor(value, device=device)
+        return made.expand(_shape(shape)).contiguous()
     return torch.full(_shape(shape), value, dtype=dtype_of(dtype), device=device_of(device))
 
 
 def zeros(shape: Shape, dtype: Any = "float32", device: str | None = None) -> Tensor:
     """Return zeros."""
-    return full(shape, 0, dtype, device)
+    return torch.zeros(_shape(shape), dtype=dtype_of(dtype), device=device_of(device))
 
 
 def ones(shape: Shape, dtype: Any = "float32", device: str | None = None) -> Tensor:
     """Return ones."""
-    return full(shape, 1, dtype, device)
+    return torch.ones(_shape(shape), dtype=dtype_of(dtype), device=device_of(device))
 
 
 def full_like(inp: Tensor, value: Any) -> Tensor:
@@ -54,9 +58,10 @@ def ones_like(inp: Tensor) -> Tensor:
     return torch.ones_like(inp)
 
 
-def eye(N: int, M: int | None = None, dtype: Any = "float32", device: str | None = None) -> Tensor:
-    """Return an identity matrix."""
-    return torch.eye(N, N if M is None else M, dtype=dtype_of(dtype), device=device_of(device))
+def eye(N: Shape, M: int | None = None, dtype: Any = "float32", device: str | None = None) -> Tensor:
+    """Return an identity matrix of `N` rows and `M` (by default `N`) columns; `N` may be both."""
+    rows, columns = (N, N if M is None else M) if isinstance(N, int) else (N[0], N[1])
+    return torch.eye(rows, columns, dtype=dtype_of(dtype), device=device_of(device))
 
 
 def arange(
@@ -72,24 +77,39 @@ def linspace(start: float, stop: float, num: int, dtype: Any = "float32", device
     return torch.linspace(start, stop, num, dtype=dtype_of(dtype), device=device_of(device))
 
 
-def concat(inps: Sequence[Tensor], axis: int = 0) -> Tensor:
+def concat(inps: Sequence[Tensor], axis: int = 0, device: str | None = None) -> Tensor:
     """Join along an axis that there is."""
-    return torch.cat(list(inps), axis)
+    return torch.cat(_placed(inps, device), axis)
 
 
-def stack(inps: Sequence[Tensor], axis: int = 0) -> Tensor:
+def stack(inps: Sequence[Tensor], axis: int = 0, device: str | None = None) -> Tensor:
     """Join along a new axis."""
-    return torch.stack(list(inps), axis)
+    return torch.stack(_placed(inps, device), axis)
+
+
+def _placed(inps: Sequence[Tensor], device: str | None) -> list[Tensor]:
+    return list(inps) if device is None else [one.to(device_of(device)) for one in inps]
 
 
 def split(inp: Tensor, nsplits_or_sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
-    """Split into so many parts, or at so many places."""
-    return list(torch.tensor_split(inp, nsplits_or_sections, axis))
+    """Split into so many equal parts, or at so many places.
+
+    Raises:
+        StepError: parts that cannot be equal.
+    """
+    if isinstance(nsplits_or_sections, int):
+        if nsplits_or_sections < 1 or inp.shape[axis] % nsplits_or_sections:
+            raise StepError(
+                f"split: axis {axis} has {inp.shape[axis]} elements, which are not {nsplits_or_sections} equal parts; "
+                "pass the places to split at"
+            )
+        return list(torch.tensor_split(inp, nsplits_or_sections, axis))
+    return list(torch.tensor_split(inp, tuple(nsplits_or_sections), axis))
 
 
-def reshape(inp: Tensor, target_shape: Sequence[int]) -> Tensor:
+def reshape(inp: Tensor, target_shape: Shape) -> Tensor:
     """Return the elements in another shape."""
-    return inp.reshape(tuple(target_shape))
+    return inp.reshape(_shape(target_shape))
 
 
 def flatten(inp: Tensor, start_axis: int = 0, end_axis: int = -1) -> Tensor:
@@ -97,9 +117,15 @@ def flatten(inp: Tensor, start_axis: int = 0, end_axis: int = -1) -> Tensor:
     return torch.flatten(inp, start_axis, end_axis)
 
 
-def transpose(inp: Tensor, pattern: Sequence[int]) -> Tensor:
-    """Return the axes in another order."""
-    return inp.permute(tuple(pattern))
+def transpose(inp: Tensor, pattern: Sequence[int | str]) -> Tensor:
+    """Return the axes in another order; "x" in the pattern is a new axis of length 1."""
+    result = inp.permute([axis for axis in pattern if isinstance(axis, int)])
+    for place, axis in enumerate(pattern):
+        if axis == "x":
+            result = result.unsqueeze(place)
+        elif not isinstance(axis, int):
+            raise StepError(f"transpose: {axis!r} in the pattern; expected numbers of axes, or 'x' for a new one")
+    return result
 
 
 def swapaxes(inp: Tensor, axis1: int, axis2: int) -> Tensor:
@@ -107,19 +133,34 @@ def swapaxes(inp: Tensor, axis1: int, axis2: int) -> Tensor:
     return torch.swapaxes(inp, axis1, axis2)
 
 
-def expand_dims(inp: Tensor, axis: int) -> Tensor:
-    """Add an axis of length 1."""
-    return inp.unsqueeze(axis)
+def expand_dims(inp: Tensor, axis: Shape) -> Tensor:
+    """Add an axis of length 1, or several: `axis` counts in the result."""
+    places = (axis,) if isinstance(axis, int) else tuple(axis)
+    for place in sorted(one % (inp.dim() + len(places)) for one in places):
+        inp = inp.unsqueeze(place)
+    return inp
 
 
-def squeeze(inp: Tensor, axis: int | None = None) -> Tensor:
-    """Remove axes of length 1."""
-    return inp.squeeze() if axis is None else inp.squeeze(axis)
+def squeeze(inp: Tensor, axis: Shape | None = None) -> Tensor:
+    """Remove axes of length 1: all, one or several.
+
+    Raises:
+        StepError: an axis that is longer.
+    """
+    if axis is None:
+        return inp.squeeze()
+    places = (axis,) if isinstance(axis, int) else tuple(axis)
+    for place in places:
+        if inp.shape[place] != 1:
+            raise StepError(
+                f"squeeze: axis {place} has {inp.shape[place]} elements; only an axis of length 1 goes away"
+            )
+    return inp.squeeze(places)
 
 
-def broadcast_to(inp: Tensor, shape: Sequence[int]) -> Tensor:
+def broadcast_to(inp: Tensor, shape: Shape) -> Tensor:
     """Repeat along axes of length 1 up to `shape`."""
-    return torch.broadcast_to(inp, tuple(shape))
+    return torch.broadcast_to(inp, _shape(shape))
 
 
 def repeat(inp: Tensor, repeats: int, axis: int | None = None) -> Tensor:
@@ -134,7 +175,11 @@ def tile(inp: Tensor, reps: Sequence[int]) -> Tensor:
 
 def roll(inp: Tensor, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Tensor:
     """Shift elements around."""
-    return torch.roll(inp, shift, axis)  # type: ignore[arg-type]
+    return torch.roll(inp, _several(shift), _several(axis))
+
+
+def _several(numbers: Any) -> Any:
+    return numbers if numbers is None or isinstance(numbers, int) else tuple(numbers)
 
 
 def gather(inp: Tensor, axis: int, index: Tensor) -> Tensor:

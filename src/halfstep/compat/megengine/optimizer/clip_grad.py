@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from halfstep.errors import StepError
+
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 
 
@@ -17,7 +19,13 @@ def clip_grad_norm(tensors: Tensor | Iterable[Tensor], max_norm: float, ord: flo
 
 @torch.no_grad()
 def clip_grad_value(tensors: Tensor | Iterable[Tensor], lower: float, upper: float) -> None:
-    """Bring every element of the gradients between `lower` and `upper`."""
+    """Bring every element of the gradients between `lower` and `upper`.
+
+    Raises:
+        StepError: `lower` is above `upper`.
+    """
+    if lower > upper:
+        raise StepError(f"clip_grad_value: lower={lower!r} is above upper={upper!r}; exchange them")
     for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
         if tensor.grad is not None:
             tensor.grad.clamp_(lower, upper)

@@ -1,5 +1,5 @@
-"""What MindSpore has under ``mindspore.common``: the number formats."""
+"""What MindSpore has under ``mindspore.common``: the number formats and how weights begin."""
 
-from halfstep.compat.mindspore.common import dtype
+from halfstep.compat.mindspore.common import dtype, initializer
 
-__all__ = ["dtype"]
+__all__ = ["dtype", "initializer"]

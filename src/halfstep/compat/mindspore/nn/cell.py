@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.compat.mindspore import precision
+from halfstep.compat.mindspore.errors import MindSporeTypeError
 
 __all__ = ["Cell", "CellList", "SequentialCell"]
 
@@ -105,10 +106,18 @@ class Cell(nn.Module):
         self.add_module(child_name, child)
 
 
+def _check_cells(where: str, cells: tuple[Any, ...]) -> None:
+    given = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells
+    for cell in given:
+        if not isinstance(cell, (nn.Module, dict)):
+            raise MindSporeTypeError(f"{where}: {cell!r} is a {type(cell).__name__}; expected cells or torch modules")
+
+
 class SequentialCell(Cell, nn.Sequential):
     """Cells one after the other, given as arguments or as one list; torch's Sequential otherwise."""
 
     def __init__(self, *cells: Any) -> None:
+        _check_cells("SequentialCell", cells)
         nn.Sequential.__init__(self, *(cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells))
         self.training = False
 
@@ -123,6 +132,7 @@ class CellList(nn.ModuleList):
     """A list of cells: torch's ModuleList under MindSpore's name, with or without a list around the arguments."""
 
     def __init__(self, *cells: Any) -> None:
+        _check_cells("CellList", cells)
         nn.ModuleList.__init__(
             self, cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else list(cells)
         )

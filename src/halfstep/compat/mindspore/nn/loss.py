@@ -109,11 +109,27 @@ class CrossEntropyLoss(LossBase):
 
 
 class BCEWithLogitsLoss(LossBase):
-    """Binary cross entropy of logits."""
+    """Binary cross entropy of logits.
+
+    Args:
+        reduction: "mean", "sum" or "none".
+        weight: of each element, broadcast.
+        pos_weight: of positive labels, broadcast.
+    """
+
+    weight: Tensor | None
+    pos_weight: Tensor | None
+
+    def __init__(self, reduction: str = "mean", weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:
+        super().__init__(reduction)
+        self.register_buffer("weight", weight)
+        self.register_buffer("pos_weight", pos_weight)
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss."""
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=self.reduction)
+        return F.binary_cross_entropy_with_logits(
+            logits, labels.to(logits.dtype), self.weight, reduction=self.reduction, pos_weight=self.pos_weight
+        )
 
 
 def as_fp32(value: Any) -> Any:

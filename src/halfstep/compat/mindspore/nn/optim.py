@@ -13,6 +13,10 @@ from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueE
 __all__ = ["Adam", "AdamWeightDecay", "Momentum", "Optimizer", "SGD"]
 
 
+NOT_DECAYED = "_mindspore_not_decayed"
+"""Mark of a parameter that weight decay leaves alone unless its group says a decay: gamma and beta of norms."""
+
+
 class Optimizer(torch.optim.Optimizer):
     """What MindSpore's optimizers have beyond torch's.
 
@@ -36,8 +40,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All parameters, group by group."""
-        return tuple(p for group in self.param_groups for p in group["params"])
+        """All parameters, in the order in which they were given (or ``order_params`` says)."""
+        held = [p for group in self.param_groups for p in group["params"]]
+        place = {id(p): index for index, p in enumerate(self.__dict__.get("_order", ()))}
+        return tuple(sorted(held, key=lambda p: place.get(id(p), len(place))))
 
     @property
     def learning_rate(self) -> float:
@@ -66,6 +72,11 @@ class Optimizer(torch.optim.Optimizer):
                 "gradients; differentiate by optimizer.parameters"
             )
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if gradient is not None and not isinstance(gradient, Tensor):
+                raise MindSporeTypeError(
+                    f"{type(self).__name__}: gradient {index} is {gradient!r}; expected tensors, one for each of "
+                    "optimizer.parameters"
+                )
             if gradient is not None and gradient.shape != parameter.shape:
                 raise MindSporeValueError(
                     f"{type(self).__name__}: gradient {index} has shape {tuple(gradient.shape)} and its parameter "
@@ -83,7 +94,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copy keep."""
-        return {**super().__getstate__(), "loss_scale": self.loss_scale}
+        return {**super().__getstate__(), "loss_scale": self.loss_scale, "_order": self.__dict__.get("_order", [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Rebuild; the hook that divides comes back with `loss_scale`."""
@@ -119,6 +130,43 @@ def _rate(name: str, learning_rate: Any) -> float:
 Params = Iterable[Any]
 
 
+def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any], list[Any]]:
+    """Return groups for torch, and the parameters in the order in which they were given.
+
+    A plain list of parameters is cut in two where MindSpore leaves gamma and beta out of weight decay.
+
+    Raises:
+        MindSporeTypeError, MindSporeValueError: a group that asks for what does not exist here.
+    """
+    if not isinstance(params, Iterable):
+        raise MindSporeTypeError(f"{name}: params={params!r}; expected parameters or groups, as net.trainable_params()")
+    given = [params] if isinstance(params, dict) else list(params)
+    if not given:
+        raise MindSporeValueError(f"{name}: no parameters; pass net.trainable_params()")
+    if not isinstance(given[0], dict):
+        norms = [p for p in given if getattr(p, NOT_DECAYED, False)]
+        if not (weight_decay and norms):
+            return given, given
+        rest = [p for p in given if not getattr(p, NOT_DECAYED, False)]
+        return [{"params": rest}, {"params": norms, "weight_decay": 0.0}], given
+    groups, order = [], []
+    for group in given:
+        if "order_params" in group and len(group) == 1:
+            order = list(group["order_params"])
+            continue
+        if group.get("grad_centralization"):
+            raise MindSporeValueError(f"{name}: a group asks for grad_centralization, which does not exist here")
+        made = {key: value for key, value in group.items() if key not in ("grad_centralization", "order_params")}
+        made["params"] = list(made["params"])
+        if "lr" in made:
+            made["lr"] = _rate(name, made["lr"])
+        groups.append(made)
+    held = [p for group in groups for p in group["params"]]
+    if order and {id(p) for p in order} != {id(p) for p in held}:
+        raise MindSporeValueError(f"{name}: order_params must hold the parameters of all groups, once each")
+    return groups, order or held
+
+
 class SGD(Optimizer, torch.optim.SGD):
     """Stochastic gradient descent."""
 
@@ -126,10 +174,12 @@ class SGD(Optimizer, torch.optim.SGD):
         self, params: Params, learning_rate: float = 0.1, momentum: float = 0.0, dampening: float = 0.0,
         weight_decay: float = 0.0, nesterov: bool = False, loss_scale: float = 1.0,
     ) -> None:  # fmt: skip
+        groups, order = _grouped("SGD", params, weight_decay)
         torch.optim.SGD.__init__(
-            self, params, lr=_rate("SGD", learning_rate), momentum=momentum, dampening=dampening,
+            self, groups, lr=_rate("SGD", learning_rate), momentum=momentum, dampening=dampening,
             weight_decay=weight_decay, nesterov=nesterov,
         )  # fmt: skip
+        self._order = order
         self._set_loss_scale(loss_scale)
 
 
@@ -140,36 +190,81 @@ class Momentum(Optimizer, torch.optim.SGD):
         self, params: Params, learning_rate: float, momentum: float, weight_decay: float = 0.0,
         loss_scale: float = 1.0, use_nesterov: bool = False,
     ) -> None:  # fmt: skip
+        groups, order = _grouped("Momentum", params, weight_decay)
         torch.optim.SGD.__init__(
-            self, params, lr=_rate("Momentum", learning_rate), momentum=momentum, weight_decay=weight_decay,
+            self, groups, lr=_rate("Momentum", learning_rate), momentum=momentum, weight_decay=weight_decay,
             nesterov=use_nesterov,
         )  # fmt: skip
+        self._order = order
         self._set_loss_scale(loss_scale)
 
 
 class Adam(Optimizer, torch.optim.Adam):
-    """Adam; epsilon is added where torch adds it (after the bias correction)."""
+    """Adam; epsilon is added where torch adds it (after the bias correction). Locks belong to MindSpore's kernels."""
 
     def __init__(
         self, params: Params, learning_rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
-        weight_decay: float = 0.0, loss_scale: float = 1.0, use_amsgrad: bool = False,
+        use_locking: bool = False, use_nesterov: bool = False, weight_decay: float = 0.0, loss_scale: float = 1.0,
+        use_amsgrad: bool = False,
     ) -> None:  # fmt: skip
+        if not isinstance(use_locking, bool):
+            raise MindSporeTypeError(
+                f"Adam: use_locking={use_locking!r}; expected True or False; weight_decay= comes after use_nesterov"
+            )
+        if use_nesterov:
+            raise MindSporeValueError("Adam(use_nesterov=True) does not exist here; use torch.optim.NAdam")
+        groups, order = _grouped("Adam", params, weight_decay)
         torch.optim.Adam.__init__(
-            self, params, lr=_rate("Adam", learning_rate), betas=(beta1, beta2), eps=eps, weight_decay=weight_decay,
+            self, groups, lr=_rate("Adam", learning_rate), betas=(beta1, beta2), eps=eps, weight_decay=weight_decay,
             amsgrad=use_amsgrad,
         )  # fmt: skip
+        self._order = order
         self._set_loss_scale(loss_scale)
 
 
-class AdamWeightDecay(Optimizer, torch.optim.AdamW):
-    """Adam with decoupled weight decay; torch's AdamW, with its bias correction."""
+class AdamWeightDecay(Optimizer):
+    """Adam with decoupled weight decay and, as in MindSpore (and BERT), without bias correction."""
 
     def __init__(
         self, params: Params, learning_rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
-        torch.optim.AdamW.__init__(
-            self, params, lr=_rate("AdamWeightDecay", learning_rate), betas=(beta1, beta2), eps=eps,
-            weight_decay=weight_decay,
-        )  # fmt: skip
+        groups, order = _grouped("AdamWeightDecay", params, weight_decay)
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if not 0.0 < beta < 1.0:
+                raise MindSporeValueError(f"AdamWeightDecay: {name}={beta!r}; expected a number between 0 and 1")
+        rate = _rate("AdamWeightDecay", learning_rate)
+        defaults = {"lr": rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+        torch.optim.Optimizer.__init__(self, groups, defaults)
+        self._order = order
         self._set_loss_scale(1.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters; return what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            if held:
+                self._update(group, held)
+        return loss
+
+    def _update(self, group: dict[str, Any], held: list[Any]) -> None:
+        beta1, beta2 = group["betas"]
+        for p in held:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        grads = [p.grad for p in held]
+        first, second = ([self.state[p][name] for p in held] for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        below = torch._foreach_sqrt(second)
+        torch._foreach_add_(below, group["eps"])
+        updates = torch._foreach_div(first, below)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, held, alpha=group["weight_decay"])
+        torch._foreach_add_(held, updates, alpha=-group["lr"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.compat.mindspore.errors import MindSporeTypeError
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.scale_rules import cell_rule, check_count, check_factor, check_scale
 
@@ -40,6 +41,10 @@ class DynamicLossScaleUpdateCell(Cell):
     @torch.no_grad()
     def construct(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """Answer one step; return `overflow`."""
+        if not isinstance(loss_scale, Tensor):
+            raise MindSporeTypeError(
+                f"{type(self).__name__}: loss_scale={loss_scale!r}; expected the tensor of the scale, which is changed"
+            )
         overflow = torch.as_tensor(overflow, device=loss_scale.device)
         self._scaler.update(loss_scale.detach().reshape(()))
         self._scaler.record(overflow)

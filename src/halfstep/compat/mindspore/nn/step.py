@@ -41,7 +41,8 @@ class _OneStep(Cell):
                 f"{name}: optimizer is a {type(optimizer).__name__}; expected an optimizer such as nn.Momentum"
             )
         self.network, self.optimizer = network, optimizer
-        self.weights = tuple(p for group in optimizer.param_groups for p in group["params"])
+        held = tuple(p for group in optimizer.param_groups for p in group["params"])
+        self.weights: tuple[Any, ...] = getattr(optimizer, "parameters", held)  # MindSpore's go by their own order
         self._most = _most_inputs(network)
         bind_for_training(network)
         self._scaler = hs.GradScaler(rule=by_hand())

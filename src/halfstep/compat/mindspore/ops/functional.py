@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
+
 __all__ = [
     "cast",
+    "conv2d",
     "depend",
     "flatten",
     "log_softmax",
@@ -28,18 +33,81 @@ __all__ = [
     "zeros_like",
 ]
 
-matmul = torch.matmul
-mean = torch.mean
-ones_like = torch.ones_like
-relu = F.relu
-square = torch.square
-zeros_like = torch.zeros_like
-max_pool2d = F.max_pool2d
+Size = int | Sequence[int]
+
+partial = functools.partial
 
 
-def cast(x: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return `x` in `dtype`."""
-    return torch.as_tensor(x).to(dtype)
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """Return the matrix product."""
+    return torch.matmul(input, other)
+
+
+def mean(x: Tensor, axis: int | Sequence[int] | None = None, keep_dims: bool = False) -> Tensor:
+    """Return the mean along `axis`; of everything by default."""
+    axes = tuple(range(x.dim())) if axis is None or axis == () else axis if isinstance(axis, int) else tuple(axis)
+    return torch.mean(x, axes, keep_dims)
+
+
+def ones_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ones in the shape of `input`."""
+    return torch.ones_like(input, dtype=dtype)
+
+
+def zeros_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return zeros in the shape of `input`."""
+    return torch.zeros_like(input, dtype=dtype)
+
+
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """Return the larger of `input` and 0."""
+    return F.relu(input, inplace)
+
+
+def square(input: Tensor) -> Tensor:
+    """Return the square of each element."""
+    return torch.square(input)
+
+
+def max_pool2d(
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0, dilation: Size = 1,
+    return_indices: bool = False, ceil_mode: bool = False,
+) -> Any:  # fmt: skip
+    """Return the maximum of each window, and with `return_indices` the places; the stride is the window by default."""
+    pool: Any = F.max_pool2d  # its overloads are by the value of return_indices
+    return pool(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def conv2d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Size = 1, pad_mode: str = "valid",
+    padding: Size = 0, dilation: Size = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return the convolution of images.
+
+    Args:
+        input: (batch, in, height, width).
+        weight: (out, in / groups, height, width).
+        bias: one for each output channel.
+        stride: one number or two.
+        pad_mode: "same", "valid" or "pad".
+        padding: for "pad": one number, two, or four.
+        dilation: one number or two.
+        groups: groups of channels that do not see each other.
+
+    Raises:
+        MindSporeTypeError, MindSporeValueError: an unknown mode, or a padding beside a mode that computes it.
+    """
+    steps, spread = sizes("conv2d: stride", stride, 2), sizes("conv2d: dilation", dilation, 2)
+    around = check_padding("conv2d", pad_mode, padding, 2)
+    padded = pad_for(input, pad_mode, around, tuple(weight.shape[2:]), steps, spread)
+    return F.conv2d(padded, weight, bias, steps, 0, spread, groups)
+
+
+def cast(input: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return `input` in `dtype`."""
+    if not isinstance(dtype, torch.dtype):
+        raise MindSporeTypeError(f"cast: dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float16")
+    return torch.as_tensor(input).to(dtype)
 
 
 def depend(value: Tensor, expr: object) -> Tensor:
@@ -47,33 +115,37 @@ def depend(value: Tensor, expr: object) -> Tensor:
     return value
 
 
-def flatten(x: Tensor, order: str = "C", *, start_dim: int = 1, end_dim: int = -1) -> Tensor:
-    """Return `x` with the dimensions from `start_dim` to `end_dim` as one."""
+def flatten(input: Tensor, order: str = "C", *, start_dim: int = 1, end_dim: int = -1) -> Tensor:
+    """Return `input` with the dimensions from `start_dim` to `end_dim` as one."""
     if order != "C":
-        raise ValueError(f"flatten: order={order!r}; torch's tensors are read in order 'C'")
-    return torch.flatten(x, start_dim, end_dim)
+        raise MindSporeValueError(f"flatten: order={order!r}; torch's tensors are read in order 'C'")
+    return torch.flatten(input, start_dim, end_dim)
 
 
-def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Return exp(x) / sum(exp(x)) along `axis`."""
-    return F.softmax(x, axis)
+def softmax(input: Tensor, axis: int = -1, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return exp(input) / sum(exp(input)) along `axis`, of `input` in `dtype` if one is given."""
+    return F.softmax(input, axis, dtype=dtype)
 
 
-def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
+def log_softmax(logits: Tensor, axis: int = -1) -> Tensor:
     """Return the logarithm of the softmax along `axis`."""
-    return F.log_softmax(x, axis)
+    return F.log_softmax(logits, axis)
 
 
-def one_hot(indices: Tensor, depth: int, on_value: float = 1.0, off_value: float = 0.0) -> Tensor:
-    """Return float32 rows with `on_value` at `indices` and `off_value` elsewhere."""
-    return torch.where(F.one_hot(indices.long(), depth).bool(), float(on_value), float(off_value)).float()
+def one_hot(
+    indices: Tensor, depth: int, on_value: Tensor | float = 1, off_value: Tensor | float = 0, axis: int = -1
+) -> Tensor:
+    """Return `on_value` at `indices` along a new axis and `off_value` elsewhere, in the format of `on_value`."""
+    hot = F.one_hot(indices.long(), depth).bool().movedim(-1, axis)
+    on, off = (torch.as_tensor(value, device=indices.device) for value in (on_value, off_value))
+    return torch.where(hot, on, off.to(on.dtype))
 
 
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return `x` in `shape`."""
-    return x.reshape(tuple(shape))
+def reshape(input: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `input` in `shape`."""
+    return input.reshape(tuple(shape))
 
 
-def stop_gradient(x: Tensor) -> Tensor:
-    """Return `x` without its history."""
-    return x.detach()
+def stop_gradient(value: Tensor) -> Tensor:
+    """Return `value` without its history."""
+    return value.detach()

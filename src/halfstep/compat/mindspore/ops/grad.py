@@ -17,8 +17,9 @@ Position = int | Sequence[int] | None
 
 
 def value_and_grad(
-    fn: Callable[..., Any], grad_position: Position = 0, weights: Weights = None, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any]]:
+    fn: Callable[..., Any], grad_position: Position = 0, weights: Weights = None, has_aux: bool = False,
+    return_ids: bool = False, sens_param: bool = False,
+) -> Callable[..., tuple[Any, Any]]:  # fmt: skip
     """Return a function that computes `fn` and the gradient of its (first) output.
 
     Args:
@@ -26,6 +27,8 @@ def value_and_grad(
         grad_position: which positional arguments to differentiate by; None for none.
         weights: parameters to differentiate by.
         has_aux: whether `fn` returns more than the loss; the rest has no gradient.
+        return_ids: must be False: gradients come in the order of what they belong to.
+        sens_param: whether a call ends with what the gradient of the (first) output starts from, instead of ones.
 
     Returns:
         A function returning (what `fn` returned, gradients): of the inputs, of the weights, or a pair of both.
@@ -38,6 +41,8 @@ def value_and_grad(
         raise MindSporeTypeError(f"value_and_grad: fn={fn!r} is not callable; pass a function or a Cell")
     if grad_position is None and weights is None:
         raise MindSporeValueError("value_and_grad: nothing to differentiate by; give weights= or grad_position=")
+    if return_ids:
+        raise MindSporeValueError("value_and_grad(return_ids=True) does not exist here; gradients come in order")
     positions = _positions(grad_position)
     several = isinstance(grad_position, Sequence)
     listed = [weights] if isinstance(weights, nn.Parameter) else list(weights or ())
@@ -50,7 +55,11 @@ def value_and_grad(
             )
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        arguments = list(args)
+        if sens_param and (not args or not isinstance(args[-1], Tensor)):
+            raise MindSporeTypeError(
+                "value_and_grad(sens_param=True): end the call with the output's gradient, a tensor"
+            )
+        arguments = list(args[:-1] if sens_param else args)
         _check_arguments(arguments, positions)
         for position in positions:
             arguments[position] = arguments[position].detach().requires_grad_()
@@ -63,7 +72,11 @@ def value_and_grad(
             )
         loss = value[0] if isinstance(value, (tuple, list)) else value
         inputs = [arguments[position] for position in positions]
-        gradients = torch.autograd.grad(loss.sum(), [*inputs, *listed], allow_unused=True, materialize_grads=True)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            what = "depends on nothing that has a gradient" if isinstance(loss, Tensor) else f"is {loss!r}"
+            raise MindSporeTypeError(f"value_and_grad: what the function returned {what}; return the loss as a tensor")
+        start = loss.sum() if not sens_param else (loss * args[-1].to(loss.dtype)).sum()
+        gradients = torch.autograd.grad(start, [*inputs, *listed], allow_unused=True, materialize_grads=True)
         of_inputs: Any = tuple(gradients[: len(inputs)])
         of_inputs = of_inputs if several or not of_inputs else of_inputs[0]
         of_weights: Any = tuple(gradients[len(inputs) :])
@@ -76,10 +89,11 @@ def value_and_grad(
 
 
 def grad(
-    fn: Callable[..., Any], grad_position: Position = 0, weights: Weights = None, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[..., Any], grad_position: Position = 0, weights: Weights = None, has_aux: bool = False,
+    return_ids: bool = False, sens_param: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
     """Return a function that computes the gradients alone, and with `has_aux` also the rest of what `fn` returned."""
-    both = value_and_grad(fn, grad_position, weights, has_aux)
+    both = value_and_grad(fn, grad_position, weights, has_aux, return_ids, sens_param)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         value, gradients = both(*args, **kwargs)
@@ -122,11 +136,15 @@ class GradOperation:
 class HyperMap:
     """Apply a function to each element of sequences, in step: ``HyperMap(f)(xs)`` or ``HyperMap()(f, xs, ys)``."""
 
-    def __init__(self, ops: Callable[..., Any] | None = None) -> None:
+    def __init__(self, ops: Callable[..., Any] | None = None, reverse: bool = False) -> None:
+        if reverse:
+            raise MindSporeValueError("HyperMap(reverse=True) does not exist here; reverse the sequences")
         self.ops = ops
 
     def __call__(self, *args: Any) -> Any:
         """Return a tuple of results; nested sequences are mapped too."""
+        if self.ops is None and not (args and callable(args[0])):
+            raise MindSporeTypeError("HyperMap() takes the function first: HyperMap()(f, xs, ys), or HyperMap(f)(xs)")
         function, sequences = (args[0], args[1:]) if self.ops is None else (self.ops, args)
         if not sequences or not isinstance(sequences[0], (tuple, list)):
             return function(*sequences)

@@ -101,8 +101,11 @@ class _Conv(Primitive):
         stride: int | Sequence[int] = 1,
         dilation: int | Sequence[int] = 1,
         group: int = 1,
+        data_format: str = "",
     ) -> None:
         name = type(self).__name__
+        if data_format not in ("", "NCHW" if self.dims == 2 else "NCDHW"):
+            raise MindSporeValueError(f"{name}: data_format={data_format!r}; channels come second here")
         if mode != 1:
             raise MindSporeValueError(f"{name}: mode={mode!r}; only 1, a plain convolution, exists")
         self.out_channel, self.group, self.pad_mode = out_channel, group, pad_mode
@@ -155,6 +158,15 @@ class Conv2DTranspose(_Transposed):
 
     operators = ("conv_transpose2d",)
 
+    def __init__(
+        self, out_channel: int, kernel_size: int | Sequence[int], pad_mode: str = "valid",
+        pad: int | Sequence[int] = 0, pad_list: Sequence[int] | None = None, mode: int = 1,
+        stride: int | Sequence[int] = 1, dilation: int | Sequence[int] = 1, group: int = 1, data_format: str = "NCHW",
+    ) -> None:  # fmt: skip
+        if pad_list is not None:
+            raise MindSporeValueError(f"{type(self).__name__}: pad_list={pad_list!r}; say it by pad_mode='pad' and pad")
+        super().__init__(out_channel, kernel_size, mode, pad_mode, pad, stride, dilation, group, data_format)
+
     def __call__(self, dout: Tensor, weight: Tensor, input_size: Sequence[int] | None = None) -> Tensor:
         """Return a tensor of `input_size`."""
         if input_size is None:
@@ -171,6 +183,19 @@ class Conv3DTranspose(_Transposed):
 
     dims = 3
     operators = ("conv_transpose3d",)
+
+    def __init__(
+        self, in_channel: int, out_channel: int, kernel_size: int | Sequence[int], mode: int = 1,
+        pad_mode: str = "valid", pad: int | Sequence[int] = 0, stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1, group: int = 1, output_padding: int | Sequence[int] = 0,
+        data_format: str = "NCDHW",
+    ) -> None:  # fmt: skip
+        super().__init__(out_channel, kernel_size, mode, pad_mode, pad, stride, dilation, group, data_format)
+        self.in_channel = in_channel
+        if any(sizes("Conv3DTranspose: output_padding", output_padding, 3)):
+            raise MindSporeValueError(
+                f"Conv3DTranspose: output_padding={output_padding!r} does not exist here; use nn.Conv3dTranspose"
+            )
 
     def __call__(self, dout: Tensor, weight: Tensor) -> Tensor:
         """Return the transposed convolution of `dout`."""
@@ -227,8 +252,11 @@ class MaxPool(Primitive):
     operators = ("max_pool2d",)
 
     def __init__(
-        self, kernel_size: int | Sequence[int] = 1, strides: int | Sequence[int] = 1, pad_mode: str = "valid"
-    ) -> None:
+        self, kernel_size: int | Sequence[int] = 1, strides: int | Sequence[int] = 1, pad_mode: str = "valid",
+        data_format: str = "NCHW",
+    ) -> None:  # fmt: skip
+        if data_format != "NCHW":
+            raise MindSporeValueError(f"MaxPool: data_format={data_format!r}; channels come second here")
         self.kernel_size = sizes("MaxPool: kernel_size", kernel_size, 2)
         self.strides = sizes("MaxPool: strides", strides, 2)
         self.pad_mode = pad_mode.lower()
@@ -292,8 +320,14 @@ class ReduceSum(_Reduce):
 
     operators = ("sum",)
 
+    def __init__(self, keep_dims: bool = False, skip_mode: bool = False) -> None:
+        super().__init__(keep_dims)
+        self.skip_mode = skip_mode
+
     def __call__(self, x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
-        """Return the sum of `x`."""
+        """Return the sum of `x`; with `skip_mode` and no axes, `x` itself."""
+        if self.skip_mode and not isinstance(axis, int) and not tuple(axis):
+            return x
         return torch.sum(x, self._axes(x, axis), self.keep_dims)
 
 
@@ -331,6 +365,10 @@ class BiasAdd(Primitive):
     """Add a vector to every channel (dimension 1)."""
 
     operators = ("add",)
+
+    def __init__(self, data_format: str = "NCHW") -> None:
+        if data_format not in ("NCHW", "NCDHW"):
+            raise MindSporeValueError(f"BiasAdd: data_format={data_format!r}; channels come second here")
 
     def __call__(self, x: Tensor, bias: Tensor) -> Tensor:
         """Return the sum."""

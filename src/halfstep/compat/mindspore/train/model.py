@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,7 @@ class Model:
         metrics: name -> function of (output, label) that returns a number or a tensor, averaged over batches; "loss"
             is always there when there is a loss, and the set {"accuracy"} or {"acc"} stands for the usual one.
         eval_network: called as ``eval_network(data, label)`` -> (loss, output, label) instead of the network.
+        eval_indexes: where (loss, output, label) are among what `eval_network` returns; None: in this order.
         amp_level: as for `build_train_network`.
         boost_level: as for `build_train_network`.
         **kwargs: ``keep_batchnorm_fp32`` and ``loss_scale_manager``, as for `build_train_network`.
@@ -58,6 +59,7 @@ class Model:
         optimizer: torch.optim.Optimizer | None = None,
         metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None,
         eval_network: nn.Module | None = None,
+        eval_indexes: Sequence[int] | None = None,
         amp_level: str = "O0",
         boost_level: str = "O0",
         **kwargs: Any,
@@ -76,6 +78,7 @@ class Model:
                 f"Model(amp_level={amp_level!r}) without an optimizer trains nothing; pass one, or convert the network "
                 "for inference with amp.auto_mixed_precision(network, level)"
             )
+        self._indexes = _indexes(eval_indexes)
         self._network, self._loss_fn = network, loss_fn
         self._manager = kwargs.get("loss_scale_manager")
         self._train_network: nn.Module | None = None
@@ -111,6 +114,9 @@ class Model:
         epoch: int,
         train_dataset: Iterable[Any],
         callbacks: Callable[[Progress], None] | list[Callable[[Progress], None]] | None = None,
+        dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
     ) -> None:
         """Train for some epochs.
 
@@ -118,18 +124,27 @@ class Model:
             epoch: how often to go through the data.
             train_dataset: batches: tuples or lists of the training cell's arguments.
             callbacks: functions called with a `Progress` after each step.
+            dataset_sink_mode: must be False: data is not sunk into a device's queue.
+            sink_size: must be -1; it belongs to sink mode.
+            initial_epoch: epochs that were trained before; training goes on up to `epoch`.
 
         Raises:
-            MindSporeTypeError, MindSporeValueError: not a number of epochs from 1, or no data at all.
+            MindSporeTypeError, MindSporeValueError: not a number of epochs from 1, sink mode, or no data at all.
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             raise MindSporeTypeError(f"Model.train: epoch={epoch!r} is a {type(epoch).__name__}; expected an int")
         if epoch < 1:
             raise MindSporeValueError(f"Model.train: epoch={epoch!r}; expected an int from 1")
+        _refuse_sink("Model.train", dataset_sink_mode, sink_size)
+        if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int) or not 0 <= initial_epoch < epoch:
+            raise MindSporeValueError(
+                f"Model.train: initial_epoch={initial_epoch!r}; expected an int from 0 and below epoch={epoch}"
+            )
+        called = _checked_callbacks("Model.train", callbacks)
+        _check_data("Model.train", train_dataset)
         cell = self.train_network.train()
-        called = [] if callbacks is None else callbacks if isinstance(callbacks, list) else [callbacks]
         count = 0
-        for number in range(1, epoch + 1):
+        for number in range(initial_epoch + 1, epoch + 1):
             before = count
             for batch in train_dataset:
                 outputs = cell(*_arguments(batch))
@@ -149,31 +164,52 @@ class Model:
             self._manager.update_loss_scale(bool(outputs[1]))
 
     @torch.no_grad()
-    def eval(self, valid_dataset: Iterable[Any]) -> dict[str, float]:
+    def eval(
+        self, valid_dataset: Iterable[Any], callbacks: Any = None, dataset_sink_mode: bool = False
+    ) -> dict[str, float]:
         """Return the mean of the loss and of every metric over batches of (data, label), in evaluation mode.
 
+        Args:
+            valid_dataset: batches.
+            callbacks: functions called with a `Progress` after each batch.
+            dataset_sink_mode: must be False.
+
         Raises:
-            MindSporeValueError: no loss to evaluate with, or no data.
+            MindSporeTypeError, MindSporeValueError: no loss to evaluate with, no data, or sink mode.
         """
+        _refuse_sink("Model.eval", dataset_sink_mode, -1)
+        called = _checked_callbacks("Model.eval", callbacks)
+        _check_data("Model.eval", valid_dataset)
         cell = self.eval_network
         totals: dict[str, float] = {}
         count = 0
         with _evaluating(cell):
             for batch in valid_dataset:
-                loss, output, label = cell(*_arguments(batch))
+                returned = cell(*_arguments(batch))
+                loss, output, label = returned if self._indexes is None else [returned[i] for i in self._indexes]
                 values = {} if loss is None else {"loss": loss}
                 values |= {name: metric(output, label) for name, metric in self._metrics.items()}
                 for name, value in values.items():
                     number = value.float().mean() if isinstance(value, Tensor) else value
                     totals[name] = totals.get(name, 0.0) + float(number)
                 count += 1
+                for callback in called:
+                    callback(Progress(epoch=1, step=count, outputs=returned))
         if count == 0:
             raise MindSporeValueError("Model.eval: the dataset has no batch")
         return {name: total / count for name, total in sorted(totals.items())}
 
     @torch.no_grad()
-    def predict(self, *predict_data: Any) -> Any:
-        """Return the network's outputs, in evaluation mode and fp32."""
+    def predict(self, *predict_data: Any, backend: str | None = None, config: Any = None) -> Any:
+        """Return the network's outputs, in evaluation mode and fp32.
+
+        Args:
+            *predict_data: the network's arguments.
+            backend: must be None: torch runs the network.
+            config: must be None; it belongs to another backend.
+        """
+        if backend is not None or config is not None:
+            raise MindSporeValueError(f"Model.predict: backend={backend!r}, config={config!r}; torch runs the network")
         with _evaluating(self._network):
             return self._network(*predict_data)
 
@@ -188,6 +224,39 @@ def _evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+def _refuse_sink(where: str, dataset_sink_mode: object, sink_size: object) -> None:
+    if dataset_sink_mode is not False or sink_size != -1:
+        raise MindSporeValueError(
+            f"{where}: dataset_sink_mode={dataset_sink_mode!r}, sink_size={sink_size!r}: data is not sunk into a queue "
+            "of the device here; leave both out and use a torch DataLoader with pin_memory=True"
+        )
+
+
+def _check_data(where: str, data: object) -> None:
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise MindSporeTypeError(f"{where}: the data is {data!r}; expected batches: a list of tuples or a DataLoader")
+
+
+def _checked_callbacks(where: str, callbacks: Any) -> list[Callable[[Progress], None]]:
+    listed = [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for callback in listed:
+        if not callable(callback):
+            raise MindSporeTypeError(
+                f"{where}: callback {callback!r} is not callable; pass functions of a Progress (epoch, step, outputs)"
+            )
+    return listed
+
+
+def _indexes(eval_indexes: Any) -> tuple[int, int, int] | None:
+    if eval_indexes is None:
+        return None
+    if not isinstance(eval_indexes, (list, tuple)) or len(eval_indexes) != 3:
+        raise MindSporeValueError(
+            f"Model: eval_indexes={eval_indexes!r}; expected the places of loss, output and label"
+        )
+    return (int(eval_indexes[0]), int(eval_indexes[1]), int(eval_indexes[2]))
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:

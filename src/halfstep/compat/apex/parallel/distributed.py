@@ -1,4 +1,4 @@
-"""``apex.parallel``: DistributedDataParallel, Reducer, synchronised BatchNorm and LARC, on torch's own."""
+"""Apex's DistributedDataParallel and Reducer, on torch's own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import Optimizer
 
-__all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-]
-
-SyncBatchNorm = nn.SyncBatchNorm
+__all__ = ["DistributedDataParallel", "Reducer"]
 
 MIB = 1024 * 1024
 
@@ -145,114 +135,3 @@ class Reducer:
         for tensor in tensors:
             torch.distributed.all_reduce(tensor)
             tensor.div_(size)
-
-
-def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Return `module` with every BatchNorm replaced by torch's SyncBatchNorm; call it before ``amp.initialize``.
-
-    Args:
-        module: changed in place where it contains BatchNorms; is it one itself, a new one is returned.
-        process_group: whose statistics are shared; default: all processes.
-        channel_last: memory is channels-last; torch's kernels find out themselves, so nothing has to be told.
-    """
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
-    return converted
-
-
-def create_syncbn_process_group(group_size: int) -> Any:
-    """Return this process's group when all processes are cut into groups of `group_size`; None for 0: one group.
-
-    Raises:
-        ValueError: the number of processes is not a multiple of `group_size`.
-    """
-    if group_size == 0:
-        return None
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    if group_size < 0 or size < group_size or size % group_size:
-        raise ValueError(f"group_size={group_size} does not divide the {size} processes into equal groups")
-    mine = None
-    for start in range(0, size, group_size):  # every process takes part in making every group
-        ranks = list(range(start, start + group_size))
-        group = torch.distributed.new_group(ranks=ranks)
-        if rank in ranks:
-            mine = group
-    return mine
-
-
-class LARC:
-    """Layer-wise adaptive rates around any optimizer: every gradient is scaled by the size of its parameter.
-
-    The local rate is ``trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)``; with `clip` it only ever lowers
-    the group's learning rate (LARC), otherwise it multiplies it (LARS). https://arxiv.org/abs/1708.03888
-
-    Args:
-        optimizer: wrapped; amp may have initialised it or initialise the LARC.
-        trust_coefficient: as above.
-        clip: whether the learning rate is an upper bound.
-        eps: against division by zero.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
-    ) -> None:
-        self.optim = optimizer
-        self.trust_coefficient = trust_coefficient
-        self.eps = eps
-        self.clip = clip
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not made yet: copy and pickle ask
-            raise AttributeError(name)
-        return getattr(self.optim, name)
-
-    def __repr__(self) -> str:
-        return f"LARC({self.optim!r})"
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self.optim.state
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group."""
-        self.optim.add_param_group(param_group)
-
-    @torch.no_grad()
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Scale the gradients and step the optimizer, which does no weight decay of its own meanwhile."""
-        stash = getattr(self.optim, "_amp_stash", None)
-        decays = [group.get("weight_decay", 0.0) for group in self.optim.param_groups]
-        skipping = stash is not None and stash.already_patched
-        try:
-            for group, decay in zip(self.optim.param_groups, decays, strict=True):
-                group["weight_decay"] = 0.0
-                for parameter in () if skipping else group["params"]:
-                    if parameter.grad is not None:
-                        value = parameter if stash is None else stash.master(parameter)
-                        self._scale(value, parameter.grad, decay, group["lr"])
-            return self.optim.step(*args, **kwargs)
-        finally:
-            for group, decay in zip(self.optim.param_groups, decays, strict=True):
-                group["weight_decay"] = decay
-
-    def _scale(self, value: Tensor, gradient: Tensor, decay: float, lr: float) -> None:
-        size, slope = value.norm(), gradient.norm()
-        rate = self.trust_coefficient * size / (slope + size * decay + self.eps)
-        if self.clip:
-            rate = (rate / lr).clamp(max=1.0)
-        rate = torch.where((size != 0) & (slope != 0), rate, torch.ones_like(rate))
-        decayed = torch.where((size != 0) & (slope != 0), torch.full_like(rate, decay), torch.zeros_like(rate))
-        gradient.add_(value.to(gradient.dtype) * decayed.to(gradient.dtype)).mul_(rate.to(gradient.dtype))
