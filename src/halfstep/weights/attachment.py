@@ -14,11 +14,13 @@ other strategies, which are chosen for their bytes.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
@@ -150,16 +152,53 @@ class Attachment:
 
     # ------------------------------------------------------------------ hooks
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if isinstance(optimizer, LBFGS):
             raise WeightsError(
-                f"{type(optimizer).__name__}.step(closure) would run the model's backward pass while the optimizer "
-                "holds fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
+                f"{type(optimizer).__name__}.step(closure) takes differences of gradients, which low gradients are too "
+                "coarse for; optimizers that search with closures (LBFGS) work under policies with params='fp32'"
             )
         with torch.no_grad():
             self.lift(optimizer)
         self.substitute(optimizer)
+        if len(args) == 1 and not kwargs:
+            return None
+        return (
+            tuple(self._closed(optimizer, a) if _is_closure(a) else a for a in args),
+            {name: self._closed(optimizer, a) if _is_closure(a) else a for name, a in kwargs.items()},
+        )
+
+    def _closed(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `closure` for an optimizer to call while it holds masters: the model is itself while it runs.
+
+        What the optimizer has written into masters by then is what the closure evaluates, and what it leaves in the
+        model's gradients is what the optimizer goes on with.
+        """
+
+        known = {key: gradient._version for key, gradient in self.gradients.items()}
+
+        @wraps(closure, updated=())
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            nonlocal known
+            own = self.own or {}  # holds the masters: some strategies make them for whoever holds them
+            for master, parameter in own.items():
+                if parameter.grad is not None and master.grad is None:  # what zero_grad did to masters
+                    parameter.grad = None
+                elif parameter.grad is not None and master.grad._version != known.get(id(parameter)):
+                    parameter.grad.copy_(master.grad)
+            self.restore(optimizer)
+            self.drop()
+            self.store.write_back(own.values())  # an optimizer may have moved them, and through `.data` unseen
+            result = closure(*args, **kwargs)
+            with torch.no_grad():
+                self.lift(optimizer)
+            self.substitute(optimizer)
+            known = {key: gradient._version for key, gradient in self.gradients.items()}
+            return result
+
+        return evaluate
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self.own or {}  # holds the masters until they are written back
@@ -176,6 +215,10 @@ class Attachment:
 
     def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
         self.restore(optimizer)
+
+
+def _is_closure(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, (nn.Module, Optimizer))
 
 
 def _skipped(optimizer: Optimizer) -> bool:
