@@ -197,7 +197,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     state = STATE
     store = binding.store
     if store is not None:
-        store.heal()
+        store.entered(module)
     if state.visit is not None and binding.root:
         state.visit(module)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")

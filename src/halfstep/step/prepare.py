@@ -24,6 +24,7 @@ from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.weights import STRATEGIES, WeightStore
+from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.lows import beyond
 from halfstep.weights.states import LowStates
 
@@ -97,7 +98,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     devices = _devices(model_list)
     concrete = resolved(wanted, devices[0], one_pass=one_pass)
     plans = [_validate(model, wanted, concrete, devices) for model in model_list]
-    _validate_optimizers(model_list, optimizer_list)
+    _validate_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, concrete)]
     store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
@@ -107,6 +108,8 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
         binding = binding_of(unwrap(model))
         assert binding is not None
         binding.become_root()  # also where it is a part of another that was bound before
+        if binding.store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
+            binding.store.unify(model)
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
             if concrete.state == "low" and LowStates.of(optimizer) is None:
@@ -206,9 +209,11 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
 
 
-def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, low: bool) -> None:
     known = {id(p) for m in models for p in m.parameters()}
     for optimizer in optimizers:
+        if low:
+            refuse_wrapper(optimizer)
         for g, group in enumerate(optimizer.param_groups):
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:

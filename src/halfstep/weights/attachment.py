@@ -30,7 +30,7 @@ from halfstep.weights.lows import is_low
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["Attachment"]
+__all__ = ["Attachment", "nested", "refuse_wrapper"]
 
 
 class Attachment:
@@ -215,6 +215,35 @@ class Attachment:
 
     def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
         self.restore(optimizer)
+
+
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps parameters through another one, out of reach of hooks on it.
+
+    Raises:
+        WeightsError: it is such an optimizer; nothing was changed.
+    """
+    kind = type(optimizer).__name__
+    if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
+        raise WeightsError(
+            f"{kind} sends low weights from rank to rank and not the fp32 values behind them, so ranks would drift "
+            "apart; train under a policy with params='fp32' ('mixed'), or step with the optimizer that it shards (state="
+            "'low' keeps its state in 2 bytes an element)"
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise WeightsError(
+            f"{kind} has no hooks on its step (its __init__ does not call torch's), so it cannot be given fp32 weights; "
+            "give hs.prepare the optimizer inside it, or train under a policy with params='fp32' ('mixed')"
+        )
+
+
+def nested(outer: Optimizer, inner: Optimizer) -> str:
+    """Say why `inner` cannot step low parameters whose masters `outer` holds, in whose step it is called."""
+    return (
+        f"{type(outer).__name__} steps low weights through {type(inner).__name__}, which has parameter groups of its "
+        f"own: it would pass by the fp32 values that {type(outer).__name__} holds; train under a policy with params="
+        "'fp32' ('mixed'), or without the wrapper"
+    )
 
 
 def _is_closure(argument: object) -> bool:

@@ -62,5 +62,9 @@ class MasterWeights(WeightStore):
         torch._foreach_copy_(low, [self._masters[k] for k in keys])
         return keys
 
+    def _move(self, key: int, like: Tensor) -> None:
+        master = self._masters[key]
+        master.data = torch.empty_like(like, dtype=torch.float32).copy_(master.detach())
+
     def _forget(self, key: int) -> None:
         del self._masters[key]

@@ -10,6 +10,7 @@ counted and end with the next write back: they belong into `hs.edit_weights`.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -18,12 +19,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
-from halfstep.weights.attachment import Attachment
-from halfstep.weights.lows import LOWS, is_low
+from halfstep.kernels.watched import WatchedParameter, unwatch, watch
+from halfstep.weights.attachment import Attachment, nested, refuse_wrapper
+from halfstep.weights.lows import LOWS, beyond, is_low
 
 __all__ = ["WeightStore"]
 
@@ -64,6 +67,9 @@ class WeightStore(ABC):
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
         self.substituted: list[tuple[Attachment, Optimizer]] = []  # these hold masters now; attachments write it
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
+        self._said: set[str] = set()  # warnings are given once
+        self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
         for name, parameter in pairs:
             self.adopt(name, parameter)
         _stores().add(self)
@@ -92,6 +98,10 @@ class WeightStore(ABC):
     @abstractmethod
     def _forget(self, key: int) -> None:
         """Drop what is kept under `key`."""
+
+    @abstractmethod
+    def _move(self, key: int, like: Tensor) -> None:
+        """Move what is kept under `key` to the device and into the memory layout of `like`."""
 
     @abstractmethod
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
@@ -133,6 +143,7 @@ class WeightStore(ABC):
         if parameter.dtype is not self.dtype:
             parameter.data = low
         self._strangers.clear()
+        watch(parameter, self, name)
         self._names[key], self._parameters[key] = name, parameter
         self._versions[key] = parameter._version
 
@@ -161,11 +172,83 @@ class WeightStore(ABC):
                 f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
                 "prepare the model after its parameters are made"
             )
-        if parameter._version != self._versions[key]:
+        unseen = type(parameter) is WatchedParameter and parameter.written()
+        if unseen:
+            self._say(
+                "weight",
+                f"the low weight {self._names[key]} was written through .data: what {self._kind} cannot hold of that is "
+                "lost, for its fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where "
+                "they are fp32"
+            )
+        if unseen or parameter._version != self._versions[key]:
             self._versions[key] = parameter._version
             with torch.no_grad():
                 self._follow(key)
         return key
+
+    @property
+    def _kind(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(text, stacklevel=4)
+
+    def copy_written(self, name: str) -> None:
+        """Warn, once, that a copy is changed by hand, unless it can have been given the model's fp32 values."""
+        if not self.exposed:
+            self._say(
+                "copy",
+                f"a copy of the model is changed through .data ({name}), as averages of weights are, and the weights of "
+                f"the model are {self._kind}: their fp32 values are to be had inside `with hs.edit_weights(model):`"
+            )
+
+    @torch.no_grad()
+    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
+        """Return the data that `parameter` gets where it is given `value`, as ``module.float()`` or ``.to`` do.
+
+        In fp32 or a wider format it is its precise value, which an optimizer steps as any other from then on; back in
+        the low format it is adopted again. On another device or in another layout, what is kept beside it follows.
+
+        Raises:
+            WeightsError: another low format, or none of floating point numbers; nothing was changed.
+        """
+        now, low = parameter.detach(), value.to(self.dtype)
+        if parameter not in self:
+            if value.dtype is not self.dtype:
+                return value
+            same = value.shape == now.shape and value.device == now.device and bool((now.to(low) == low).all())
+            precise = nn.Parameter(now.float() if same else value.float(), requires_grad=parameter.requires_grad)
+            low = self._begin(id(parameter), precise)
+            self._names[id(parameter)], self._parameters[id(parameter)] = name, parameter
+            self._versions[id(parameter)] = parameter._version
+            self._strangers.clear()
+            return low
+        if value.dtype is self.dtype:
+            if value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device:
+                key = self._key(parameter)
+                if value.shape != now.shape or not torch.equal(value, now.to(value.device)):
+                    parameter.note()  # type: ignore[attr-defined]  # only watched parameters come here
+                else:
+                    self._move(key, value)
+            return value
+        if value.dtype not in {torch.float32, torch.float64}:
+            raise WeightsError(
+                f"parameter {name} is held in {self._kind}, with its fp32 value behind it, and was to become "
+                f"{value.dtype}; hs.unprepare(model) before its format is changed"
+            )
+        precise = self.read(parameter).to(value)
+        if value.shape == now.shape:
+            value = torch.where(now.to(value) == value, precise, value)
+        self._leave(parameter)
+        return value
+
+    def _leave(self, parameter: nn.Parameter) -> None:
+        self._forget(id(parameter))
+        self._strangers.clear()
+        for entries in (self._names, self._parameters, self._versions):
+            entries.pop(id(parameter))
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the fp32 master of `parameter`, to be changed and written back: the same object while it is held.
@@ -219,6 +302,39 @@ class WeightStore(ABC):
         """
         return self._parts(self._key(parameter))
 
+    @torch.no_grad()
+    def unify(self, wrapper: DistributedDataParallel) -> None:
+        """Give every rank of `wrapper` the low weights of its first rank and what is kept beside them.
+
+        Collective, once for each wrapper: it has made the model's own tensors equal when it was built.
+        """
+        if self._wrapper is not None and self._wrapper() is wrapper:
+            return
+        self._wrapper = weakref.ref(wrapper)
+        named = wrapper.module.named_parameters()
+        keys = [id(p) for name, p in named if p in self and name not in wrapper.parameters_to_ignore]
+        parts = [part for key in keys for part in self._parts(key) if part is not None]
+        # no backend of torch.distributed takes int16
+        halves = [p.detach().view(torch.float16) if p.dtype is torch.int16 else p.detach() for p in parts]
+        if halves:
+            torch.distributed._broadcast_coalesced(
+                wrapper.process_group, halves, int(wrapper.broadcast_bucket_size), 0
+            )
+        for key in keys:
+            self._versions[key] = self._parameters[key]._version
+
+    def entered(self, module: nn.Module) -> None:
+        """Prepare for a forward pass of `module`: `heal`, and `unify` where its wrapper is about to train it."""
+        self.heal()
+        wrapper = DistributedDataParallel._active_ddp_module
+        if (
+            wrapper is not None
+            and wrapper.module is module
+            and wrapper.require_backward_grad_sync
+            and torch.is_grad_enabled()
+        ):
+            self.unify(wrapper)
+
     def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note that the parts of those of `parameters` that are low were changed, both of them."""
         for parameter in parameters:
@@ -235,6 +351,7 @@ class WeightStore(ABC):
         """
         if self.attached(optimizer):
             raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
+        refuse_wrapper(optimizer)
         self._attached[id(optimizer)] = Attachment(self, optimizer)
 
     def welcome(self, optimizer: Optimizer) -> None:
@@ -243,6 +360,10 @@ class WeightStore(ABC):
         Raises:
             WeightsError: it has loaded its state into low parameters, which rounded it.
         """
+        for attachment, outer in self.substituted if optimizer.param_groups else ():
+            own = set((attachment.own or {}).values())
+            if any(p in own for group in optimizer.param_groups for p in group["params"]):
+                raise WeightsError(nested(outer, optimizer))
         if self.attached(optimizer):
             return
         held = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -317,10 +438,11 @@ class WeightStore(ABC):
         for parameter in list(self.parameters() if parameters is None else parameters):
             if parameter in self:
                 parameter.grad = None
-                parameter.data = self.value(parameter).data
-                self._forget(id(parameter))
-                for entries in (self._names, self._parameters, self._versions):
-                    entries.pop(id(parameter))
+                wide = self.value(parameter).data
+                unwatch(parameter, self)
+                parameter.data = wide
+                self._leave(parameter)
+            unwatch(parameter, self)
         self.free_buffers()
         for attachment in [] if self._parameters else list(self._attached.values()):
             if (optimizer := attachment.optimizer()) is not None:
