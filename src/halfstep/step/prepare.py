@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.errors import BindError
+from halfstep.errors import BindError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
@@ -320,6 +320,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
 
     Raises:
         BindError: the model is not prepared.
+        WeightsError: the block has left a weight that the low format cannot hold; that parameter is as it was before.
     """
     inner = unwrap(model)
     if binding_of(inner) is None:
@@ -335,10 +336,20 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         for module, name, parameter in swapped:
             masters.append(store.master(parameter))
             module._parameters[name] = masters[-1]
+        store.exposed += 1
+    counts = [master._version for master in masters]
     try:
         yield model
     finally:
         for module, name, parameter in swapped:
             module._parameters[name] = parameter
         if store is not None:
+            touched = [
+                parameter
+                for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=True)
+                if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
+            ]
+            lost = store.undo_beyond(touched)
             store.write_back(parameter for _, _, parameter in swapped)
+            if lost:
+                raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")

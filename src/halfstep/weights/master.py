@@ -54,8 +54,10 @@ class MasterWeights(WeightStore):
 
     def _follow(self, key: int) -> None:
         master, parameter = self._masters[key], self._parameters[key]
-        # where the low weight still is the rounded master, the master knows more
-        master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
+        if key in self._fresh and _replicated():  # broadcast: what other ranks cannot know must not be known here
+            master.copy_(parameter)
+        else:  # where the low weight still is the rounded master, the master knows more
+            master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
 
     def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
         low: list[Tensor] = [self._parameters[k] for k in keys]
@@ -68,3 +70,8 @@ class MasterWeights(WeightStore):
 
     def _forget(self, key: int) -> None:
         del self._masters[key]
+
+
+def _replicated() -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed and torch.distributed.get_world_size() > 1

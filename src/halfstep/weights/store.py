@@ -63,6 +63,7 @@ class WeightStore(ABC):
         self.dtype = low
         self._names: dict[int, str] = {}
         self._parameters: dict[int, nn.Parameter] = {}
+        self._fresh: set[int] = set()  # those that have not been stepped since they got their values
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
         self.substituted: list[tuple[Attachment, Optimizer]] = []  # these hold masters now; attachments write it
@@ -146,6 +147,7 @@ class WeightStore(ABC):
         watch(parameter, self, name)
         self._names[key], self._parameters[key] = name, parameter
         self._versions[key] = parameter._version
+        self._fresh.add(key)
 
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
@@ -263,12 +265,32 @@ class WeightStore(ABC):
         """Return the fp32 value of `parameter` as a new tensor."""
         return self.value(parameter).detach().clone()
 
+    def refuse(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Refuse finite values for `parameter` that its low format cannot hold; waits for their device.
+
+        Raises:
+            WeightsError: there are some; nothing was changed.
+        """
+        if lost := beyond(self._names[id(parameter)], value, self.dtype):
+            raise WeightsError(f"{lost}; clamp it, or prepare the model with dtype='bf16' or its module in fp32")
+
+    @torch.no_grad()
+    def undo_beyond(self, parameters: Iterable[nn.Parameter]) -> str:
+        """Let masters that hold values beyond the low format follow their low weights again; say which, "" for none."""
+        lost = ""
+        for parameter in parameters:
+            if found := beyond(self._names[id(parameter)], self.master(parameter), self.dtype):
+                self._follow(id(parameter))
+                lost = lost or found
+        return lost
+
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place.
 
         Raises:
-            WeightsError: another shape; nothing was changed.
+            WeightsError: another shape, or values beyond the low format; nothing was changed.
         """
+        self.refuse(parameter, value)
         master = self.master(parameter)
         if value.shape != master.shape:
             name = self._names[id(parameter)]
@@ -288,6 +310,8 @@ class WeightStore(ABC):
         keys = list(self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters))
         for key in self._fold(keys, stepped=stepped) if keys else ():
             self._versions[key] = self._parameters[key]._version
+        if stepped:
+            self._fresh.clear()
 
     # ------------------------------------------------------------------ updates in one pass
 
@@ -337,6 +361,7 @@ class WeightStore(ABC):
 
     def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note that the parts of those of `parameters` that are low were changed, both of them."""
+        self._fresh.clear()
         for parameter in parameters:
             if id(parameter) in self._versions:
                 self._versions[id(parameter)] = parameter._version
