@@ -27,8 +27,8 @@ class Owner(Protocol):
     def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
         """Return what becomes the data of `parameter` where a user sets it to `value`."""
 
-    def copy_written(self, name: str) -> None:
-        """Take note that a copy of the parameter was written through ``.data``, and is about to be again."""
+    def data_written(self, name: str, *, copied: bool) -> None:
+        """Take note that a parameter, or a copy of it, was written through ``.data``, and is about to be again."""
 
 
 class _Notes:
@@ -62,8 +62,8 @@ class WatchedParameter(nn.Parameter):
             return _get(self)
         if notes.alias is None:
             notes.alias, notes.seen = _get(self), 0
-        elif notes.copied and notes.alias._version and (owner := notes.owner()) is not None:
-            owner.copy_written(notes.name)
+        elif notes.alias._version != notes.seen and (owner := notes.owner()) is not None:
+            owner.data_written(notes.name, copied=notes.copied)
         return notes.alias.detach()  # a new tensor each time, as torch gives; all share one version counter
 
     @data.setter

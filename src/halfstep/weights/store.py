@@ -69,7 +69,7 @@ class WeightStore(ABC):
         self.substituted: list[tuple[Attachment, Optimizer]] = []  # these hold masters now; attachments write it
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
-        self._said: set[str] = set()  # warnings are given once
+        self._said: set[bool] = set()  # what was warned of, once: a copy or not
         self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
         for name, parameter in pairs:
             self.adopt(name, parameter)
@@ -176,12 +176,7 @@ class WeightStore(ABC):
             )
         unseen = type(parameter) is WatchedParameter and parameter.written()
         if unseen:
-            self._say(
-                "weight",
-                f"the low weight {self._names[key]} was written through .data: what {self._kind} cannot hold of that is "
-                "lost, for its fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where "
-                "they are fp32"
-            )
+            self.data_written(self._names[key], copied=False)
         if unseen or parameter._version != self._versions[key]:
             self._versions[key] = parameter._version
             with torch.no_grad():
@@ -192,19 +187,23 @@ class WeightStore(ABC):
     def _kind(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            warnings.warn(text, stacklevel=4)
-
-    def copy_written(self, name: str) -> None:
-        """Warn, once, that a copy is changed by hand, unless it can have been given the model's fp32 values."""
-        if not self.exposed:
-            self._say(
-                "copy",
+    def data_written(self, name: str, *, copied: bool) -> None:
+        """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since."""
+        if not copied:
+            text = (
+                f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, for "
+                "its fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where they are fp32"
+            )
+        elif not self.exposed:
+            text = (
                 f"a copy of the model is changed through .data ({name}), as averages of weights are, and the weights of "
                 f"the model are {self._kind}: their fp32 values are to be had inside `with hs.edit_weights(model):`"
             )
+        else:
+            return
+        if copied not in self._said:
+            self._said.add(copied)
+            warnings.warn(text, stacklevel=3)
 
     @torch.no_grad()
     def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
