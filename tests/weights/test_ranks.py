@@ -91,7 +91,7 @@ def _looked_at(rank: int) -> None:
 def _sharded(rank: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # deprecated code of torch is run by the import
 
-    model = _prepared(rank, "master")
+    model = hs.prepare(nn.Linear(8, 4), policy=hs.Policy.of("pure", dtype="bf16"))
     parallel = DistributedDataParallel(model)
     parallel(_batch(rank, 0)).float().sum().backward()
     before = _flat(model)
