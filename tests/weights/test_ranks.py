@@ -1,4 +1,4 @@
-"""Two gloo processes: ranks that begin with different weights train the same ones, and sharded optimizers are refused."""
+"""Two gloo processes: ranks that begin with different weights train the same; sharded optimizers are refused."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class WatchedParameter(nn.Parameter):
     """A parameter that takes note of writes through its ``data``."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """Return an alias of the values that autograd does not see; writes into it are noticed."""
         notes = self.__dict__.get(NOTES)
         if notes is None or torch.is_inference_mode_enabled():
@@ -64,15 +64,17 @@ class WatchedParameter(nn.Parameter):
             notes.alias, notes.seen = _get(self), 0
         elif notes.alias._version != notes.seen and (owner := notes.owner()) is not None:
             owner.data_written(notes.name, copied=notes.copied)
-        return notes.alias.detach()  # a new tensor each time, as torch gives; all share one version counter
+        alias: Tensor = notes.alias.detach()
+        return alias  # a new tensor each time, as torch gives; all share one version counter
 
     @data.setter
     def data(self, value: Tensor) -> None:
         notes = self.__dict__.get(NOTES)
-        owner = None if notes is None or notes.copied else notes.owner()
-        _set(self, value if owner is None else owner.replaced(self, notes.name, value))
         if notes is not None:
+            if not notes.copied and (owner := notes.owner()) is not None:
+                value = owner.replaced(self, notes.name, value)
             notes.alias, notes.seen = None, 0
+        _set(self, value)
 
     def written(self) -> bool:
         """Return whether values were written through ``data`` since this was last asked."""
@@ -115,5 +117,5 @@ def watch(parameter: nn.Parameter, owner: Owner, name: str, *, copied: bool = Fa
 def unwatch(parameter: nn.Parameter, owner: Owner) -> None:
     """Make `parameter` a plain one again if it is watched for `owner`, or for one that is gone."""
     if type(parameter) is WatchedParameter and parameter.__dict__[NOTES].owner() in {owner, None}:
-        parameter.__class__ = nn.Parameter
-        parameter.__dict__.pop(NOTES, None)
+        vars(parameter).pop(NOTES, None)
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]

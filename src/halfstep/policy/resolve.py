@@ -133,9 +133,7 @@ def require_engine(policy: Policy) -> None:
             "bf16, and dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
         )
     elif policy.reduce == "low" or (policy.reduce == "fp32" and policy.params == "low" and policy.grads == "param"):
-        raise UnbuiltError(
-            f"policy {policy.name!r}: reduce={policy.reduce!r} is not built yet; use reduce='grad'"
-        )
+        raise UnbuiltError(f"policy {policy.name!r}: reduce={policy.reduce!r} is not built yet; use reduce='grad'")
     if missing:
         raise UnbuiltError(
             f"policy {policy.name!r} cannot run yet: missing are {missing}; the nearest that runs is 'O2'"

@@ -82,7 +82,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 
     Raises:
         BindError: the model is already prepared with another policy, is wrapped or sharded already, has parameters that
-            are not finite or beyond the range of the low format, or an optimizer holds parameters that are not the models'.
+            are not finite or that the low format cannot hold, or an optimizer holds parameters of no such model.
         PolicyError: the policy is wrong, or a module pattern matches nothing.
         UnbuiltError: the policy needs an engine that is not built yet; it is a NotImplementedError too.
     """

@@ -176,7 +176,6 @@ class Attachment:
         What the optimizer has written into masters by then is what the closure evaluates, and what it leaves in the
         model's gradients is what the optimizer goes on with.
         """
-
         known = {key: gradient._version for key, gradient in self.gradients.items()}
 
         @wraps(closure, updated=())
@@ -184,7 +183,7 @@ class Attachment:
             nonlocal known
             own = self.own or {}  # holds the masters: some strategies make them for whoever holds them
             for master, parameter in own.items():
-                if parameter.grad is not None and master.grad is None:  # what zero_grad did to masters
+                if master.grad is None:  # what zero_grad did to masters
                     parameter.grad = None
                 elif parameter.grad is not None and master.grad._version != known.get(id(parameter)):
                     parameter.grad.copy_(master.grad)
@@ -227,13 +226,13 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
     if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
         raise WeightsError(
             f"{kind} sends low weights from rank to rank and not the fp32 values behind them, so ranks would drift "
-            "apart; train under a policy with params='fp32' ('mixed'), or step with the optimizer that it shards (state="
-            "'low' keeps its state in 2 bytes an element)"
+            "apart; train under a policy with params='fp32' ('mixed'), or step with the optimizer that it shards "
+            "(state='low' keeps its state in 2 bytes an element)"
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise WeightsError(
-            f"{kind} has no hooks on its step (its __init__ does not call torch's), so it cannot be given fp32 weights; "
-            "give hs.prepare the optimizer inside it, or train under a policy with params='fp32' ('mixed')"
+            f"{kind} has no hooks on its step (its __init__ does not call torch's), so it cannot be given fp32 "
+            "weights; give hs.prepare the optimizer inside it, or train under a policy with params='fp32' ('mixed')"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from halfstep.weights.ranks import replicated
 from halfstep.weights.store import WeightStore
 
 __all__ = ["MasterWeights"]
@@ -54,7 +55,7 @@ class MasterWeights(WeightStore):
 
     def _follow(self, key: int) -> None:
         master, parameter = self._masters[key], self._parameters[key]
-        if key in self._fresh and _replicated():  # broadcast: what other ranks cannot know must not be known here
+        if key in self._fresh and replicated():  # broadcast: what other ranks cannot know must not be known here
             master.copy_(parameter)
         else:  # where the low weight still is the rounded master, the master knows more
             master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
@@ -70,8 +71,3 @@ class MasterWeights(WeightStore):
 
     def _forget(self, key: int) -> None:
         del self._masters[key]
-
-
-def _replicated() -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and torch.distributed.get_world_size() > 1

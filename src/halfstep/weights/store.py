@@ -1,18 +1,13 @@
 """What stands behind low parameters: fp32 values that any torch optimizer steps while the model holds low ones.
 
 `WeightStore` is what the strategies share; how the fp32 values are kept between steps is theirs (`master`, `split`,
-`kahan`, `stochastic`), and how an optimizer comes to step them is said in `attachment`.
-
-Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
-counts in their `_version`; whoever asks for a master first sees to it that it follows. Writes through ``.data`` are not
-counted and end with the next write back: they belong into `hs.edit_weights`.
+`kahan`, `stochastic`), how an optimizer comes to step them in `attachment`, what users may do to them in `by_hand`.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, ClassVar
@@ -26,12 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from halfstep.errors import WeightsError
 from halfstep.kernels.watched import WatchedParameter, unwatch, watch
 from halfstep.weights.attachment import Attachment, nested, refuse_wrapper
-from halfstep.weights.lows import LOWS, beyond, is_low
+from halfstep.weights.by_hand import ByHand
+from halfstep.weights.lows import LOWS, is_low
+from halfstep.weights.ranks import training_wrapper, unify
 
 __all__ = ["WeightStore"]
 
 
-class WeightStore(ABC):
+class WeightStore(ByHand):
     """fp32 values behind low parameters.
 
     Adopting a parameter replaces its values by low ones, in place; its fp32 values live on in the store, as exactly as
@@ -81,28 +78,12 @@ class WeightStore(ABC):
     # ------------------------------------------------------------------ what a strategy says
 
     @abstractmethod
-    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
-        """Keep the fp32 values of `parameter` under `key` and return the low ones."""
-
-    @abstractmethod
     def _master(self, key: int) -> nn.Parameter:
         """Return the fp32 parameter of `key` that optimizers and users change, the same object while anybody has it."""
 
     @abstractmethod
-    def _follow(self, key: int) -> None:
-        """Take over what somebody has written into the low weight of `key`."""
-
-    @abstractmethod
     def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
         """Put masters into low weights and what is kept beside them; return the keys that were written."""
-
-    @abstractmethod
-    def _forget(self, key: int) -> None:
-        """Drop what is kept under `key`."""
-
-    @abstractmethod
-    def _move(self, key: int, like: Tensor) -> None:
-        """Move what is kept under `key` to the device and into the memory layout of `like`."""
 
     @abstractmethod
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
@@ -143,11 +124,8 @@ class WeightStore(ABC):
         low = self._begin(key, parameter)
         if parameter.dtype is not self.dtype:
             parameter.data = low
-        self._strangers.clear()
         watch(parameter, self, name)
-        self._names[key], self._parameters[key] = name, parameter
-        self._versions[key] = parameter._version
-        self._fresh.add(key)
+        self._enter(name, parameter)
 
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
@@ -183,74 +161,6 @@ class WeightStore(ABC):
                 self._follow(key)
         return key
 
-    @property
-    def _kind(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    def data_written(self, name: str, *, copied: bool) -> None:
-        """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since."""
-        if not copied:
-            text = (
-                f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, for "
-                "its fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where they are fp32"
-            )
-        elif not self.exposed:
-            text = (
-                f"a copy of the model is changed through .data ({name}), as averages of weights are, and the weights of "
-                f"the model are {self._kind}: their fp32 values are to be had inside `with hs.edit_weights(model):`"
-            )
-        else:
-            return
-        if copied not in self._said:
-            self._said.add(copied)
-            warnings.warn(text, stacklevel=3)
-
-    @torch.no_grad()
-    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-        """Return the data that `parameter` gets where it is given `value`, as ``module.float()`` or ``.to`` do.
-
-        In fp32 or a wider format it is its precise value, which an optimizer steps as any other from then on; back in
-        the low format it is adopted again. On another device or in another layout, what is kept beside it follows.
-
-        Raises:
-            WeightsError: another low format, or none of floating point numbers; nothing was changed.
-        """
-        now, low = parameter.detach(), value.to(self.dtype)
-        if parameter not in self:
-            if value.dtype is not self.dtype:
-                return value
-            same = value.shape == now.shape and value.device == now.device and bool((now.to(low) == low).all())
-            precise = nn.Parameter(now.float() if same else value.float(), requires_grad=parameter.requires_grad)
-            low = self._begin(id(parameter), precise)
-            self._names[id(parameter)], self._parameters[id(parameter)] = name, parameter
-            self._versions[id(parameter)] = parameter._version
-            self._strangers.clear()
-            return low
-        if value.dtype is self.dtype:
-            if value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device:
-                key = self._key(parameter)
-                if value.shape != now.shape or not torch.equal(value, now.to(value.device)):
-                    parameter.note()  # type: ignore[attr-defined]  # only watched parameters come here
-                else:
-                    self._move(key, value)
-            return value
-        if value.dtype not in {torch.float32, torch.float64}:
-            raise WeightsError(
-                f"parameter {name} is held in {self._kind}, with its fp32 value behind it, and was to become "
-                f"{value.dtype}; hs.unprepare(model) before its format is changed"
-            )
-        precise = self.read(parameter).to(value)
-        if value.shape == now.shape:
-            value = torch.where(now.to(value) == value, precise, value)
-        self._leave(parameter)
-        return value
-
-    def _leave(self, parameter: nn.Parameter) -> None:
-        self._forget(id(parameter))
-        self._strangers.clear()
-        for entries in (self._names, self._parameters, self._versions):
-            entries.pop(id(parameter))
-
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the fp32 master of `parameter`, to be changed and written back: the same object while it is held.
 
@@ -263,25 +173,6 @@ class WeightStore(ABC):
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the fp32 value of `parameter` as a new tensor."""
         return self.value(parameter).detach().clone()
-
-    def refuse(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Refuse finite values for `parameter` that its low format cannot hold; waits for their device.
-
-        Raises:
-            WeightsError: there are some; nothing was changed.
-        """
-        if lost := beyond(self._names[id(parameter)], value, self.dtype):
-            raise WeightsError(f"{lost}; clamp it, or prepare the model with dtype='bf16' or its module in fp32")
-
-    @torch.no_grad()
-    def undo_beyond(self, parameters: Iterable[nn.Parameter]) -> str:
-        """Let masters that hold values beyond the low format follow their low weights again; say which, "" for none."""
-        lost = ""
-        for parameter in parameters:
-            if found := beyond(self._names[id(parameter)], self.master(parameter), self.dtype):
-                self._follow(id(parameter))
-                lost = lost or found
-        return lost
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place.
@@ -325,38 +216,17 @@ class WeightStore(ABC):
         """
         return self._parts(self._key(parameter))
 
-    @torch.no_grad()
-    def unify(self, wrapper: DistributedDataParallel) -> None:
-        """Give every rank of `wrapper` the low weights of its first rank and what is kept beside them.
-
-        Collective, once for each wrapper: it has made the model's own tensors equal when it was built.
-        """
-        if self._wrapper is not None and self._wrapper() is wrapper:
-            return
-        self._wrapper = weakref.ref(wrapper)
-        named = wrapper.module.named_parameters()
-        keys = [id(p) for name, p in named if p in self and name not in wrapper.parameters_to_ignore]
-        parts = [part for key in keys for part in self._parts(key) if part is not None]
-        # no backend of torch.distributed takes int16
-        halves = [p.detach().view(torch.float16) if p.dtype is torch.int16 else p.detach() for p in parts]
-        if halves:
-            torch.distributed._broadcast_coalesced(
-                wrapper.process_group, halves, int(wrapper.broadcast_bucket_size), 0
-            )
-        for key in keys:
-            self._versions[key] = self._parameters[key]._version
-
     def entered(self, module: nn.Module) -> None:
-        """Prepare for a forward pass of `module`: `heal`, and `unify` where its wrapper is about to train it."""
+        """Prepare for a forward pass of `module`: `heal`, and `unify` where a wrapper of it trains."""
         self.heal()
-        wrapper = DistributedDataParallel._active_ddp_module
-        if (
-            wrapper is not None
-            and wrapper.module is module
-            and wrapper.require_backward_grad_sync
-            and torch.is_grad_enabled()
-        ):
+        if (wrapper := training_wrapper(module)) is not None:
             self.unify(wrapper)
+
+    def unify(self, wrapper: DistributedDataParallel) -> None:
+        """Give every rank of `wrapper` the same fp32 values. Collective, once for each wrapper."""
+        if self._wrapper is None or self._wrapper() is not wrapper:
+            self._wrapper = weakref.ref(wrapper)
+            self.stepped(unify(self, wrapper))
 
     def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note that the parts of those of `parameters` that are low were changed, both of them."""
