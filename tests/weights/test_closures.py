@@ -55,7 +55,7 @@ def train(policy: hs.Policy | str, make: Make, *, closed: bool, steps: int = 4) 
     for i in range(steps):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
 
-        def closure(x: Tensor = x) -> Tensor:
+        def closure(x: Tensor = x) -> Any:
             optimizer.zero_grad()
             assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
             loss: Tensor = model(x).float().square().mean()
@@ -66,7 +66,7 @@ def train(policy: hs.Policy | str, make: Make, *, closed: bool, steps: int = 4) 
         if isinstance(optimizer, Sam) or not closed:
             closure()
         if closed:
-            assert optimizer.step(closure).item() == seen[-1]
+            assert float(optimizer.step(closure)) == seen[-1]
         else:
             optimizer.step()
     return model.state_dict(), seen
@@ -103,9 +103,10 @@ def test_two_prepared_models_under_one_optimizer_and_a_closure() -> None:
         policy = hs.Policy.of("O2", dtype="bf16")
         hs.prepare(first, policy=policy)
         hs.prepare(second, policy=policy)
-        x, calls = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), []
+        calls: list[None] = []
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
-        def closure() -> Tensor:
+        def closure() -> Any:
             calls.append(optimizer.zero_grad())
             loss = (first(x) - 2 * second(x)).float().square().mean()
             loss.backward()
@@ -125,7 +126,7 @@ def test_a_closure_that_raises_leaves_everything_and_training_goes_on() -> None:
     hs.prepare(model, optimizer, policy=hs.Policy.of("O2", dtype="bf16"))
     before = model.state_dict()
 
-    def broken() -> Tensor:
+    def broken() -> Any:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

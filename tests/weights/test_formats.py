@@ -40,9 +40,9 @@ def policy(master: Any = "auto", name: str = "O2") -> hs.Policy:
     return hs.Policy.of(name, dtype="bf16", master=master)
 
 
-def image_net(master: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def image_net(master: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4))
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     hs.prepare(model, optimizer, policy=policy(master))
     return model, optimizer
@@ -108,7 +108,8 @@ def test_a_module_that_goes_back_and_forth_loses_nothing() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return model.state_dict()["router.weight"]
+        weight: Tensor = model.state_dict()["router.weight"]
+        return weight
 
     assert torch.equal(run(back=True), run(back=False))
 
@@ -129,7 +130,8 @@ def test_a_model_may_change_format_and_layout_between_steps(master: Any) -> None
         step = hs.TrainStep(other, stepper, lambda m, x: m(x).square().mean())
         step(torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(3)))
         assert step.generic == ""
-        return other.state_dict()
+        values: dict[str, Tensor] = other.state_dict()
+        return values
 
     if master != "stochastic":  # which draws its bits in memory order
         plain, last = stepped(torch.contiguous_format), stepped(torch.channels_last)
@@ -238,8 +240,8 @@ def test_watched_parameters_are_plain_ones_wherever_they_are_carried_to() -> Non
     file.seek(0)
     assert {type(p) for p in torch.load(file, weights_only=True).values()} == {nn.Parameter}
     assert {type(p) for p in pickle.loads(pickle.dumps(model)).parameters()} == {nn.Parameter}
-    model[0].weight.tag = "mine"  # type: ignore[attr-defined]
-    loaded = pickle.loads(pickle.dumps(model[0].weight))
+    model[0].weight.tag = "mine"
+    loaded: Any = pickle.loads(pickle.dumps(model[0].weight))
     assert type(loaded) is nn.Parameter and loaded.tag == "mine" and torch.equal(loaded, model[0].weight)
     alias = model[0].weight.data
     assert alias.data_ptr() == model[0].weight.data_ptr() and not alias.requires_grad
@@ -253,7 +255,7 @@ def test_watched_parameters_are_plain_ones_wherever_they_are_carried_to() -> Non
 @pytest.mark.parametrize("name", ["O2", "pure", "O3"])
 @pytest.mark.parametrize(("dtype", "value"), [("fp16", 1e5), ("fp16", -65520.0), ("bf16", 3.4e38)])
 def test_a_weight_that_the_low_format_cannot_hold_is_refused_by_name(name: str, dtype: Any, value: float) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with torch.no_grad():
         model[1].weight[0, 1] = value
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -275,7 +277,7 @@ def test_the_largest_that_rounds_down_is_taken() -> None:
 
 @pytest.mark.parametrize("master", ["master", "kahan", "stochastic"])
 def test_loading_and_editing_beyond_the_range_is_refused_and_changes_nothing(master: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     hs.prepare(model, policy=hs.Policy.of("O2", dtype="fp16", master=master))
     wanted = model.state_dict()
     loaded = {k: v + 1 for k, v in wanted.items()}

@@ -185,8 +185,8 @@ class Attachment:
             for master, parameter in own.items():
                 if master.grad is None:  # what zero_grad did to masters
                     parameter.grad = None
-                elif parameter.grad is not None and master.grad._version != known.get(id(parameter)):
-                    parameter.grad.copy_(master.grad)
+                elif (gradient := parameter.grad) is not None and master.grad._version != known.get(id(parameter)):
+                    gradient.copy_(master.grad)
             self.restore(optimizer)
             self.drop()
             self.store.write_back(own.values())  # an optimizer may have moved them, and through `.data` unseen

@@ -88,7 +88,7 @@ class ByHand(ABC):
         """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since."""
         if not copied:
             text = (
-                f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, for its "
+                f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, its "
                 "fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where they are fp32"
             )
         elif not self.exposed:
