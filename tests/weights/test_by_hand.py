@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import warnings
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep as hs
-from halfstep.kernels.watched import WatchedParameter
 from halfstep.step.prepare import store_of
 from halfstep.weights import STRATEGIES
 
@@ -230,23 +227,6 @@ def test_the_documented_ways_are_silent(master: Any) -> None:
             parameter.data.clamp_(-0.1, 0.1)
     nn.init.zeros_(model[3].bias)
     train(model, optimizer)
-
-
-def test_watched_parameters_are_plain_ones_wherever_they_are_carried_to() -> None:
-    model, _ = image_net("split")
-    assert {type(p) for p in model.parameters()} == {WatchedParameter}
-    file = io.BytesIO()
-    torch.save(dict(model.named_parameters()), file)
-    file.seek(0)
-    assert {type(p) for p in torch.load(file, weights_only=True).values()} == {nn.Parameter}
-    assert {type(p) for p in pickle.loads(pickle.dumps(model)).parameters()} == {nn.Parameter}
-    model[0].weight.tag = "mine"
-    loaded: Any = pickle.loads(pickle.dumps(model[0].weight))
-    assert type(loaded) is nn.Parameter and loaded.tag == "mine" and torch.equal(loaded, model[0].weight)
-    alias = model[0].weight.data
-    assert alias.data_ptr() == model[0].weight.data_ptr() and not alias.requires_grad
-    with torch.inference_mode():
-        assert torch.equal(model[0].weight.data, alias)
 
 
 # ------------------------------------------------------------------ values beyond the range

@@ -1,4 +1,4 @@
-"""Optimizers that are given closures: they see the model as it is, and the optimizer what it would see in fp32."""
+"""Closures see the model as it is and the optimizer what it would see in fp32; wrappers out of reach are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def train(policy: hs.Policy | str, make: Make, *, closed: bool, steps: int = 4) 
         if isinstance(optimizer, Sam) or not closed:
             closure()
         if closed:
-            assert float(optimizer.step(closure)) == seen[-1]
+            returned: Any = optimizer.step(closure)
+            assert returned.item() == seen[-1]
         else:
             optimizer.step()
     return model.state_dict(), seen
@@ -148,3 +149,54 @@ def test_lbfgs_is_refused_before_its_closure_runs() -> None:
         hs.prepare(model, optimizer, policy=hs.Policy.of("O2", dtype="bf16"))
         with pytest.raises(hs.HalfstepError, match=rf"{kind.__name__}.*params='fp32'"):
             optimizer.step(lambda: pytest.fail("it ran"))
+
+
+class Nested(Optimizer):
+    """Steps through an optimizer with parameter groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(params, 0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Hookless(Optimizer):
+    """Does not call torch's ``__init__``."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_an_optimizer_that_passes_by_the_masters_is_refused_at_its_first_step(prepared: bool) -> None:
+    model = net()
+    optimizer = Nested(model.parameters())
+    hs.prepare(model, *([optimizer] if prepared else []), policy=hs.Policy.of("O2", dtype="bf16"))
+    before = model.state_dict()
+    for _ in range(2):
+        model(torch.randn(4, 8)).float().sum().backward()
+        with pytest.raises(hs.HalfstepError, match=r"Nested steps low weights through SGD.*'mixed'"):
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+def test_an_optimizer_without_hooks_is_refused_and_the_one_inside_it_steps_masters() -> None:
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), 1e-4)
+    outer = Hookless(inner)
+    with pytest.raises(hs.HalfstepError, match=r"Hookless has no hooks on its step.*optimizer inside it"):
+        hs.prepare(model, outer, policy=hs.Policy.of("O2", dtype="bf16"))
+    assert hs.prepared_policy(model) is None and model[0].weight.dtype is torch.float32
+    hs.prepare(model, inner, policy=hs.Policy.of("O2", dtype="bf16"))
+    before, low = model.state_dict()["2.weight"], model[2].weight.detach().clone()
+    model(torch.randn(4, 8)).float().sum().backward()
+    outer.step()
+    assert not torch.equal(model.state_dict()["2.weight"], before)
+    assert (model[2].weight == low).any()  # what moved is less than bf16 can show
