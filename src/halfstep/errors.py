@@ -20,6 +20,7 @@ __all__ = [
     "RegionError",
     "ScaleError",
     "StepError",
+    "UnbuiltError",
     "WeightsError",
     "did_you_mean",
 ]
@@ -35,6 +36,10 @@ class FormatError(HalfstepError, ValueError):
 
 class PolicyError(HalfstepError, ValueError):
     """A policy, rule, preset, operator or module pattern that makes no sense."""
+
+
+class UnbuiltError(HalfstepError, NotImplementedError):
+    """Something that this version of halfstep, or a class made to be derived from, does not do."""
 
 
 class BindError(HalfstepError, RuntimeError):

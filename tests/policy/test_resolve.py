@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.errors import PolicyError
+from halfstep.errors import HalfstepError, PolicyError
 from halfstep.policy import PRESETS, SCALE_RULES, Plan, Policy, ScaleRule, resolve
 from halfstep.policy.operators import known
 from halfstep.policy.optable import table
@@ -148,8 +148,9 @@ class TestEngine:
         ],
     )
     def test_says_what_is_missing(self, policy: Policy, message: str) -> None:
-        with pytest.raises(NotImplementedError, match=message):
-            require_engine(policy)
+        for kind in (HalfstepError, NotImplementedError):
+            with pytest.raises(kind, match=message):
+                require_engine(policy)
 
     @pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic", "none"])
     def test_lets_every_weight_strategy_pass(self, master: Literal["master", "split"]) -> None:
@@ -342,6 +343,19 @@ class TestPlan:
         names = (Plan, Policy, ScaleRule, Decision, ModuleDecision, ParameterDecision)
         assert eval(repr(plan), {kind.__name__: kind for kind in names}) == plan
         assert hash(plan)
+
+    @pytest.mark.parametrize("name", ["O2", "pure"])
+    def test_says_what_each_front_door_keeps_behind_low_weights(self, name: str) -> None:
+        policy, net = Policy.of(name, dtype="bf16"), Net()
+        plan = resolve(policy, net, "cpu")
+        assert f"master auto: {plan.masters}" in " ".join(str(plan).split())
+        assert plan.masters.startswith("split in a TrainStep") and "master in a loop" in plan.masters
+        assert resolved(policy, "cpu").master == plan.policy.master == "master"
+        assert resolved(policy, "cpu", one_pass=True).master == "split"
+        for wanted in (policy.replace(master="kahan"), policy.replace(dtype="fp16"), Policy.of("mixed", dtype="bf16")):
+            plan = resolve(wanted, net, "cpu")
+            assert plan.masters == "" and f"master {plan.policy.master}" in str(plan)
+            assert resolved(wanted, "cpu", one_pass=True) == resolved(wanted, "cpu")
 
     def test_reads_well(self) -> None:
         text = str(

@@ -290,10 +290,6 @@ def test_errors_name_what_is_wrong_and_change_nothing() -> None:
         store.assign(good, torch.ones(3))
     with pytest.raises(WeightsError, match="has no fp32 master"):
         store.master(nn.Parameter(torch.ones(2)))
-    with pytest.raises(WeightsError, match="closures"):
-        optimizer.step(lambda: 1.0)
-    with pytest.raises(WeightsError, match="closures"):
-        optimizer.step(closure=lambda: 1.0)
     good.grad = torch.ones_like(good)
     optimizer.step()
 

@@ -89,7 +89,7 @@ def recipe_for(
         cache: whether weight casts may be cached; None: as torch does outside.
 
     Raises:
-        NotImplementedError: the policy needs an engine that is not built yet; the message says which.
+        UnbuiltError: the policy needs an engine that is not built yet; the message says which.
         PolicyError: the policy cannot run on one of the devices.
     """
     require_engine(policy)

@@ -28,6 +28,7 @@ from halfstep.cli.optables import (
     print_ruled_modules,
 )
 from halfstep.cli.terminal import complain, console, device_type, item, say, writable, write_json
+from halfstep.errors import UnbuiltError
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import Candidate, candidates
 from halfstep.tasks.source import load_model
@@ -74,7 +75,7 @@ def run_ops(
         where = device or device_type("")
         asked = _check(policy, patterns, diff, model, where)
         writable(json_path)
-    except (hs.HalfstepError, NotImplementedError) as error:
+    except hs.HalfstepError as error:
         return complain(error)
     words = {"--policy": policy, "--diff": diff, "--model": model, "--device": device, "--json": json_path}
     options = [str(word) for option, value in words.items() if value for word in (option, value)]
@@ -222,7 +223,7 @@ def _remarks(asked: _Asked) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             hs.prepare(nn.Linear(1, 1), policy=asked.policy.replace(modules=()))
-    except NotImplementedError as error:
+    except UnbuiltError as error:
         remarks.append(str(error))
     if asked.policy.modules and asked.source is None:
         remarks.append("the policy has rules for modules too, which win over those of operators; --model shows them")

@@ -93,15 +93,17 @@ def print_head(out: Console, label: str, plan: hs.Plan, *, is_model: bool) -> No
     subject = f"{plan.model} under {label} on {plan.device}" if is_model else f"{label} on {plan.device}"
     policy = plan.policy
     facts = [f"low format {policy.dtype}" if policy.dtype != "fp32" else "nothing is lowered"]
-    facts += [f"parameters {policy.params}" + (f" with {_masters(policy)}" if policy.params == "low" else "")]
+    facts += [f"parameters {policy.params}" + (f" with {_masters(plan)}" if policy.params == "low" else "")]
     facts += [f"residual stream {policy.residual}", f"loss scale {_scale(policy)}"]
     facts += ["fp16 emulated"] if policy.emulate == "always" and policy.dtype == "fp16" else []
     say(out, subject, style="bold")
     say(out, ", ".join(facts))
 
 
-def _masters(policy: hs.Policy) -> str:
-    return "fp32 masters" if policy.master == "master" else f"master={policy.master}"
+def _masters(plan: hs.Plan) -> str:
+    if plan.masters:
+        return f"master auto ({plan.masters})"
+    return "fp32 masters" if plan.policy.master == "master" else f"master={plan.policy.master}"
 
 
 def _scale(policy: hs.Policy) -> str:
@@ -263,9 +265,10 @@ def print_parameters(out: Console, plan: hs.Plan) -> None:
     low = [each for each in plan.parameters if each.low]
     if low and plan.policy.master == "master":
         count = sum(each.numel for each in low)
-        made.add_row(
-            *_sizes("fp32", len(low), count), "their fp32 masters", "master='master': the optimizer steps these"
-        )
+        why = "master='master': the optimizer steps these"
+        if plan.masters:
+            why = "in a loop of one's own; half as many bytes (split) in a TrainStep that updates in one pass"
+        made.add_row(*_sizes("fp32", len(low), count), "their fp32 masters", why)
     if plan.parameters:
         out.print(made)
 

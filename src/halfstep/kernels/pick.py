@@ -11,9 +11,10 @@ from torch._subclasses import FakeTensor
 from halfstep.errors import FormatError
 from halfstep.kernels import exponents, foreach, native, ops, reference, triton, updates
 from halfstep.kernels.reference import total_norm
+from halfstep.kernels.watched import WatchedParameter
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
-PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})  # other classes may be sharded, or many tensors in one
+PLAIN = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})  # others may be sharded, or many tensors
 
 ENGINES: Mapping[str, Callable[[], str]] = {"cpu": native.why_not, "cuda": triton.why_not}
 """Device type -> why its operators cannot be used, "" if they can; asking registers them."""

@@ -81,6 +81,7 @@ class Plan:
         parameters: the format of every fp32, bf16 and fp16 parameter.
         operators: (operator, decision) for every operator with a rule, sorted by name.
         notes: what the reader should know besides.
+        masters: where ``master="auto"`` becomes something else than `policy` says, in words; "" for nowhere.
     """
 
     policy: Policy
@@ -90,6 +91,7 @@ class Plan:
     parameters: tuple[ParameterDecision, ...]
     operators: tuple[tuple[str, Decision], ...]
     notes: tuple[str, ...] = ()
+    masters: str = ""
 
     def __str__(self) -> str:
         """Return the plan as readable text."""
@@ -99,7 +101,8 @@ class Plan:
 def _lines(plan: Plan) -> Iterator[str]:
     policy = plan.policy
     yield f"plan: {plan.model} on {plan.device} under policy {policy.name or repr(policy)!r}"
-    yield f"  low format {policy.dtype}, scale {_scale_words(policy)}, master {policy.master}"
+    master = f"auto: {plan.masters}" if plan.masters else policy.master
+    yield from _wrapped(f"low format {policy.dtype}, scale {_scale_words(policy)}, master {master}")
     yield from (line for note in plan.notes for line in _wrapped(f"note: {note}"))
     yield from _parameter_lines(plan)
     ruled = [m for m in plan.modules if m.rule]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.errors import PolicyError
+from halfstep.errors import PolicyError, UnbuiltError
 from halfstep.formats import format_of
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
@@ -36,6 +36,9 @@ RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
     "add": ("keep", "residual='low': adding to the stream keeps the stream's format"),
 }
 """What ``residual="low"`` means for operators."""
+
+MASTERS = "split in a TrainStep that updates in one pass (AdamW, Adam, SGD, hs.Lion), master in a loop of one's own"
+"""What ``master="auto"`` stands for where that depends on who steps the optimizer."""
 
 
 def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
@@ -70,10 +73,16 @@ def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
     return policy.dtype, ""
 
 
-def resolved(policy: Policy, device_type: str) -> Policy:
+def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Policy:
     """Return `policy` as it is carried out on a device: no "auto" and no name of a scale rule is left.
 
     Where the low format is fp32 nothing is lowered: parameters, residual stream and inputs become fp32 too.
+
+    Args:
+        policy: what is wanted.
+        device_type: "cpu", "cuda", ...
+        one_pass: whether the optimizer is stepped by halfstep's own operators. They read and write both halves of split
+            weights as fast as masters, and these take 2 bytes less: then ``master="auto"`` is split in bf16.
 
     Raises:
         PolicyError: torch.autocast does not exist for this device type.
@@ -85,7 +94,7 @@ def resolved(policy: Policy, device_type: str) -> Policy:
     if policy.params == "fp32":
         master = "none"
     elif master == "auto":
-        master = "master"
+        master = "split" if one_pass and dtype == "bf16" else "master"
     scale = policy.scale
     if scale == "auto":  # what has fewer exponents than fp32 needs its gradients moved to where it has numbers
         scale = SCALE_RULES["halfstep"] if format_of(dtype).is_narrow else "none"
@@ -102,14 +111,14 @@ def require_engine(policy: Policy) -> None:
     """Refuse a policy that this version of halfstep cannot carry out.
 
     Raises:
-        NotImplementedError: the message says what is missing and what comes nearest.
+        UnbuiltError: the message says what is missing and what comes nearest.
         PolicyError: a field asks for something that another field rules out.
     """
     missing = ""
     if policy.name == PRESETS["fp8"].name:  # its rules come with its engine; until then nothing else tells it from pure
         missing = "products in fp8 (formats, scaling of tensors, casts)"
     elif policy.params == "low" and policy.dtype not in DTYPES:
-        raise NotImplementedError(
+        raise UnbuiltError(
             f"policy {policy.name!r}: parameters cannot be held in {policy.dtype!r}, which no dtype stores; use "
             "params='fp32': operators see them rounded to it"
         )
@@ -124,11 +133,9 @@ def require_engine(policy: Policy) -> None:
             "bf16, and dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
         )
     elif policy.reduce == "low" or (policy.reduce == "fp32" and policy.params == "low" and policy.grads == "param"):
-        raise NotImplementedError(
-            f"policy {policy.name!r}: reduce={policy.reduce!r} is not built yet; use reduce='grad'"
-        )
+        raise UnbuiltError(f"policy {policy.name!r}: reduce={policy.reduce!r} is not built yet; use reduce='grad'")
     if missing:
-        raise NotImplementedError(
+        raise UnbuiltError(
             f"policy {policy.name!r} cannot run yet: missing are {missing}; the nearest that runs is 'O2'"
         )
 
@@ -198,6 +205,7 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None) ->
         parameters=parameters,
         operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
         notes=tuple(n for n in notes if n),
+        masters="" if resolved(policy, device, one_pass=True).master == concrete.master else MASTERS,
     )
 
 

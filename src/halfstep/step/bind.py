@@ -197,7 +197,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     state = STATE
     store = binding.store
     if store is not None:
-        store.heal()
+        store.entered(module)
     if state.visit is not None and binding.root:
         state.visit(module)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
@@ -294,6 +294,7 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         original._save_to_state_dict(self, destination, prefix, keep_vars)
         for name, parameter, store in _low_parameters(self):
+            store.exposed += 1
             destination[prefix + name] = store.value(parameter) if keep_vars else store.read(parameter)
 
     def load(
@@ -312,6 +313,11 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
                 f"load_state_dict(assign=True) would replace the low parameters of {prefix.rstrip('.') or 'the model'} "
                 "and leave their fp32 weights behind; load without assign"
             )
+        for path, module in [(prefix[:-1], self)] if prefix else self.named_modules():  # all, before any is loaded
+            for name, parameter, store in _low_parameters(module):
+                value = state_dict.get(f"{path}.{name}" if path else name)
+                if isinstance(value, Tensor):
+                    store.refuse(parameter, value)
         original._load_from_state_dict(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

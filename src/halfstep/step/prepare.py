@@ -17,13 +17,15 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.errors import BindError
+from halfstep.errors import BindError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.weights import STRATEGIES, WeightStore
+from halfstep.weights.attachment import refuse_wrapper
+from halfstep.weights.lows import beyond
 from halfstep.weights.states import LowStates
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
@@ -80,25 +82,23 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 
     Raises:
         BindError: the model is already prepared with another policy, is wrapped or sharded already, has parameters that
-            are not finite, or an optimizer holds parameters that are not the models'.
+            are not finite or that the low format cannot hold, or an optimizer holds parameters of no such model.
         PolicyError: the policy is wrong, or a module pattern matches nothing.
-        NotImplementedError: the policy needs an engine that is not built yet.
+        UnbuiltError: the policy needs an engine that is not built yet; it is a NotImplementedError too.
     """
-    return prepare_with(models, optimizers, policy, precise="master")
+    return prepare_with(models, optimizers, policy)
 
 
-def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, precise: str) -> Any:
-    """Do what `prepare` does; `precise` is the weight strategy that master="auto" stands for."""
+def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: bool = False) -> Any:
+    """Do what `prepare` does; `one_pass`: see `resolved`."""
     model_list = _listed(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
     wanted = Policy.of(policy)
     require_engine(wanted)
     devices = _devices(model_list)
-    concrete = resolved(wanted, devices[0])
-    if wanted.master == "auto" and concrete.master == "master" and concrete.dtype == "bf16":
-        concrete = concrete.replace(master=precise)
+    concrete = resolved(wanted, devices[0], one_pass=one_pass)
     plans = [_validate(model, wanted, concrete, devices) for model in model_list]
-    _validate_optimizers(model_list, optimizer_list)
+    _validate_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, concrete)]
     store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
@@ -108,6 +108,8 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, precise: s
         binding = binding_of(unwrap(model))
         assert binding is not None
         binding.become_root()  # also where it is a part of another that was bound before
+        if binding.store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
+            binding.store.unify(model)
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
             if concrete.state == "low" and LowStates.of(optimizer) is None:
@@ -169,17 +171,19 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                     "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
                     "one call: hs.prepare([a, b], ...)"
                 )
-    _validate_values(inner, {p.name for p in plan.parameters if p.low})
+    _validate_values(inner, {p.name for p in plan.parameters if p.low}, LOW.get(concrete.dtype, torch.float32))
     return plan
 
 
-def _validate_values(model: nn.Module, low: set[str]) -> None:
-    """Refuse parameters that are not finite, or, to be lowered, have no values yet; one wait for each device.
+def _validate_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
+    """Refuse parameters that are not finite, or, to be lowered to `dtype`, have no values yet or some it cannot hold.
+
+    Waits once for each device.
 
     Inside the mode that makes them, fake parameters are what everybody works with, and are lowered as any other.
     """
     pretending = detect_fake_mode() is not None
-    flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    flags: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
     for name, parameter in model.named_parameters():
         fake = is_fake(parameter)
         if is_lazy(parameter) or parameter.is_meta or fake:
@@ -187,20 +191,29 @@ def _validate_values(model: nn.Module, low: set[str]) -> None:
                 remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
                 raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
         elif parameter.is_floating_point():
-            flags.setdefault(parameter.device, []).append((name, torch.isfinite(_local(parameter)).all()))
+            values = _local(parameter)
+            finite = torch.isfinite(values.to(dtype) if name in low else values).all()
+            flags.setdefault(parameter.device, []).append((name, values, finite))
     for known in flags.values():
-        for (name, _), finite in zip(known, torch.stack([flag for _, flag in known]).tolist(), strict=True):
-            if not finite:
+        for (name, values, _), finite in zip(known, torch.stack([flag for *_, flag in known]).tolist(), strict=True):
+            if not finite and not torch.isfinite(values).all():
                 raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
+            if not finite:
+                raise BindError(
+                    f"{beyond(name, values, dtype)}; give its module the rule 'fp32'"
+                    f"{', use dtype=' + repr('bf16') if dtype is torch.float16 else ''}, or clamp it before hs.prepare"
+                )
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
 
 
-def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, low: bool) -> None:
     known = {id(p) for m in models for p in m.parameters()}
     for optimizer in optimizers:
+        if low:
+            refuse_wrapper(optimizer)
         for g, group in enumerate(optimizer.param_groups):
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
@@ -307,6 +320,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
 
     Raises:
         BindError: the model is not prepared.
+        WeightsError: the block has left a weight that the low format cannot hold; that parameter is as it was before.
     """
     inner = unwrap(model)
     if binding_of(inner) is None:
@@ -322,10 +336,20 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         for module, name, parameter in swapped:
             masters.append(store.master(parameter))
             module._parameters[name] = masters[-1]
+        store.exposed += 1
+    counts = [master._version for master in masters]
     try:
         yield model
     finally:
         for module, name, parameter in swapped:
             module._parameters[name] = parameter
         if store is not None:
+            touched = [
+                parameter
+                for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=True)
+                if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
+            ]
+            lost = store.undo_beyond(touched)
             store.write_back(parameter for _, _, parameter in swapped)
+            if lost:
+                raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")

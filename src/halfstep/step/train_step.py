@@ -83,7 +83,7 @@ class TrainStep:
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
-        BindError, PolicyError, NotImplementedError: as `prepare`.
+        BindError, PolicyError, UnbuiltError: as `prepare`.
     """
 
     def __init__(
@@ -109,9 +109,8 @@ class TrainStep:
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if options is not None:
             refuse_untraceable(wanted)
-        # one pass reads and writes both halves of split weights as fast as masters, and they take 2 bytes less
-        precise = "split" if clip_value is None and fused.suits(optimizer) else "master"
-        _, _, own_scaler = prepare_with(model, optimizer, wanted, precise=precise)
+        one_pass = clip_value is None and fused.suits(optimizer)
+        _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
         binding = binding_of(unwrap(model))
         assert binding is not None
         self.model = model

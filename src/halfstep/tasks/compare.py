@@ -127,7 +127,7 @@ def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
     """Bind every candidate to the task's model once, so that what cannot run says so before anything is trained.
 
     Raises:
-        HalfstepError, NotImplementedError: a policy cannot be bound to this model, or the task has no metric.
+        HalfstepError: a policy cannot be bound to this model, or the task has no metric.
     """
     task.margin_around(0.0)
     model = _start(task, 0, device)
@@ -159,7 +159,7 @@ def compare(
         on_step: called after every step of every candidate.
 
     Raises:
-        HalfstepError, NotImplementedError: a policy cannot be bound to this model.
+        HalfstepError: a policy cannot be bound to this model.
     """
     amp = next(c for c in candidates if c.label.startswith(AMP))
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)

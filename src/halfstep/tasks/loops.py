@@ -57,7 +57,7 @@ def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) ->
         steps: length of the run, for the learning-rate scheduler.
 
     Raises:
-        HalfstepError, NotImplementedError: the policy cannot be bound to this model.
+        HalfstepError: the policy cannot be bound to this model.
     """
     if candidate.policy is not None:
         return PolicyLoop(candidate.policy, task, model, steps)

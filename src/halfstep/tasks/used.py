@@ -74,7 +74,7 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
         device: where.
 
     Raises:
-        HalfstepError, NotImplementedError: the policy cannot be bound to this model.
+        HalfstepError: the policy cannot be bound to this model.
     """
     if policy.dtype == "fp16":
         policy = hs.Policy.of(policy, dtype="bf16")

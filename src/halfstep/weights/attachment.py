@@ -14,11 +14,13 @@ other strategies, which are chosen for their bytes.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
@@ -28,7 +30,7 @@ from halfstep.weights.lows import is_low
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["Attachment"]
+__all__ = ["Attachment", "nested", "refuse_wrapper"]
 
 
 class Attachment:
@@ -150,16 +152,52 @@ class Attachment:
 
     # ------------------------------------------------------------------ hooks
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if isinstance(optimizer, LBFGS):
             raise WeightsError(
-                f"{type(optimizer).__name__}.step(closure) would run the model's backward pass while the optimizer "
-                "holds fp32 masters; optimizers that need closures (LBFGS) work under policies with params='fp32'"
+                f"{type(optimizer).__name__}.step(closure) takes differences of gradients, which low gradients are too "
+                "coarse for; optimizers that search with closures (LBFGS) work under policies with params='fp32'"
             )
         with torch.no_grad():
             self.lift(optimizer)
         self.substitute(optimizer)
+        if len(args) == 1 and not kwargs:
+            return None
+        return (
+            tuple(self._closed(optimizer, a) if _is_closure(a) else a for a in args),
+            {name: self._closed(optimizer, a) if _is_closure(a) else a for name, a in kwargs.items()},
+        )
+
+    def _closed(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `closure` for an optimizer to call while it holds masters: the model is itself while it runs.
+
+        What the optimizer has written into masters by then is what the closure evaluates, and what it leaves in the
+        model's gradients is what the optimizer goes on with.
+        """
+        known = {key: gradient._version for key, gradient in self.gradients.items()}
+
+        @wraps(closure, updated=())
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            nonlocal known
+            own = self.own or {}  # holds the masters: some strategies make them for whoever holds them
+            for master, parameter in own.items():
+                if master.grad is None:  # what zero_grad did to masters
+                    parameter.grad = None
+                elif (gradient := parameter.grad) is not None and master.grad._version != known.get(id(parameter)):
+                    gradient.copy_(master.grad)
+            self.restore(optimizer)
+            self.drop()
+            self.store.write_back(own.values())  # an optimizer may have moved them, and through `.data` unseen
+            result = closure(*args, **kwargs)
+            with torch.no_grad():
+                self.lift(optimizer)
+            self.substitute(optimizer)
+            known = {key: gradient._version for key, gradient in self.gradients.items()}
+            return result
+
+        return evaluate
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self.own or {}  # holds the masters until they are written back
@@ -176,6 +214,39 @@ class Attachment:
 
     def _after_state(self, optimizer: Optimizer, *state_dict: Any) -> None:
         self.restore(optimizer)
+
+
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps parameters through another one, out of reach of hooks on it.
+
+    Raises:
+        WeightsError: it is such an optimizer; nothing was changed.
+    """
+    kind = type(optimizer).__name__
+    if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
+        raise WeightsError(
+            f"{kind} sends low weights from rank to rank and not the fp32 values behind them, so ranks would drift "
+            "apart; train under a policy with params='fp32' ('mixed'), or step with the optimizer that it shards "
+            "(state='low' keeps its state in 2 bytes an element)"
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise WeightsError(
+            f"{kind} has no hooks on its step (its __init__ does not call torch's), so it cannot be given fp32 "
+            "weights; give hs.prepare the optimizer inside it, or train under a policy with params='fp32' ('mixed')"
+        )
+
+
+def nested(outer: Optimizer, inner: Optimizer) -> str:
+    """Say why `inner` cannot step low parameters whose masters `outer` holds, in whose step it is called."""
+    return (
+        f"{type(outer).__name__} steps low weights through {type(inner).__name__}, which has parameter groups of its "
+        f"own: it would pass by the fp32 values that {type(outer).__name__} holds; train under a policy with params="
+        "'fp32' ('mixed'), or without the wrapper"
+    )
+
+
+def _is_closure(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, (nn.Module, Optimizer))
 
 
 def _skipped(optimizer: Optimizer) -> bool:

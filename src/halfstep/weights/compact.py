@@ -94,6 +94,12 @@ class CompactWeights(WeightStore):
                 written.append(key)
         return written
 
+    def _move(self, key: int, like: Tensor) -> None:
+        if key in self._seconds:
+            self._seconds[key] = torch.empty_like(like, dtype=self._seconds[key].dtype).copy_(self._seconds[key])
+        if (living := self._living.get(key)) is not None:
+            living.data = torch.empty_like(like, dtype=torch.float32).copy_(living.detach())
+
     def _forget(self, key: int) -> None:
         self._seconds.pop(key, None)
         self._living.pop(key, None)

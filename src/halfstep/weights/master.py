@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from halfstep.weights.ranks import replicated
 from halfstep.weights.store import WeightStore
 
 __all__ = ["MasterWeights"]
@@ -54,13 +55,19 @@ class MasterWeights(WeightStore):
 
     def _follow(self, key: int) -> None:
         master, parameter = self._masters[key], self._parameters[key]
-        # where the low weight still is the rounded master, the master knows more
-        master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
+        if key in self._fresh and replicated():  # broadcast: what other ranks cannot know must not be known here
+            master.copy_(parameter)
+        else:  # where the low weight still is the rounded master, the master knows more
+            master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
 
     def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
         low: list[Tensor] = [self._parameters[k] for k in keys]
         torch._foreach_copy_(low, [self._masters[k] for k in keys])
         return keys
+
+    def _move(self, key: int, like: Tensor) -> None:
+        master = self._masters[key]
+        master.data = torch.empty_like(like, dtype=torch.float32).copy_(master.detach())
 
     def _forget(self, key: int) -> None:
         del self._masters[key]

@@ -1,34 +1,34 @@
 """What stands behind low parameters: fp32 values that any torch optimizer steps while the model holds low ones.
 
 `WeightStore` is what the strategies share; how the fp32 values are kept between steps is theirs (`master`, `split`,
-`kahan`, `stochastic`), and how an optimizer comes to step them is said in `attachment`.
-
-Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
-counts in their `_version`; whoever asks for a master first sees to it that it follows. Writes through ``.data`` are not
-counted and end with the next write back: they belong into `hs.edit_weights`.
+`kahan`, `stochastic`), how an optimizer comes to step them in `attachment`, what users may do to them in `by_hand`.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
-from halfstep.weights.attachment import Attachment
+from halfstep.kernels.watched import WatchedParameter, unwatch, watch
+from halfstep.weights.attachment import Attachment, nested, refuse_wrapper
+from halfstep.weights.by_hand import ByHand
 from halfstep.weights.lows import LOWS, is_low
+from halfstep.weights.ranks import training_wrapper, unify
 
 __all__ = ["WeightStore"]
 
 
-class WeightStore(ABC):
+class WeightStore(ByHand):
     """fp32 values behind low parameters.
 
     Adopting a parameter replaces its values by low ones, in place; its fp32 values live on in the store, as exactly as
@@ -60,10 +60,14 @@ class WeightStore(ABC):
         self.dtype = low
         self._names: dict[int, str] = {}
         self._parameters: dict[int, nn.Parameter] = {}
+        self._fresh: set[int] = set()  # those that have not been stepped since they got their values
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
         self.substituted: list[tuple[Attachment, Optimizer]] = []  # these hold masters now; attachments write it
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
+        self._said: set[bool] = set()  # what was warned of, once: a copy or not
+        self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
         for name, parameter in pairs:
             self.adopt(name, parameter)
         _stores().add(self)
@@ -74,24 +78,12 @@ class WeightStore(ABC):
     # ------------------------------------------------------------------ what a strategy says
 
     @abstractmethod
-    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
-        """Keep the fp32 values of `parameter` under `key` and return the low ones."""
-
-    @abstractmethod
     def _master(self, key: int) -> nn.Parameter:
         """Return the fp32 parameter of `key` that optimizers and users change, the same object while anybody has it."""
 
     @abstractmethod
-    def _follow(self, key: int) -> None:
-        """Take over what somebody has written into the low weight of `key`."""
-
-    @abstractmethod
     def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
         """Put masters into low weights and what is kept beside them; return the keys that were written."""
-
-    @abstractmethod
-    def _forget(self, key: int) -> None:
-        """Drop what is kept under `key`."""
 
     @abstractmethod
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
@@ -132,9 +124,8 @@ class WeightStore(ABC):
         low = self._begin(key, parameter)
         if parameter.dtype is not self.dtype:
             parameter.data = low
-        self._strangers.clear()
-        self._names[key], self._parameters[key] = name, parameter
-        self._versions[key] = parameter._version
+        watch(parameter, self, name)
+        self._enter(name, parameter)
 
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
@@ -161,7 +152,10 @@ class WeightStore(ABC):
                 f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
                 "prepare the model after its parameters are made"
             )
-        if parameter._version != self._versions[key]:
+        unseen = type(parameter) is WatchedParameter and parameter.written()
+        if unseen:
+            self.data_written(self._names[key], copied=False)
+        if unseen or parameter._version != self._versions[key]:
             self._versions[key] = parameter._version
             with torch.no_grad():
                 self._follow(key)
@@ -184,8 +178,9 @@ class WeightStore(ABC):
         """Set the fp32 value of `parameter` to `value` (same shape) and round it into the low weight, in place.
 
         Raises:
-            WeightsError: another shape; nothing was changed.
+            WeightsError: another shape, or values beyond the low format; nothing was changed.
         """
+        self.refuse(parameter, value)
         master = self.master(parameter)
         if value.shape != master.shape:
             name = self._names[id(parameter)]
@@ -205,6 +200,8 @@ class WeightStore(ABC):
         keys = list(self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters))
         for key in self._fold(keys, stepped=stepped) if keys else ():
             self._versions[key] = self._parameters[key]._version
+        if stepped:
+            self._fresh.clear()
 
     # ------------------------------------------------------------------ updates in one pass
 
@@ -219,8 +216,21 @@ class WeightStore(ABC):
         """
         return self._parts(self._key(parameter))
 
+    def entered(self, module: nn.Module) -> None:
+        """Prepare for a forward pass of `module`: `heal`, and `unify` where a wrapper of it trains."""
+        self.heal()
+        if (wrapper := training_wrapper(module)) is not None:
+            self.unify(wrapper)
+
+    def unify(self, wrapper: DistributedDataParallel) -> None:
+        """Give every rank of `wrapper` the same fp32 values. Collective, once for each wrapper."""
+        if self._wrapper is None or self._wrapper() is not wrapper:
+            self._wrapper = weakref.ref(wrapper)
+            self.stepped(unify(self, wrapper))
+
     def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note that the parts of those of `parameters` that are low were changed, both of them."""
+        self._fresh.clear()
         for parameter in parameters:
             if id(parameter) in self._versions:
                 self._versions[id(parameter)] = parameter._version
@@ -235,6 +245,7 @@ class WeightStore(ABC):
         """
         if self.attached(optimizer):
             raise WeightsError(f"{type(optimizer).__name__} already steps these masters; attach it once")
+        refuse_wrapper(optimizer)
         self._attached[id(optimizer)] = Attachment(self, optimizer)
 
     def welcome(self, optimizer: Optimizer) -> None:
@@ -243,6 +254,10 @@ class WeightStore(ABC):
         Raises:
             WeightsError: it has loaded its state into low parameters, which rounded it.
         """
+        for attachment, outer in self.substituted if optimizer.param_groups else ():
+            own = set((attachment.own or {}).values())
+            if any(p in own for group in optimizer.param_groups for p in group["params"]):
+                raise WeightsError(nested(outer, optimizer))
         if self.attached(optimizer):
             return
         held = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -317,10 +332,11 @@ class WeightStore(ABC):
         for parameter in list(self.parameters() if parameters is None else parameters):
             if parameter in self:
                 parameter.grad = None
-                parameter.data = self.value(parameter).data
-                self._forget(id(parameter))
-                for entries in (self._names, self._parameters, self._versions):
-                    entries.pop(id(parameter))
+                wide = self.value(parameter).data
+                unwatch(parameter, self)
+                parameter.data = wide
+                self._leave(parameter)
+            unwatch(parameter, self)
         self.free_buffers()
         for attachment in [] if self._parameters else list(self._attached.values()):
             if (optimizer := attachment.optimizer()) is not None:

@@ -360,11 +360,14 @@ def test_p16_weights_edited_by_hand_between_forwards_are_never_stale(dtype: torc
         if level == "O1" or dtype is None:
             model, _ = started(level, **options)
             model.eval()
-            for edit in (lambda p: p.data.zero_(), lambda p: p.data.add_(1.0)):
-                with torch.no_grad():
-                    before = model(X).clone()
-                    edit(model[2].weight)  # type: ignore[no-untyped-call]
-                    assert not torch.equal(model(X), before), level
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for edit in (lambda p: p.data.zero_(), lambda p: p.data.add_(1.0)):
+                    with torch.no_grad():
+                        before = model(X).clone()
+                        edit(model[2].weight)  # type: ignore[no-untyped-call]
+                        assert not torch.equal(model(X), before), level
+            assert [bool("hs.edit_weights" in str(w.message)) for w in said] == [True] * (level == "O2")
     started("O1", **options)
     weight = nn.Parameter(torch.rand(6, 6))
     before = X @ weight

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 import halfstep as hs
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from halfstep.errors import BannedOperatorError
 
 __all__ = ["Casts", "o1_policy"]
 
@@ -68,7 +69,7 @@ class _Quirks(TorchFunctionMode):
                 if func in GIVES_FP32:
                     return func(tensor.float(), *args[1:], **(kwargs or {}))
                 how = IN_PLACE[func]
-                raise NotImplementedError(
+                raise BannedOperatorError(
                     f"Cannot call in-place {how} with {str(tensor.dtype).removeprefix('torch.')} arguments: its result "
                     "is fp32 and cannot be written into them. Use the form without the underscore, or call it on "
                     "x.float()"

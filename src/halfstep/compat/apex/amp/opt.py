@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from halfstep.compat.apex.amp._amp_state import maybe_print
 from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.errors import UnbuiltError
 
 if TYPE_CHECKING:
     from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle
@@ -81,7 +82,7 @@ class OptimWrapper:
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure)
         if closure is not None:
-            raise NotImplementedError(
+            raise UnbuiltError(
                 "step(closure) is not supported by the old API's optimizer wrapper: run forward and backward before "
                 "step(), or use amp.initialize with opt_level='O1'"
             )

@@ -10,6 +10,7 @@ from torch import nn
 
 from halfstep.compat.mindspore import precision
 from halfstep.compat.mindspore.errors import MindSporeTypeError
+from halfstep.errors import UnbuiltError
 
 __all__ = ["Cell", "CellList", "SequentialCell"]
 
@@ -31,7 +32,7 @@ class Cell(nn.Module):
 
     def construct(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs; every subclass defines it."""
-        raise NotImplementedError(f"{type(self).__name__} has no construct; define construct(self, ...)")
+        raise UnbuiltError(f"{type(self).__name__} has no construct; define construct(self, ...)")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute the outputs by `construct`: torch calls this name."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from halfstep.compat.mindspore.errors import MindSporeValueError
 from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, sizes
+from halfstep.errors import UnbuiltError
 
 __all__ = [
     "Add",
@@ -51,7 +52,7 @@ class Primitive:
 
     def __call__(self, *args: Any) -> Any:
         """Compute."""
-        raise NotImplementedError(f"{type(self).__name__} defines no __call__; a Primitive of one's own needs one")
+        raise UnbuiltError(f"{type(self).__name__} defines no __call__; a Primitive of one's own needs one")
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

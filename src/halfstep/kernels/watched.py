@@ -1,0 +1,121 @@
+"""Parameters that take note of what is done to them through ``.data``, which torch counts nowhere.
+
+A write into a low weight rounds, and its fp32 value lies elsewhere; a module that is moved to another format or device
+gives its parameters other data. The class of such a parameter is swapped for a subclass whose ``data`` looks the same,
+but all of whose aliases share one version counter, and which tells an owner (a weight store) of data that is replaced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Owner", "WatchedParameter", "unwatch", "watch"]
+
+NOTES = "_halfstep_notes"
+_get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
+_set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Owner(Protocol):
+    """Who is told about a parameter."""
+
+    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
+        """Return what becomes the data of `parameter` where a user sets it to `value`."""
+
+    def data_written(self, name: str, *, copied: bool) -> None:
+        """Take note that a parameter, or a copy of it, was written through ``.data``, and is about to be again."""
+
+
+class _Notes:
+    """What is known of one parameter.
+
+    Attributes:
+        owner: who is told.
+        name: dotted name in the model.
+        copied: whether this is a copy of the owner's parameter.
+        alias: what every ``.data`` is an alias of, or None: its version counts writes.
+        seen: that version when it was last asked for.
+        replaced: whether the data was replaced since.
+    """
+
+    __slots__ = ("alias", "copied", "name", "owner", "replaced", "seen")
+
+    def __init__(self, owner: weakref.ref[Owner], name: str, *, copied: bool) -> None:
+        self.owner, self.name, self.copied = owner, name, copied
+        self.alias: Tensor | None = None
+        self.seen, self.replaced = 0, False
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that takes note of writes through its ``data``."""
+
+    @property
+    def data(self) -> Tensor:
+        """Return an alias of the values that autograd does not see; writes into it are noticed."""
+        notes = self.__dict__.get(NOTES)
+        if notes is None or torch.is_inference_mode_enabled():
+            return _get(self)
+        if notes.alias is None:
+            notes.alias, notes.seen = _get(self), 0
+        elif notes.alias._version != notes.seen and (owner := notes.owner()) is not None:
+            owner.data_written(notes.name, copied=notes.copied)
+        alias: Tensor = notes.alias.detach()
+        return alias  # a new tensor each time, as torch gives; all share one version counter
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        notes = self.__dict__.get(NOTES)
+        if notes is not None:
+            if not notes.copied and (owner := notes.owner()) is not None:
+                value = owner.replaced(self, notes.name, value)
+            notes.alias, notes.seen = None, 0
+        _set(self, value)
+
+    def written(self) -> bool:
+        """Return whether values were written through ``data`` since this was last asked."""
+        notes = self.__dict__.get(NOTES)
+        if notes is None or (notes.alias is None and not notes.replaced):
+            return False
+        version = 0 if notes.alias is None else notes.alias._version
+        found: bool = notes.replaced or version != notes.seen
+        notes.replaced, notes.seen = False, version
+        return found
+
+    def note(self) -> None:
+        """Take note that the values were replaced."""
+        self.__dict__[NOTES].replaced = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            found: nn.Parameter = memo[id(self)]
+            return found
+        made = nn.Parameter(_get(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+        notes = self.__dict__.get(NOTES)
+        if notes is not None and (owner := notes.owner()) is not None:
+            watch(made, owner, notes.name, copied=True)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(_get(self), self.requires_grad)
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != NOTES})
+        return plain.__reduce_ex__(protocol)
+
+
+def watch(parameter: nn.Parameter, owner: Owner, name: str, *, copied: bool = False) -> None:
+    """Watch `parameter` for `owner`, if it is of torch's own class: others have ways of their own."""
+    if type(parameter) in {nn.Parameter, WatchedParameter}:
+        parameter.__class__ = WatchedParameter
+        parameter.__dict__[NOTES] = _Notes(weakref.ref(owner), name, copied=copied)
+
+
+def unwatch(parameter: nn.Parameter, owner: Owner) -> None:
+    """Make `parameter` a plain one again if it is watched for `owner`, or for one that is gone."""
+    if type(parameter) is WatchedParameter and parameter.__dict__[NOTES].owner() in {owner, None}:
+        vars(parameter).pop(NOTES, None)
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -1,0 +1,279 @@
+"""Prepared models whose modules are moved to another format, layout or range, and what is written through ``.data``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import halfstep as hs
+from halfstep.step.prepare import store_of
+from halfstep.weights import STRATEGIES
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Routed(nn.Module):
+    """A router that its forward pass moves to fp32, and perhaps back, as mixtures of experts do."""
+
+    def __init__(self, *, back: bool = False) -> None:
+        super().__init__()
+        self.body, self.router, self.back = nn.Linear(8, 8), nn.Linear(8, 4), back
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).float()
+        made: Tensor = self.router.float()(hidden)
+        if self.back:
+            self.router.bfloat16()
+        return made
+
+
+def policy(master: Any = "auto", name: str = "O2") -> hs.Policy:
+    return hs.Policy.of(name, dtype="bf16", master=master)
+
+
+def image_net(master: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    hs.prepare(model, optimizer, policy=policy(master))
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for i in range(steps):
+        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+
+def equal(model: nn.Module, wanted: dict[str, Tensor]) -> bool:
+    got = model.state_dict()
+    return got.keys() == wanted.keys() and all(torch.equal(got[k], wanted[k]) for k in wanted)
+
+
+# ------------------------------------------------------------------ other formats
+
+
+@pytest.mark.parametrize("name", ["O2", "pure"])
+@pytest.mark.parametrize("master", STRATEGIES)
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_module_moved_to_fp32_in_its_forward_pass_has_its_precise_weights(
+    name: str, master: Any, own_loop: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    hs.prepare(model, optimizer, policy=policy(master, name))
+    wanted = model.state_dict()["router.weight"]
+    model(torch.randn(2, 8))
+    assert model.router.weight.dtype is FP32 and torch.equal(model.router.weight, wanted)
+    if own_loop:
+        for _ in range(3):
+            model(torch.randn(4, 8)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        step = hs.TrainStep(model, optimizer, lambda m, x: m(x).float().square().mean())
+        for _ in range(3):
+            assert step(torch.randn(4, 8)).updated
+        step.load_state_dict(step.state_dict())
+    after = model.state_dict()["router.weight"]
+    assert after.dtype is FP32 and not torch.equal(after, wanted) and torch.equal(after, model.router.weight)
+    assert copy.deepcopy(model).router.weight.dtype is FP32
+    hs.unprepare(model)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert {p.dtype for p in model.parameters()} == {FP32}
+
+
+def test_a_module_that_goes_back_and_forth_loses_nothing() -> None:
+    def run(*, back: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = Routed(back=back)
+        optimizer = torch.optim.SGD(model.router.parameters(), 1e-4)
+        hs.prepare(model, optimizer, policy=policy("master"))
+        for i in range(20):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
+            loss = model(x).square().mean()
+            model.router.float()  # what was computed with fp32 weights has its backward pass with them
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight: Tensor = model.state_dict()["router.weight"]
+        return weight
+
+    assert torch.equal(run(back=True), run(back=False))
+
+
+@pytest.mark.parametrize("master", STRATEGIES)
+def test_a_model_may_change_format_and_layout_between_steps(master: Any) -> None:
+    model, optimizer = image_net(master)
+    train(model, optimizer)
+    wanted = model.state_dict()
+    model.to(memory_format=torch.channels_last)
+    model.bfloat16().cpu()
+    assert equal(model, wanted) and model[0].weight.dtype is BF16
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+    def stepped(layout: torch.memory_format) -> dict[str, Tensor]:
+        other, stepper = image_net(master)
+        other.to(memory_format=layout)
+        step = hs.TrainStep(other, stepper, lambda m, x: m(x).square().mean())
+        step(torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(3)))
+        assert step.generic == ""
+        values: dict[str, Tensor] = other.state_dict()
+        return values
+
+    if master != "stochastic":  # which draws its bits in memory order
+        plain, last = stepped(torch.contiguous_format), stepped(torch.channels_last)
+        assert all(torch.allclose(plain[k], last[k], atol=1e-3) for k in plain)
+    with pytest.raises(hs.HalfstepError, match=r"parameter 0.weight is held in bfloat16.*torch.float16.*hs.unprepare"):
+        model.half()
+    assert equal(model, wanted)
+    model.float()
+    assert model[0].weight.dtype is FP32 and equal(model, wanted)
+    train(model, optimizer)
+    wanted = model.state_dict()
+    model.bfloat16()
+    assert model[0].weight.dtype is BF16
+    near = {"master": 0.0, "split": 0.0, "kahan": 2.0**-17, "stochastic": 2.0**-8}[master]
+    got = model.state_dict()
+    assert all(torch.allclose(got[k], wanted[k], rtol=near, atol=1e-6 * bool(near)) for k in wanted)
+    train(model, optimizer)
+    model.double()
+    assert model[0].weight.dtype is torch.float64
+
+
+def test_data_replaced_by_hand_is_the_weight() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    hs.prepare(model, policy=policy("split"))
+    model.weight.data = torch.full((4, 4), 3.0, dtype=BF16)
+    with pytest.warns(UserWarning, match=r"low weight weight was written through \.data.*hs\.edit_weights"):
+        assert torch.equal(model.state_dict()["weight"], torch.full((4, 4), 3.0))
+    model.weight.data = torch.full((4, 4), 1.001)
+    assert model.weight.dtype is FP32 and torch.equal(model.state_dict()["weight"], torch.full((4, 4), 1.001))
+
+
+# ------------------------------------------------------------------ writes through .data
+
+
+@pytest.mark.parametrize("master", STRATEGIES)
+def test_writes_through_data_are_warned_of_once_even_where_rounding_swallows_them(master: Any) -> None:
+    model, optimizer = image_net(master)
+    nn.init.ones_(model[3].weight)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.data.mul_(0.999).add_(1.0, alpha=0.001)
+        model.state_dict()
+        train(model, optimizer)
+    assert len(seen) == 1 and "hs.edit_weights" in str(seen[0].message) and seen[0].filename == __file__
+
+
+def test_one_write_is_noticed_when_the_weights_are_next_asked_for() -> None:
+    for look in ("state_dict", "step", "copy", "edit"):
+        model, optimizer = image_net("split")
+        model[0].weight.data.zero_()
+        with pytest.warns(UserWarning, match="0.weight was written"):
+            if look == "state_dict":
+                assert not model.state_dict()["0.weight"].any()
+            elif look == "step":
+                train(model, optimizer)
+            elif look == "copy":
+                assert not copy.deepcopy(model)[0].weight.any()
+            else:
+                with hs.edit_weights(model):
+                    assert not model[0].weight.any()
+
+
+def test_an_average_of_roundings_is_warned_of() -> None:
+    model, optimizer = image_net("master")
+    average = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"a copy of the model is changed through \.data.*bfloat16.*hs\.edit_weights"):
+        for _ in range(2):
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("master", STRATEGIES)
+def test_the_documented_ways_are_silent(master: Any) -> None:
+    model, optimizer = image_net(master)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    by_hand, by_state = copy.deepcopy(model), copy.deepcopy(model)
+    for i in range(3):
+        train(model, optimizer, 1)
+        [parameter.data.norm() for parameter in model.parameters()]  # looking is no change
+        with hs.edit_weights(model):
+            averaged.update_parameters(model)
+            for mean, parameter in zip(by_hand.parameters(), model.parameters(), strict=True):
+                mean.data.mul_(0.9 * bool(i)).add_(parameter.data, alpha=0.1 if i else 1.0)
+        for mean, value in zip(by_state.parameters(), model.state_dict().values(), strict=True):
+            mean.data.mul_(0.9 * bool(i)).add_(value, alpha=0.1 if i else 1.0)
+    for a, b, c in zip(averaged.module.parameters(), by_hand.parameters(), by_state.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6) and torch.equal(b, c) and a.dtype is FP32
+    frozen = copy.deepcopy(model)
+    frozen.load_state_dict(model.state_dict())
+    frozen(torch.randn(1, 3, 6, 6))
+    with torch.no_grad(), hs.edit_weights(model):
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+    nn.init.zeros_(model[3].bias)
+    train(model, optimizer)
+
+
+# ------------------------------------------------------------------ values beyond the range
+
+
+@pytest.mark.parametrize("name", ["O2", "pure", "O3"])
+@pytest.mark.parametrize(("dtype", "value"), [("fp16", 1e5), ("fp16", -65520.0), ("bf16", 3.4e38)])
+def test_a_weight_that_the_low_format_cannot_hold_is_refused_by_name(name: str, dtype: Any, value: float) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[1].weight[0, 1] = value
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(hs.HalfstepError, match=r"parameter 1.weight holds a weight of magnitude.*ends at.*'fp32'"):
+        hs.prepare(model, policy=hs.Policy.of(name, dtype=dtype))
+    assert equal(model, before) and hs.prepared_policy(model) is None and model[0].weight.dtype is FP32
+    island = hs.Policy.of(name, dtype=dtype).with_modules({"1": "fp32"})
+    hs.prepare(model, policy=island)
+    assert equal(model, before) or name == "O3"
+
+
+def test_the_largest_that_rounds_down_is_taken() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight[0, 0] = 65519.0
+    hs.prepare(model, policy=hs.Policy.of("O2", dtype="fp16"))
+    assert model.weight[0, 0] == 65504.0 and model.state_dict()["weight"][0, 0] == 65519.0
+
+
+@pytest.mark.parametrize("master", ["master", "kahan", "stochastic"])
+def test_loading_and_editing_beyond_the_range_is_refused_and_changes_nothing(master: Any) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    hs.prepare(model, policy=hs.Policy.of("O2", dtype="fp16", master=master))
+    wanted = model.state_dict()
+    loaded = {k: v + 1 for k, v in wanted.items()}
+    loaded["1.weight"][0, 0] = 1e5
+    with pytest.raises(hs.HalfstepError, match=r"parameter 1.weight holds a weight of magnitude 100000"):
+        model.load_state_dict(loaded)
+    assert equal(model, wanted)
+    store = store_of(model)
+    assert store is not None
+    with pytest.raises(hs.HalfstepError, match="parameter 0.bias"):
+        store.assign(model[0].bias, torch.full((4,), 1e6))
+    assert equal(model, wanted)
+    with pytest.raises(hs.HalfstepError, match=r"parameter 1.weight.*was before"), torch.no_grad():
+        with hs.edit_weights(model):
+            model[1].weight.data.mul_(1e7)
+            model[0].bias.fill_(0.5)
+    got = model.state_dict()
+    assert torch.isfinite(model[1].weight).all() and (got["0.bias"] == 0.5).all()
+    assert torch.allclose(got["1.weight"], wanted["1.weight"], rtol=2.0**-10)
