@@ -2,8 +2,8 @@
 
     python -m benchmarks.pages --json benchmarks/results/pages.json
 
-A page fault is a page that the system had to map, and fill with zeros, because malloc had given it back. Every candidate
-runs in a process of its own; then eight run in turns in one process. Faults do not depend on how busy the machine is.
+A page fault is a page that the system had to map, and fill with zeros, because malloc had given it back. Every
+candidate runs in a process of its own; then eight run in turns in one process. How busy the machine is does not matter.
 For halfstep's presets the process runs a second time with malloc left as it is (`halfstep.kernels.pages` switched off).
 """
 

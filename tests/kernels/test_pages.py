@@ -49,7 +49,10 @@ print(faults(alone))
 
 
 def counts(kept: str) -> tuple[int, int]:
-    """Return the page faults of a step, the fewest of five (a system may take idle pages), and those of other work after the step is gone."""
+    """Return the page faults of a step and those of other work after it is gone.
+
+    Of a step, the fewest of five: a system may take pages of a process that waits for the processor.
+    """
     made = subprocess.run(
         [sys.executable, "-c", PROGRAM, kept],
         env={"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
