@@ -13,6 +13,7 @@ __all__ = [
     "AuditError",
     "BannedOperatorError",
     "BindError",
+    "EngineError",
     "FormatError",
     "HalfstepError",
     "LossError",
@@ -35,6 +36,10 @@ class FormatError(HalfstepError, ValueError):
 
 class PolicyError(HalfstepError, ValueError):
     """A policy, rule, preset, operator or module pattern that makes no sense."""
+
+
+class EngineError(PolicyError, NotImplementedError):
+    """A policy that makes sense and that this version, or the place it is used in, cannot carry out."""
 
 
 class BindError(HalfstepError, RuntimeError):

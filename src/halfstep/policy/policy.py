@@ -17,11 +17,14 @@ from halfstep.policy.operators import canonical, expand
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
-__all__ = ["DTYPES", "MODULE_RULES", "Policy", "Rules"]
+__all__ = ["DTYPES", "MODULE_RULES", "OPERATOR_RULES", "Policy", "Rules"]
 
 Rules = tuple[tuple[str, str], ...]
 
 MODULE_RULES = ("low", "fp32", "keep")
+OPERATOR_RULES = (*RULES, "fp8")
+"""What `Policy.ops` may say: the rules of the tables, and fp8 (scaled tensors), which no engine carries out yet."""
+
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 """Values of `Policy.dtype` that run in torch's own dtypes; any other format is simulated."""
 
@@ -48,7 +51,8 @@ class Policy:
         grads: format gradients accumulate in: the parameter's, or fp32. A bf16 sum of 64 micro-batches is 0.8% wrong,
             an fp32 sum 0.07%.
         table: rules of operators: torch.autocast's, Apex O1's, halfstep's `mixed`, everything low, or none.
-        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins.
+        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins. The rule fp8 (tensors scaled and
+            cast to fp8) is refused until its engine is built.
         modules: (pattern, rule) for modules and all below: a pattern is matched against dotted names (``*`` crosses
             dots, "" is the root) or, as ``class:GLOB``, against class names; the last match wins.
         residual: format of the residual stream. low: embeddings give low, and an addition keeps the format of its
@@ -95,7 +99,7 @@ class Policy:
         if not isinstance(self.name, str):
             raise PolicyError(f"policy: name={self.name!r}; expected a string")
         _check_dtype(self.dtype)
-        object.__setattr__(self, "ops", _pairs("ops", self.ops, RULES))
+        object.__setattr__(self, "ops", _pairs("ops", self.ops, OPERATOR_RULES))
         object.__setattr__(self, "modules", _pairs("modules", self.modules, MODULE_RULES))
         object.__setattr__(self, "scale", _scale(self.scale))
 

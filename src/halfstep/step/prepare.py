@@ -5,7 +5,7 @@ Everything is validated before anything is changed: a call that fails leaves mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -82,7 +82,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         BindError: the model is already prepared with another policy, is wrapped or sharded already, has parameters that
             are not finite, or an optimizer holds parameters that are not the models'.
         PolicyError: the policy is wrong, or a module pattern matches nothing.
-        NotImplementedError: the policy needs an engine that is not built yet.
+        EngineError: the policy needs an engine that is not built yet.
     """
     return prepare_with(models, optimizers, policy, precise="master")
 
@@ -232,10 +232,20 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
             parameter.data = parameter.data.to(LOW[concrete.dtype])
     elif low:
         store = STRATEGIES[concrete.master](low, LOW[concrete.dtype])
+        _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
             parameter.data = parameter.data.float()
     return store
+
+
+def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]) -> None:
+    """Let autograd add up the gradients of `parameters` in `dtype`; None: in the format they come in."""
+    for parameter in parameters:
+        if dtype is not None or parameter.grad_dtype is torch.float32:  # which the policy before may have left
+            gradient, parameter.grad = parameter.grad, None  # torch sets no format beside a gradient of another one
+            parameter.grad_dtype = dtype
+            parameter.grad = None if gradient is None else gradient.to(dtype or parameter.dtype)
 
 
 def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
@@ -288,7 +298,9 @@ def unprepare(model: ModelT) -> ModelT:
             del module.__dict__[KEY]
     LowStates.release({id(p) for p in inner.parameters()})
     if store is not None:
+        low = [p for p in inner.parameters() if p in store and binding.policy.grads == "fp32"]
         store.release(inner.parameters())
+        _accumulate_in(None, low)
     else:
         for parameter in inner.parameters():
             if parameter.dtype in LOW.values() and binding.policy.params == "low":
