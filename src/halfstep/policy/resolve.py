@@ -145,20 +145,16 @@ def require_engine(policy: Policy) -> None:
         )
 
 
-def reduces_itself(policy: Policy, device_type: str) -> bool:
-    """Return whether `policy` asks for averages over processes that DistributedDataParallel does not make itself.
+def reduces_itself(concrete: Policy) -> bool:
+    """Return whether a policy (resolved) asks for averages over processes that DistributedDataParallel does not make.
 
     It averages each gradient in the format of its parameter.
-
-    Raises:
-        PolicyError: torch.autocast does not exist for this device type.
     """
-    concrete = resolved(policy, device_type)
     low = concrete.params == "low"
-    if policy.reduce == "low":
+    if concrete.reduce == "low":
         return concrete.dtype != "fp32"
-    kept = any(rule == "keep" for _, rule in policy.modules)  # what was loaded low stays low there
-    return (low and concrete.grads == "fp32") or (policy.reduce == "fp32" and (low or kept))
+    kept = any(rule == "keep" for _, rule in concrete.modules)  # what was loaded low stays low there
+    return (low and concrete.grads == "fp32") or (concrete.reduce == "fp32" and (low or kept))
 
 
 def operator_rules(policy: Policy, device_type: str) -> dict[str, Decision]:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import EngineError, StepError
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import reduces_itself
+from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.weights import WeightStore
 
 __all__ = ["Ranks", "ranks_of", "refuse_own_loop"]
@@ -35,9 +35,8 @@ class Ranks:
     """The processes over which a DistributedDataParallel averages.
 
     Args:
-        ddp: around the prepared model.
+        ddp: around the model.
         policy: resolved.
-        store: what stands behind low parameters, or None.
 
     Attributes:
         own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
@@ -46,11 +45,12 @@ class Ranks:
         EngineError: the policy wants an average of its own, and a communication hook or a static graph has one too.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, policy: Policy, store: WeightStore | None) -> None:
-        self._ddp, self._policy, self._store = ddp, policy, store
+    def __init__(self, ddp: DistributedDataParallel, policy: Policy) -> None:
+        self._ddp, self._policy = ddp, policy
+        self._store: WeightStore | None = None
         self._group = ddp.process_group
         self._count = dist.get_world_size(self._group)
-        self.own = reduces_itself(policy, ddp.device_type)
+        self.own = reduces_itself(policy)
         if self.own:
             self._refuse_hook(f"{_asked(policy)} needs an average of its own")
         if self.own and ddp.static_graph:
@@ -94,8 +94,13 @@ class Ranks:
         return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=self.device)
 
     @torch.no_grad()
-    def average(self) -> bool:
-        """Average all gradients over the ranks; collective. Return whether it waited for the device."""
+    def average(self, store: WeightStore | None) -> bool:
+        """Average all gradients over the ranks; collective. Return whether it waited for the device.
+
+        Args:
+            store: what stands behind low parameters, or None.
+        """
+        self._store = store
         if getattr(self._ddp, "_comm_hooks", ()):  # registered since
             self._refuse_hook("gradients are averaged outside of the backward pass")
         parameters = list(self._parameters())
@@ -222,26 +227,26 @@ def _asked(policy: Policy) -> str:
 # ------------------------------------------------------------------ whose
 
 
-def ranks_of(model: nn.Module, policy: Policy, store: WeightStore | None, device_type: str) -> Ranks | None:
-    """Return the ranks of the DistributedDataParallel around the user's model; None without one.
+def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
+    """Return the ranks of the DistributedDataParallel around the user's model; None without one. Changes nothing.
 
     Args:
         model: as it was given to `TrainStep`.
-        policy: resolved.
-        store: what stands behind low parameters, or None.
-        device_type: of the model.
+        policy: what the model is, or will be, prepared with.
 
     Raises:
         EngineError: the policy wants an average that is not made for this model.
     """
+    found = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
+    concrete = resolved(policy, min(found, default="cpu"))
     while not isinstance(model, DistributedDataParallel):
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
-            if reduces_itself(policy, device_type):
-                _refuse_sharded(model, policy)
+            if reduces_itself(concrete):
+                _refuse_sharded(model, concrete)
             return None
         model = inner
-    return Ranks(model, policy, store)
+    return Ranks(model, concrete)
 
 
 def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
@@ -254,9 +259,9 @@ def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
     Raises:
         EngineError: DDP or fully_shard will average them.
     """
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
         return
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = DistributedDataParallel._active_ddp_module  # Dynamo guards on it
     if ddp is not None and ddp.require_backward_grad_sync:
         raise EngineError(
             f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "

@@ -110,6 +110,7 @@ class TrainStep:
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if options is not None:
             refuse_untraceable(wanted)
+        ranks = ranks_of(model, wanted)
         # one pass reads and writes both halves of split weights as fast as masters, and they take 2 bytes less
         precise = "split" if clip_value is None and fused.suits(optimizer) else "master"
         _, _, own_scaler = prepare_with(model, optimizer, wanted, precise=precise)
@@ -133,7 +134,7 @@ class TrainStep:
         self._store = store_of(model)
         if self._store is not None:
             self.policy = self.policy.replace(master=self._store.name)
-        self._ranks = ranks_of(model, self.policy, self._store, binding.device_types[0])
+        self._ranks = ranks
         self._states = LowStates.of(optimizer)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))
@@ -328,7 +329,7 @@ class TrainStep:
         self._heed(wait=True)  # after this update the parameters are no longer those of the last one
         self._sums.finish()
         if self._ranks is not None and (self._ranks.own or not averaged):
-            self.host_reads += self._ranks.average()
+            self.host_reads += self._ranks.average(self._store)
         parameters = self._with_gradients()
         self._window = 0
         device = parameters[0].device
