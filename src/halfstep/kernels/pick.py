@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from halfstep.errors import FormatError
-from halfstep.kernels import exponents, foreach, native, ops, reference, triton, updates
+from halfstep.kernels import exponents, foreach, native, ops, reference, sharded, triton, updates
 from halfstep.kernels.reference import total_norm
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
@@ -31,9 +31,19 @@ def why_not(tensor: Tensor) -> str:
 
 
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass."""
+    """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass.
+
+    Of sharded ones (DTensor) the norm of the whole; beside those it is collective over their meshes, and a plain
+    tensor that is not finite on one rank has the norm nan on all.
+    """
     if not tensors:
         return reference.norms(tensors)
+    if any(type(t) not in PLAIN and hasattr(t, "device_mesh") for t in tensors):
+        return sharded.norms(tensors, _plain_norms)
+    return _plain_norms(tensors)
+
+
+def _plain_norms(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0].device
     if not all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors):
         return reference.norms(tensors)

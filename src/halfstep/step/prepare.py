@@ -29,6 +29,7 @@ from halfstep.weights.states import LowStates
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, **LOW}
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 PolicyLike = Policy | str | Path
@@ -161,6 +162,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
             )
     plan = resolve(policy, inner, devices[0])
     if not _is_done(model, concrete):
+        _refuse_sharded(inner, plan)
         low = {p.name for p in plan.parameters if p.low}
         for name, parameter in inner.named_parameters():
             if name in low and WeightStore.behind(parameter) is not None:
@@ -171,6 +173,18 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                 )
     _validate_values(inner, {p.name for p in plan.parameters if p.low})
     return plan
+
+
+def _refuse_sharded(model: nn.Module, plan: Plan) -> None:
+    """Refuse to change the format of sharded parameters (DTensor): theirs is said when their parts are made."""
+    for decision in plan.parameters:
+        parameter = model.get_parameter(decision.name)
+        if hasattr(parameter, "device_mesh") and (decision.low or parameter.dtype is not DTYPES[decision.format]):
+            raise BindError(
+                f"parameter {decision.name} is sharded (parallelize_module, distribute_tensor) and is to become "
+                f"{decision.format}; sharded parameters keep their format: load them in fp32 and use a policy with "
+                "params='fp32', such as 'mixed'"
+            )
 
 
 def _validate_values(model: nn.Module, low: set[str]) -> None:

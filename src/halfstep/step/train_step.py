@@ -409,8 +409,11 @@ class TrainStep:
                 "parameters require gradients"
             )
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()  # a norm is one of sums
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient.coalesce()  # a norm is one of sums
+            elif type(gradient) is not Tensor and any(p.is_partial() for p in getattr(gradient, "placements", ())):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[union-attr]
         return parameters
 
     def _stepped_parameters(self) -> list[nn.Parameter]:
