@@ -13,7 +13,6 @@ __all__ = [
     "AuditError",
     "BannedOperatorError",
     "BindError",
-    "EngineError",
     "FormatError",
     "HalfstepError",
     "LossError",
@@ -21,6 +20,7 @@ __all__ = [
     "RegionError",
     "ScaleError",
     "StepError",
+    "UnbuiltError",
     "WeightsError",
     "did_you_mean",
 ]
@@ -38,8 +38,8 @@ class PolicyError(HalfstepError, ValueError):
     """A policy, rule, preset, operator or module pattern that makes no sense."""
 
 
-class EngineError(PolicyError, NotImplementedError):
-    """A policy that makes sense and that this version, or the place it is used in, cannot carry out."""
+class UnbuiltError(HalfstepError, NotImplementedError):
+    """Something that this version of halfstep, or a class made to be derived from, does not do."""
 
 
 class BindError(HalfstepError, RuntimeError):

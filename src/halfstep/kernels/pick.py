@@ -34,7 +34,7 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass.
 
     Of sharded ones (DTensor) the norm of the whole; beside those it is collective over their meshes, and a plain
-    tensor that is not finite on one rank has the norm nan on all.
+    tensor that is not finite on one rank has the norm nan on the others.
     """
     if not tensors:
         return reference.norms(tensors)

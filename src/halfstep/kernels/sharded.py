@@ -17,7 +17,7 @@ def norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]], Tensor]
     """Return the 2-norm of every tensor, accumulated in fp32; collective over the meshes of those that are sharded.
 
     A plain tensor beside sharded ones is one that each rank has for itself, equal on all: its norm counts once. Where
-    it is not finite on one rank only, its norm becomes nan on all of them, so that all come to the same verdict.
+    it is not finite on one rank only, its norm becomes nan on the others, so that all come to the same verdict.
 
     Args:
         tensors: any that `reference.norms` takes, and dense floating DTensors, of which there is at least one.
@@ -33,7 +33,7 @@ def norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]], Tensor]
         groups.setdefault(None if mesh is None else (mesh, tensor.placements), []).append(i)  # type: ignore[attr-defined]
         if mesh is not None:
             meshes[mesh] = None
-    device = getattr(tensors[0], "device")
+    device = tensors[0].device
     found = torch.empty(len(tensors), dtype=torch.float32, device=device)
     for key, places in groups.items():
         members = [tensors[i] for i in places]
@@ -61,5 +61,6 @@ def _agreed(norms: Tensor, mesh: Any) -> Tensor:
     """Return `norms`, nan where another rank of `mesh` has one that is not finite."""
     from torch.distributed.tensor import DTensor, Partial
 
-    bad: Any = DTensor.from_local(norms.isfinite().logical_not().float(), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return torch.where(bad.full_tensor() > 0, torch.full_like(norms, float("nan")), norms)
+    finite = norms.isfinite()
+    bad: Any = DTensor.from_local(finite.logical_not().float(), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return torch.where(finite & (bad.full_tensor() > 0), torch.full_like(norms, float("nan")), norms)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.errors import EngineError, PolicyError
+from halfstep.errors import PolicyError, UnbuiltError
 from halfstep.formats import format_of
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
@@ -110,17 +110,17 @@ def require_engine(policy: Policy) -> None:
     """Refuse a policy that this version of halfstep cannot carry out.
 
     Raises:
-        EngineError: the message says what is missing and what comes nearest.
+        UnbuiltError: the message says what is missing and what comes nearest.
         PolicyError: a field asks for something that another field rules out.
     """
     in_fp8 = [pattern for pattern, rule in policy.ops if rule == "fp8"]
     if in_fp8:
-        raise EngineError(
+        raise UnbuiltError(
             f"policy {policy.name!r} cannot run yet: missing are products in fp8 (scaling of tensors, casts), which "
             f"ops asks for: {in_fp8[0]!r} = 'fp8'; the nearest that runs is 'O2'"
         )
     if policy.params == "low" and policy.dtype not in DTYPES:
-        raise EngineError(
+        raise UnbuiltError(
             f"policy {policy.name!r}: parameters cannot be held in {policy.dtype!r}, which no dtype stores; use "
             "params='fp32': operators see them rounded to it"
         )
@@ -140,7 +140,7 @@ def require_engine(policy: Policy) -> None:
             "gradients of their format; use master='stochastic', which keeps nothing either, or leave grads out"
         )
     elif policy.reduce == "low" and policy.dtype not in DTYPES:
-        raise EngineError(
+        raise UnbuiltError(
             f"policy {policy.name!r}: reduce='low' would send {policy.dtype!r}, which no dtype stores; use reduce='grad'"
         )
 

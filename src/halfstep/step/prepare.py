@@ -83,7 +83,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
         BindError: the model is already prepared with another policy, is wrapped or sharded already, has parameters that
             are not finite, or an optimizer holds parameters that are not the models'.
         PolicyError: the policy is wrong, or a module pattern matches nothing.
-        EngineError: the policy needs an engine that is not built yet.
+        UnbuiltError: the policy needs an engine that is not built yet; it is a NotImplementedError too.
     """
     return prepare_with(models, optimizers, policy, precise="master")
 

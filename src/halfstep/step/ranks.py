@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import EngineError, StepError
+from halfstep.errors import StepError, UnbuiltError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.weights import WeightStore
@@ -42,7 +42,7 @@ class Ranks:
         own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
 
     Raises:
-        EngineError: the policy wants an average of its own, and a communication hook or a static graph has one too.
+        UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: Policy) -> None:
@@ -54,10 +54,20 @@ class Ranks:
         if self.own:
             self._refuse_hook(f"{_asked(policy)} needs an average of its own")
         if self.own and ddp.static_graph:
-            raise EngineError(
+            raise UnbuiltError(
                 f"{_asked(policy)} needs an average of its own, and static_graph=True makes one in the first backward "
                 "pass whatever the step says; leave static_graph out, or use reduce='grad' and grads='param'"
             )
+
+    def postpones(self, *, last: bool) -> bool:
+        """Return whether DDP must not average in the backward pass of the next micro-batch.
+
+        In its first one a static graph is found out, which torch does only where it averages.
+        """
+        ddp = self._ddp
+        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            return False
+        return self.own or not last
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +87,8 @@ class Ranks:
         Raises:
             StepError: loss scales differ, or a communication hook would be passed over; on all ranks alike.
         """
+        if not count:
+            self._keep_up()
         mine = torch.tensor([float(count), 0.0], device=self.device)
         mine[1] = scale
         votes = [torch.empty_like(mine) for _ in range(self._count)]
@@ -92,6 +104,17 @@ class Ranks:
                 "added; begin the windows of all ranks between the same two updates of the scaler"
             )
         return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=self.device)
+
+    def _keep_up(self) -> None:
+        """Communicate as the first forward pass of a window does, in which other ranks may be ahead of this one.
+
+        DDP lays its buckets out anew once, and sends buffers from one rank to the others.
+        """
+        if self._ddp.reducer._rebuild_buckets():
+            self._ddp._has_rebuilt_buckets = True
+        if self._ddp._check_sync_bufs_pre_fwd():
+            self._ddp._sync_buffers()
+        self._ddp.require_forward_param_sync = False
 
     @torch.no_grad()
     def average(self, store: WeightStore | None) -> bool:
@@ -202,7 +225,7 @@ class Ranks:
         """Refuse to pass over a communication hook; DDP's log names those of C++ too."""
         hook = self._ddp._get_ddp_logging_data().get("comm_hook", "")
         if hook:
-            raise EngineError(
+            raise UnbuiltError(
                 f"{why}, and the communication hook {hook!r} of DistributedDataParallel would have no part in it; "
                 "leave the hook out, or give every window all of its micro-batches"
             )
@@ -235,7 +258,7 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
         policy: what the model is, or will be, prepared with.
 
     Raises:
-        EngineError: the policy wants an average that is not made for this model.
+        UnbuiltError: the policy wants an average that is not made for this model.
     """
     found = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
     concrete = resolved(policy, min(found, default="cpu"))
@@ -257,13 +280,13 @@ def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
         policy: one that `reduces_itself`.
 
     Raises:
-        EngineError: DDP or fully_shard will average them.
+        UnbuiltError: DDP or fully_shard will average them.
     """
     if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
         return
     ddp = DistributedDataParallel._active_ddp_module  # Dynamo guards on it
     if ddp is not None and ddp.require_backward_grad_sync:
-        raise EngineError(
+        raise UnbuiltError(
             f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "
             f"{_asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, or "
             "use reduce='grad' and grads='param'"
@@ -275,7 +298,7 @@ def _refuse_sharded(model: nn.Module, policy: Policy) -> None:
     """Refuse a model whose gradients are averaged by what has sharded it."""
     sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     if sharded or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise EngineError(
+        raise UnbuiltError(
             f"policy {policy.name!r}: {_asked(policy)} is carried out under DistributedDataParallel only; what shards a "
             "model says itself in which format gradients are summed: fully_shard(..., "
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)); use reduce='grad'"

@@ -84,7 +84,7 @@ class TrainStep:
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
         BindError, PolicyError: as `prepare`.
-        EngineError: as `prepare`; or the policy's `reduce` or `grads` cannot be carried out under this wrapper.
+        UnbuiltError: as `prepare`; or the policy's `reduce` or `grads` cannot be carried out under this wrapper.
     """
 
     def __init__(
@@ -287,8 +287,8 @@ class TrainStep:
                     parameter.grad = None
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        here = last and (self._ranks is None or not self._ranks.own)
-        return WHOLE if here or self._no_sync is None else self._no_sync()
+        put_off = not last if self._ranks is None else self._ranks.postpones(last=last)
+        return self._no_sync() if put_off and self._no_sync is not None else WHOLE
 
     # ------------------------------------------------------------------ one update
 
