@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -156,7 +158,7 @@ def _batch(rank: int, i: int) -> Tensor:
     return torch.randint(0, 12, (5,), generator=torch.Generator().manual_seed(100 * rank + i))
 
 
-def _sgd(net: nn.Module, **options: float) -> torch.optim.Optimizer:
+def _sgd(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.5, **options)
 
 
@@ -270,9 +272,7 @@ def _experts(rank: int, find: bool) -> Any:
     net.uses = [rank]
     optimizer = _sgd(net, weight_decay=0.1, momentum=0.9)
     hs.prepare(net, optimizer, policy="O0")
-    step = hs.TrainStep(
-        DistributedDataParallel(net, find_unused_parameters=find), optimizer, _loss, accumulate=WINDOW
-    )
+    step = hs.TrainStep(DistributedDataParallel(net, find_unused_parameters=find), optimizer, _loss, accumulate=WINDOW)
     step(_batch(rank, 0))
     step.flush()
     return _whole(net), sorted(optimizer.state_dict()["state"])
@@ -472,7 +472,7 @@ def _refusals(rank: int) -> dict[str, str]:
                 ddp(x)
             with ddp.no_sync():
                 loss(ddp, x).backward()
-            words[f"loop {name} {compiled}"] = _words(lambda ddp=ddp: loss(ddp, x).backward())
+            words[f"loop {name} {compiled}"] = _words(partial(loss, ddp, x))
     net, _ = prepared(low)
     fully_shard(net)
     words["shard loop"] = _words(lambda: loss(net, x).backward())
@@ -561,7 +561,7 @@ def _tensor_parallel(rank: int, name: str, sequence: bool = False, alone: bool =
             parallelize_module,
         )
 
-        mesh = dist.init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (2,))
         if sequence:
             plan = {
                 "0": ColwiseParallel(),
@@ -623,8 +623,8 @@ def _lone_overflow(rank: int) -> Any:
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    whole = {"0": ColwiseParallel(output_layouts=Replicate())}
-    parallelize_module(net, dist.init_device_mesh("cpu", (2,)), whole)
+    whole: Any = {"0": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(net, init_device_mesh("cpu", (2,)), whole)
     if rank:
         cast(Tensor, net[1].weight).register_hook(lambda gradient: gradient * float("inf"))
     step = hs.TrainStep(net, _sgd(net), lambda m, x: m(x).float().exp().mean(), policy="O0", blackbox=False)
@@ -644,7 +644,7 @@ def _lowered(rank: int) -> str:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    parallelize_module(net, dist.init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
     return _words(lambda: hs.prepare(net, policy=hs.Policy.of("O2", dtype="bf16")))
 
 

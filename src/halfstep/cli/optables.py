@@ -39,7 +39,15 @@ MEANINGS = {
     "banned": "refused with low arguments",
     "": "in the format its arguments come in",
 }
-COLOURS = {"low": "green", "fp8": "green", "fp32": "cyan", "keep": "blue", "widest": "magenta", "banned": "red", "": "dim"}
+COLOURS = {
+    "low": "green",
+    "fp8": "green",
+    "fp32": "cyan",
+    "keep": "blue",
+    "widest": "magenta",
+    "banned": "red",
+    "": "dim",
+}
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MEGABYTE = 1e6
 FEW = 3  # names shown of many

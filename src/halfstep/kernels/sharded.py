@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels import foreach, reference
+from halfstep.kernels import foreach
 
 __all__ = ["norms"]
 

@@ -48,11 +48,11 @@ class Policy:
             other 16 bits of the fp32 value. kahan: a low compensation. stochastic: nowhere, but steps round by chance,
             right on average. none: nowhere. auto: split where `TrainStep` updates bf16 weights in one pass, else
             master.
-        grads: format gradients accumulate in: the parameter's, or fp32. A bf16 sum of 64 micro-batches is 0.8% wrong,
-            an fp32 sum 0.07%.
+        grads: format the gradients of low parameters accumulate in: the parameter's, or fp32. A bf16 sum of 64
+            micro-batches is 0.8% wrong, an fp32 sum 0.07%.
         table: rules of operators: torch.autocast's, Apex O1's, halfstep's `mixed`, everything low, or none.
-        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins. The rule fp8 (tensors scaled and
-            cast to fp8) is refused until its engine is built.
+        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins. The rule fp8 (tensors scaled
+            and cast to fp8) is refused until its engine is built.
         modules: (pattern, rule) for modules and all below: a pattern is matched against dotted names (``*`` crosses
             dots, "" is the root) or, as ``class:GLOB``, against class names; the last match wins.
         residual: format of the residual stream. low: embeddings give low, and an addition keeps the format of its
@@ -60,7 +60,8 @@ class Policy:
         inputs: whether floating inputs of the model are cast to low.
         outputs: whether floating outputs of the model are cast to fp32.
         loss: whether loss functions run in fp32 even where `table` has no rule for them.
-        reduce: format gradients are summed in across processes: their own, fp32 or low.
+        reduce: format `TrainStep` sums gradients in over the processes of DistributedDataParallel: their own, fp32 or
+            low.
         state: format of the optimizer's state. low: bf16, rounded stochastically.
         scale: loss scale. auto: the rule "halfstep" if the low format has fewer exponent bits than fp32, as fp16 has,
             else none. A number is a static scale, a name one of `SCALE_RULES`.

@@ -141,7 +141,8 @@ def require_engine(policy: Policy) -> None:
         )
     elif policy.reduce == "low" and policy.dtype not in DTYPES:
         raise UnbuiltError(
-            f"policy {policy.name!r}: reduce='low' would send {policy.dtype!r}, which no dtype stores; use reduce='grad'"
+            f"policy {policy.name!r}: reduce='low' would send {policy.dtype!r}, which no dtype stores; use "
+            "reduce='grad'"
         )
 
 

@@ -288,8 +288,8 @@ def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
     if ddp is not None and ddp.require_backward_grad_sync:
         raise UnbuiltError(
             f"policy {policy.name!r}: DistributedDataParallel averages each gradient in its parameter's format, so "
-            f"{_asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, or "
-            "use reduce='grad' and grads='param'"
+            f"{_asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, "
+            "or use reduce='grad' and grads='param'"
         )
     _refuse_sharded(model, policy)
 
@@ -299,7 +299,7 @@ def _refuse_sharded(model: nn.Module, policy: Policy) -> None:
     sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     if sharded or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise UnbuiltError(
-            f"policy {policy.name!r}: {_asked(policy)} is carried out under DistributedDataParallel only; what shards a "
-            "model says itself in which format gradients are summed: fully_shard(..., "
-            "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)); use reduce='grad'"
+            f"policy {policy.name!r}: {_asked(policy)} is carried out under DistributedDataParallel only; what shards "
+            "a model says itself in which format gradients are summed: fully_shard(..., "
+            "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)); use reduce='grad' and grads='param'"
         )

@@ -322,9 +322,7 @@ class TrainStep:
         loss = torch.full((), float("nan"), device=norm.device)
         return StepResult(self._step, loss, None, self._scale, norm, bad, True, culprits)
 
-    def _update(
-        self, count: float, *, averaged: bool = True
-    ) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+    def _update(self, count: float, *, averaged: bool = True) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
         """Update with a window of `count` micro-batches; `averaged`: DDP's backward pass has seen its last one."""
         self._heed(wait=True)  # after this update the parameters are no longer those of the last one
         self._sums.finish()
