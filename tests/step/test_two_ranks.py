@@ -135,15 +135,18 @@ WINDOW = 3
 class Net(nn.Module):
     """A sparse or dense embedding and two layers; the third takes part where `uses` says so."""
 
-    def __init__(self, *, sparse: bool = False) -> None:
+    def __init__(self, *, sparse: bool = False, buffers: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.rows = nn.Embedding(12, 8, sparse=sparse)
         self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
         self.uses = [0, 1, 2]
+        self.seen = nn.Buffer(torch.zeros(())) if buffers else None  # DDP sends it before the forward pass of a window
 
     def forward(self, index: Tensor) -> Tensor:
         x = self.rows(index)
+        if self.seen is not None:
+            self.seen += index.sum()
         for i in self.uses:
             x = x + torch.tanh(self.layers[i](x))
         return cast(Tensor, x)
@@ -181,6 +184,7 @@ POLICIES = {
 
 @case("flush sparse", (1, 2), sparse=True)
 @case("flush frozen", (1, 2), frozen=True)
+@case("flush buffers", (0, 2), buffers=True)
 def _flushes(
     rank: int,
     left: tuple[int, int],
@@ -188,8 +192,9 @@ def _flushes(
     options: str = "plain",
     sparse: bool = False,
     frozen: bool = False,
+    buffers: bool = False,
 ) -> Any:
-    net = _net(sparse=sparse, frozen=frozen)
+    net = _net(sparse=sparse, frozen=frozen, buffers=buffers)
     optimizer = _sgd(net)
     hs.prepare(net, optimizer, policy=POLICIES[policy])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -207,6 +212,7 @@ def _flushes(
         result = step(_batch(rank, 20 + i))
     norms.append(float(result.grad_norm))
     step.flush()
+    net.seen = None
     return norms, scheduler.last_epoch, step.scaler.get_scale(), _whole(net)
 
 
@@ -218,8 +224,8 @@ for _name in list(OPTIONS)[1:]:
     case(f"flush {_name}", (1, 2), options=_name)(_flushes)
 
 
-def _net(*, sparse: bool = False, frozen: bool = False) -> Net:
-    net = Net(sparse=sparse)
+def _net(*, sparse: bool = False, frozen: bool = False, buffers: bool = False) -> Net:
+    net = Net(sparse=sparse, buffers=buffers)
     if frozen:
         net.layers[1].requires_grad_(False)
     return net
@@ -247,7 +253,9 @@ def _by_hand(left: tuple[int, int], *, frozen: bool = False) -> tuple[list[float
 
 
 def _of(name: str) -> tuple[int, int]:
-    return next((left for left in UNEVEN if str(left) in name), (0, 2) if name[6:] in POLICIES else (1, 2))
+    return next(
+        (left for left in UNEVEN if str(left) in name), (0, 2) if name[6:] in {*POLICIES, "buffers"} else (1, 2)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("flush")])
@@ -368,22 +376,22 @@ SENT: dict[str, tuple[hs.Policy, dict[str, int]]] = {
 }
 
 
-def _sent(rank: int, name: str, accumulate: int) -> Any:
+def _sent(rank: int, name: str, accumulate: int, width: int = 16) -> Any:
     """Return what was sent, how far the gradient is from the one made here, and the weights."""
     torch.manual_seed(0)
     policy, _ = SENT[name]
-    net = nn.Linear(16, 16)
+    net = nn.Linear(width, width)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     hs.prepare(net, optimizer, policy=policy)
     generator = torch.Generator().manual_seed(rank)
-    batches = [torch.randn(8, 16, generator=generator) for _ in range(accumulate)]
+    batches = [torch.randn(8, width, generator=generator) for _ in range(accumulate)]
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = model(x)
         return (out.float() - 1).square().mean()
 
     before = net.state_dict()["weight"].clone()
-    total, mine = torch.zeros(16, 16, dtype=torch.float64), torch.zeros_like(net.weight)
+    total, mine = torch.zeros(width, width, dtype=torch.float64), torch.zeros_like(net.weight)
     for x in batches:
         loss(net, x).div(accumulate).backward()
         assert net.weight.grad is not None
@@ -399,6 +407,7 @@ def _sent(rank: int, name: str, accumulate: int) -> Any:
 for _name in SENT:
     case(f"sent {_name}", _name, 1)(_sent)
 case("sent 64", "pure, fp32 sums", 64)(_sent)
+case("sent 64 large", "pure, fp32 sums", 64, 256)(_sent)  # large enough for sums that autograd does not make
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -414,8 +423,9 @@ def test_the_wire_has_the_format_of_the_policy(both: Callable[[str], tuple[Any, 
     torch.testing.assert_close(first[1].double(), mean, rtol=0, atol=2e-7)  # of subtracting from weights of about 1
 
 
-def test_a_sum_of_64_micro_batches_on_each_rank_is_fp32s(both: Callable[[str], tuple[Any, Any]]) -> None:
-    first, second = both("sent 64")
+@pytest.mark.parametrize("name", ["sent 64", "sent 64 large"])
+def test_a_sum_of_64_micro_batches_on_each_rank_is_fp32s(both: Callable[[str], tuple[Any, Any]], name: str) -> None:
+    first, second = both(name)
     assert not isinstance(first, str), first
     mean = (first[2] + second[2]) / 2
     assert float((first[1] - mean).norm() / mean.norm()) < 1e-5

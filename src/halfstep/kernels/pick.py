@@ -38,19 +38,14 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return reference.norms(tensors)
-    if any(type(t) not in PLAIN and hasattr(t, "device_mesh") for t in tensors):
-        return sharded.norms(tensors, _plain_norms)
-    return _plain_norms(tensors)
-
-
-def _plain_norms(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0].device
-    if not all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors):
-        return reference.norms(tensors)
-    if all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(tensors[0]):
+    uniform = all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors)
+    if uniform and all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(tensors[0]):
         norms: Tensor = ops.norms(list(tensors))
         return norms
-    return foreach.norms(tensors)
+    if any(hasattr(t, "device_mesh") for t in tensors):
+        return sharded.norms(tensors, norms_for)
+    return foreach.norms(tensors) if uniform else reference.norms(tensors)
 
 
 def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -72,7 +72,8 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Where tensors of the host's numbers are sent from."""
-        return next(self._ddp.module.parameters()).device
+        device: torch.device = next(self._ddp.module.parameters()).device
+        return device
 
     def agree(self, count: int, scale: Tensor) -> tuple[float, Tensor]:
         """Learn what all ranks have in their unfinished windows; collective, and waits for the device.

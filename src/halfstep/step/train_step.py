@@ -411,7 +411,7 @@ class TrainStep:
             if gradient is not None and gradient.is_sparse:
                 parameter.grad = gradient.coalesce()  # a norm is one of sums
             elif type(gradient) is not Tensor and any(p.is_partial() for p in getattr(gradient, "placements", ())):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[union-attr]
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
         return parameters
 
     def _stepped_parameters(self) -> list[nn.Parameter]:
