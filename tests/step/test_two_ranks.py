@@ -146,7 +146,7 @@ class Net(nn.Module):
     def forward(self, index: Tensor) -> Tensor:
         x = self.rows(index)
         if self.seen is not None:
-            self.seen += index.sum()
+            self.seen.add_(index.sum())
         for i in self.uses:
             x = x + torch.tanh(self.layers[i](x))
         return cast(Tensor, x)
