@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.errors import HalfstepError, PolicyError
+from halfstep.errors import HalfstepError, PolicyError, UnbuiltError
 from halfstep.policy import PRESETS, SCALE_RULES, Plan, Policy, ScaleRule, resolve
 from halfstep.policy.operators import known
 from halfstep.policy.optable import table
 from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision
-from halfstep.policy.resolve import operator_rules, require_engine, resolve_dtype, resolved
+from halfstep.policy.resolve import operator_rules, reduces_itself, require_engine, resolve_dtype, resolved
 from halfstep.policy.units import Units
 from tests.policy.strategies import policies
 
@@ -144,13 +144,44 @@ class TestEngine:
         [
             (PRESETS["fp8"], "policy 'fp8' cannot run yet: missing are products in fp8"),
             (PRESETS["fp8"].replace(dtype="bf16", norms="fp32"), "policy 'fp8' cannot run yet"),
-            (PRESETS["O2"].replace(reduce="fp32"), "reduce='fp32' is not built yet"),
+            (PRESETS["fp8"].replace(name="mine"), "policy 'mine' cannot run yet.*'linear' = 'fp8'"),
+            (Policy(ops=(("*", "low"), ("conv*", "fp8"))), "'conv\\*' = 'fp8'"),
+            (Policy(dtype="e4m3", reduce="low"), "reduce='low' would send 'e4m3'"),
         ],
     )
     def test_says_what_is_missing(self, policy: Policy, message: str) -> None:
-        for kind in (HalfstepError, NotImplementedError):
+        for kind in (NotImplementedError, HalfstepError):
             with pytest.raises(kind, match=message):
                 require_engine(policy)
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_a_name_decides_nothing(self, name: str) -> None:
+        for called in ("", *PRESETS):
+            policy = PRESETS[name].replace(name=called)
+            if name == "fp8":
+                with pytest.raises(UnbuiltError):
+                    require_engine(policy)
+            else:
+                require_engine(policy)
+
+    @pytest.mark.parametrize(
+        ("fields", "own"),
+        [
+            ({}, False),
+            ({"reduce": "fp32"}, False),
+            ({"reduce": "low"}, True),
+            ({"reduce": "low", "dtype": "fp32"}, False),
+            ({"grads": "fp32"}, False),
+            ({"params": "low"}, False),
+            ({"params": "low", "grads": "fp32"}, True),
+            ({"params": "low", "reduce": "fp32"}, True),
+            ({"params": "low", "reduce": "low"}, True),
+            ({"params": "low", "dtype": "fp32", "grads": "fp32", "reduce": "fp32"}, False),
+            ({"reduce": "fp32", "modules": {"head": "keep"}}, True),
+        ],
+    )
+    def test_knows_which_averages_are_not_those_of_ddp(self, fields: dict[str, Any], own: bool) -> None:
+        assert reduces_itself(resolved(Policy(**{"dtype": "bf16", **fields}), "cpu")) is own
 
     @pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic", "none"])
     def test_lets_every_weight_strategy_pass(self, master: Literal["master", "split"]) -> None:

@@ -136,6 +136,28 @@ def test_a_parameter_without_gradient_gets_none() -> None:
     assert torch.equal(net.state_dict()["second.weight"], before)
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_loop_beside_a_step_accumulates_in_fp32_too(accumulate: int, failing: bool) -> None:
+    net = Net("once")
+    step = stepper(net, accumulate=accumulate)
+    for x in batches(accumulate):
+        step(x)
+    if failing:
+
+        def stop(gradient: Tensor) -> None:
+            raise ZeroDivisionError
+
+        handle = net.first.bias.register_hook(stop)
+        with pytest.raises(ZeroDivisionError):
+            step(batches(1)[0])
+        handle.remove()
+    net.zero_grad()
+    for x in batches(2):
+        square(net, x).backward()
+        assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
+
+
 def test_hooks_do_not_keep_a_step() -> None:
     net = Net("once")
     step = stepper(net)

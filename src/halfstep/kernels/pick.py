@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from halfstep.errors import FormatError
-from halfstep.kernels import exponents, foreach, native, ops, reference, triton, updates
+from halfstep.kernels import exponents, foreach, native, ops, reference, sharded, triton, updates
 from halfstep.kernels.reference import total_norm
 from halfstep.kernels.watched import WatchedParameter
 
@@ -32,16 +32,21 @@ def why_not(tensor: Tensor) -> str:
 
 
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass."""
+    """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass.
+
+    Of sharded ones (DTensor) the norm of the whole; beside those it is collective over their meshes, and a plain
+    tensor that is not finite on one rank has the norm nan on the others.
+    """
     if not tensors:
         return reference.norms(tensors)
     first = tensors[0].device
-    if not all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors):
-        return reference.norms(tensors)
-    if all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(tensors[0]):
+    uniform = all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors)
+    if uniform and all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(tensors[0]):
         norms: Tensor = ops.norms(list(tensors))
         return norms
-    return foreach.norms(tensors)
+    if any(hasattr(t, "device_mesh") for t in tensors):
+        return sharded.norms(tensors, norms_for)
+    return foreach.norms(tensors) if uniform else reference.norms(tensors)
 
 
 def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:

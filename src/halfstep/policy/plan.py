@@ -19,7 +19,7 @@ class Decision:
     """The rule of one operator.
 
     Attributes:
-        rule: "low", "fp32", "keep", "widest" or "banned".
+        rule: "low", "fp32", "keep", "widest", "banned" or "fp8".
         origin: what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator.
         reason: why, in words.
     """
@@ -110,7 +110,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     for module in ruled:
         yield f"  {module.path or '(root)'} ({module.kind}): {module.rule} because {module.reason}"
     yield f"operators: {len(plan.operators)} have a rule, the others run in their inputs' format"
-    for rule in ("low", "fp32", "keep", "widest", "banned"):
+    for rule in ("low", "fp8", "fp32", "keep", "widest", "banned"):
         names = [name for name, decision in plan.operators if decision.rule == rule]
         if names:
             yield from _wrapped(f"{rule}: {', '.join(names)}")

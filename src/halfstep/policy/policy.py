@@ -17,11 +17,14 @@ from halfstep.policy.operators import canonical, expand
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
-__all__ = ["DTYPES", "MODULE_RULES", "Policy", "Rules"]
+__all__ = ["DTYPES", "MODULE_RULES", "OPERATOR_RULES", "Policy", "Rules"]
 
 Rules = tuple[tuple[str, str], ...]
 
 MODULE_RULES = ("low", "fp32", "keep")
+OPERATOR_RULES = (*RULES, "fp8")
+"""What `Policy.ops` may say: the rules of the tables, and fp8 (scaled tensors), which no engine carries out yet."""
+
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 """Values of `Policy.dtype` that run in torch's own dtypes; any other format is simulated."""
 
@@ -45,10 +48,11 @@ class Policy:
             other 16 bits of the fp32 value. kahan: a low compensation. stochastic: nowhere, but steps round by chance,
             right on average. none: nowhere. auto: split where `TrainStep` updates bf16 weights in one pass, else
             master.
-        grads: format gradients accumulate in: the parameter's, or fp32. A bf16 sum of 64 micro-batches is 0.8% wrong,
-            an fp32 sum 0.07%.
+        grads: format the gradients of low parameters accumulate in: the parameter's, or fp32. A bf16 sum of 64
+            micro-batches is 0.8% wrong, an fp32 sum 0.07%.
         table: rules of operators: torch.autocast's, Apex O1's, halfstep's `mixed`, everything low, or none.
-        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins.
+        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins. The rule fp8 (tensors scaled
+            and cast to fp8) is refused until its engine is built.
         modules: (pattern, rule) for modules and all below: a pattern is matched against dotted names (``*`` crosses
             dots, "" is the root) or, as ``class:GLOB``, against class names; the last match wins.
         residual: format of the residual stream. low: embeddings give low, and an addition keeps the format of its
@@ -56,7 +60,8 @@ class Policy:
         inputs: whether floating inputs of the model are cast to low.
         outputs: whether floating outputs of the model are cast to fp32.
         loss: whether loss functions run in fp32 even where `table` has no rule for them.
-        reduce: format gradients are summed in across processes: their own, fp32 or low.
+        reduce: format `TrainStep` sums gradients in over the processes of DistributedDataParallel: their own, fp32 or
+            low.
         state: format of the optimizer's state. low: bf16, rounded stochastically.
         scale: loss scale. auto: the rule "halfstep" if the low format has fewer exponent bits than fp32, as fp16 has,
             else none. A number is a static scale, a name one of `SCALE_RULES`.
@@ -95,7 +100,7 @@ class Policy:
         if not isinstance(self.name, str):
             raise PolicyError(f"policy: name={self.name!r}; expected a string")
         _check_dtype(self.dtype)
-        object.__setattr__(self, "ops", _pairs("ops", self.ops, RULES))
+        object.__setattr__(self, "ops", _pairs("ops", self.ops, OPERATOR_RULES))
         object.__setattr__(self, "modules", _pairs("modules", self.modules, MODULE_RULES))
         object.__setattr__(self, "scale", _scale(self.scale))
 

@@ -21,11 +21,19 @@ from halfstep.policy.operators import LINEAR_LOSS, expand
 from halfstep.policy.optable import losses, table
 from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
 from halfstep.policy.policy import DTYPES, Policy
-from halfstep.policy.presets import PRESETS
 from halfstep.policy.scale_rule import SCALE_RULES
 from halfstep.policy.units import default_device_types, units
 
-__all__ = ["Decision", "Plan", "operator_rules", "require_engine", "resolve", "resolve_dtype", "resolved"]
+__all__ = [
+    "Decision",
+    "Plan",
+    "operator_rules",
+    "reduces_itself",
+    "require_engine",
+    "resolve",
+    "resolve_dtype",
+    "resolved",
+]
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """What rules apply to; parameters of any other dtype (fp64, complex, integer) are never touched."""
@@ -114,10 +122,13 @@ def require_engine(policy: Policy) -> None:
         UnbuiltError: the message says what is missing and what comes nearest.
         PolicyError: a field asks for something that another field rules out.
     """
-    missing = ""
-    if policy.name == PRESETS["fp8"].name:  # its rules come with its engine; until then nothing else tells it from pure
-        missing = "products in fp8 (formats, scaling of tensors, casts)"
-    elif policy.params == "low" and policy.dtype not in DTYPES:
+    in_fp8 = [pattern for pattern, rule in policy.ops if rule == "fp8"]
+    if in_fp8:
+        raise UnbuiltError(
+            f"policy {policy.name!r} cannot run yet: missing are products in fp8 (scaling of tensors, casts), which "
+            f"ops asks for: {in_fp8[0]!r} = 'fp8'; the nearest that runs is 'O2'"
+        )
+    if policy.params == "low" and policy.dtype not in DTYPES:
         raise UnbuiltError(
             f"policy {policy.name!r}: parameters cannot be held in {policy.dtype!r}, which no dtype stores; use "
             "params='fp32': operators see them rounded to it"
@@ -132,12 +143,28 @@ def require_engine(policy: Policy) -> None:
             f"policy {policy.name!r}: master='split' keeps the lower halves of fp32 numbers whose upper halves are "
             "bf16, and dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
         )
-    elif policy.reduce == "low" or (policy.reduce == "fp32" and policy.params == "low" and policy.grads == "param"):
-        raise UnbuiltError(f"policy {policy.name!r}: reduce={policy.reduce!r} is not built yet; use reduce='grad'")
-    if missing:
-        raise UnbuiltError(
-            f"policy {policy.name!r} cannot run yet: missing are {missing}; the nearest that runs is 'O2'"
+    elif policy.params == "low" and policy.master == "none" and policy.grads == "fp32":
+        raise PolicyError(
+            f"policy {policy.name!r}: grads='fp32' under master='none', where optimizers step low weights and read "
+            "gradients of their format; use master='stochastic', which keeps nothing either, or leave grads out"
         )
+    elif policy.reduce == "low" and policy.dtype not in DTYPES:
+        raise UnbuiltError(
+            f"policy {policy.name!r}: reduce='low' would send {policy.dtype!r}, which no dtype stores; use "
+            "reduce='grad'"
+        )
+
+
+def reduces_itself(concrete: Policy) -> bool:
+    """Return whether a policy (resolved) asks for averages over processes that DistributedDataParallel does not make.
+
+    It averages each gradient in the format of its parameter.
+    """
+    low = concrete.params == "low"
+    if concrete.reduce == "low":
+        return concrete.dtype != "fp32"
+    kept = any(rule == "keep" for _, rule in concrete.modules)  # what was loaded low stays low there
+    return (low and concrete.grads == "fp32") or (concrete.reduce == "fp32" and (low or kept))
 
 
 def operator_rules(policy: Policy, device_type: str) -> dict[str, Decision]:

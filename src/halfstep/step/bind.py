@@ -31,6 +31,8 @@ from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, WeightsError
 from halfstep.policy.policy import Policy
+from halfstep.policy.resolve import reduces_itself, resolved
+from halfstep.step.ranks import refuse_own_loop
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
 
@@ -56,6 +58,7 @@ class Binding:
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
         unruled: whether no rule of the region concerns what its forward calls; None: not yet known.
         idle: whether there is nothing to do inside the region: no mode to take off, no weight to hand over.
+        averages: whether only `TrainStep` averages gradients over processes as the policy says.
     """
 
     def __init__(
@@ -80,6 +83,9 @@ class Binding:
         self.passes = NOWHERE if root or entrance else self.recipe
         self.unruled: bool | None = None
         self.idle = False
+        self.averages = (policy.reduce != "grad" or policy.grads == "fp32") and reduces_itself(
+            resolved(policy, device_types[0])
+        )
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -198,8 +204,11 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     store = binding.store
     if store is not None:
         store.entered(module)
-    if state.visit is not None and binding.root:
-        state.visit(module)
+    if binding.root:
+        if state.visit is not None:
+            state.visit(module)
+        elif binding.averages:
+            refuse_own_loop(module, binding.policy)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
     args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
     if inside:
@@ -236,6 +245,8 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     state = STATE
     if state.visit is not None and binding.root:
         _visit_traced(id(module))
+    elif binding.averages and binding.root:
+        refuse_own_loop(module, binding.policy)
     outer = state.bound
     args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None or outer is SUSPENDED)
     if outer is binding.recipe or (outer is SUSPENDED and binding.policy.params == "fp32"):

@@ -5,7 +5,7 @@ Everything is validated before anything is changed: a call that fails leaves mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -31,6 +31,7 @@ from halfstep.weights.states import LowStates
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, **LOW}
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 PolicyLike = Policy | str | Path
@@ -163,6 +164,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
             )
     plan = resolve(policy, inner, devices[0])
     if not _is_done(model, concrete):
+        _refuse_sharded(inner, plan)
         low = {p.name for p in plan.parameters if p.low}
         for name, parameter in inner.named_parameters():
             if name in low and WeightStore.behind(parameter) is not None:
@@ -173,6 +175,18 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                 )
     _validate_values(inner, {p.name for p in plan.parameters if p.low}, LOW.get(concrete.dtype, torch.float32))
     return plan
+
+
+def _refuse_sharded(model: nn.Module, plan: Plan) -> None:
+    """Refuse to change the format of sharded parameters (DTensor): theirs is said when their parts are made."""
+    for decision in plan.parameters:
+        parameter = model.get_parameter(decision.name)
+        if hasattr(parameter, "device_mesh") and (decision.low or parameter.dtype is not DTYPES[decision.format]):
+            raise BindError(
+                f"parameter {decision.name} is sharded (parallelize_module, distribute_tensor) and is to become "
+                f"{decision.format}; sharded parameters keep their format: load them in fp32 and use a policy with "
+                "params='fp32', such as 'mixed'"
+            )
 
 
 def _validate_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
@@ -245,10 +259,20 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
             parameter.data = parameter.data.to(LOW[concrete.dtype])
     elif low:
         store = STRATEGIES[concrete.master](low, LOW[concrete.dtype])
+        _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
             parameter.data = parameter.data.float()
     return store
+
+
+def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]) -> None:
+    """Let autograd add up the gradients of `parameters` in `dtype`; None: in the format they come in."""
+    for parameter in parameters:
+        if dtype is not None or parameter.grad_dtype is torch.float32:  # which the policy before may have left
+            gradient, parameter.grad = parameter.grad, None  # torch sets no format beside a gradient of another one
+            parameter.grad_dtype = dtype
+            parameter.grad = None if gradient is None else gradient.to(dtype or parameter.dtype)
 
 
 def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
@@ -301,7 +325,9 @@ def unprepare(model: ModelT) -> ModelT:
             del module.__dict__[KEY]
     LowStates.release({id(p) for p in inner.parameters()})
     if store is not None:
+        low = [p for p in inner.parameters() if p in store and binding.policy.grads == "fp32"]
         store.release(inner.parameters())
+        _accumulate_in(None, low)
     else:
         for parameter in inner.parameters():
             if parameter.dtype in LOW.values() and binding.policy.params == "low":

@@ -4,6 +4,7 @@ Note [sums]: with ``grad_dtype = torch.float32`` autograd casts every gradient i
 an element each micro-batch. Here autograd hands over the low gradient and a hook adds it into memory that stays, in one
 pass of 10 bytes. What autograd adds up before a gradient reaches its parameter would then be added in the low format,
 so a parameter that the graph of this loss reaches by several ways, and a small one, goes the way of ``grad_dtype``.
+That is also how a backward pass outside of a step finds every parameter.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ class Sums:
         self._totals: dict[int, Tensor] = {}  # of this window
         self._on = False
         for parameter in parameters:
-            parameter.grad_dtype = torch.float32
             if hooked and parameter.numel() >= MANY:
                 self._large[id(parameter)] = parameter
-                self._wide[id(parameter)] = True
+                self._wide[id(parameter)] = True  # `hs.prepare` has seen to it
                 if windows:
                     parameter.register_post_accumulate_grad_hook(_adder(weakref.ref(self)))
 
     def begin(self) -> None:
-        """Begin a window."""
+        """Begin a window; gradients were dropped."""
         self._totals.clear()
+        self._widen()
 
     def backward(self, loss: Tensor, seed: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
         """Let `run` do the backward pass of `loss` from `seed`."""
@@ -57,16 +58,28 @@ class Sums:
             run(loss, seed)
             return
         several = _reached_by_several_ways(loss)
-        for key, parameter in self._large.items():
-            wide = several is None or key in several
-            if wide is not self._wide[key]:
-                parameter.grad_dtype = torch.float32 if wide else None
-                self._wide[key] = wide
+        for key, parameter in self._large.items() if several is not None else ():
+            if key not in several:  # type: ignore[operator]
+                parameter.grad_dtype = None
+                self._wide[key] = False
         self._on = True
         try:
             run(loss, seed)
+        except BaseException:
+            for key, wide in self._wide.items():
+                if not wide:  # partial sums, which the next window drops
+                    self._large[key].grad = None
+            raise
         finally:
             self._on = False
+            self._widen()
+
+    def _widen(self) -> None:
+        """Let autograd cast again, but where a low gradient waits for its update."""
+        for key, parameter in self._large.items():
+            if not self._wide[key] and (parameter.grad is None or parameter.grad.dtype is torch.float32):
+                parameter.grad_dtype = torch.float32
+                self._wide[key] = True
 
     def add(self, parameter: Tensor) -> None:
         """Take the low gradient that `parameter` has just got."""
@@ -95,7 +108,11 @@ class Sums:
         self._totals.clear()
 
     def free(self) -> None:
-        """Let go of memory, unless it is a CPU's: a caching allocator hands it out again at once."""
+        """Let go of memory, unless it is a CPU's: a caching allocator hands it out again at once.
+
+        The gradients of the window were dropped.
+        """
+        self._widen()
         for key in [k for k, memory in self._memory.items() if memory.device.type != "cpu"]:
             del self._memory[key]
 

@@ -56,8 +56,20 @@ class Verdict:
 
 
 def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return what gradients hold, for elementwise work in place: their values, if they are sparse (and coalesced)."""
-    return [g._values() if g.is_sparse else g for g in gradients]
+    """Return what gradients hold here, for elementwise work in place.
+
+    That is the values of sparse ones (coalesced), and this rank's part of sharded ones (DTensor), none of them partial.
+    """
+    return [_stored(g) for g in gradients]
+
+
+def _stored(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        return gradient._values()
+    if type(gradient) not in PLAIN and hasattr(gradient, "to_local"):
+        part: Tensor = gradient.to_local()
+        return part
+    return gradient
 
 
 def judge(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> Verdict:
@@ -69,8 +81,6 @@ def judge(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float 
         clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
     """
     norms = norms_for(gradients)
-    if hasattr(norms, "full_tensor"):  # sharded gradients: every rank must come to the same verdict
-        norms = norms.full_tensor()
     return Verdict(norms, *judge_for(norms, divisor, clip_norm))
 
 

@@ -41,6 +41,7 @@ from halfstep.step.graphed import Graphs
 from halfstep.step.memory import Memory
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
+from halfstep.step.ranks import ranks_of
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
 from halfstep.weights.states import LowStates
@@ -83,7 +84,8 @@ class TrainStep:
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
-        BindError, PolicyError, UnbuiltError: as `prepare`.
+        BindError, PolicyError: as `prepare`.
+        UnbuiltError: as `prepare`; or the policy's `reduce` or `grads` cannot be carried out under this wrapper.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class TrainStep:
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if options is not None:
             refuse_untraceable(wanted)
+        ranks = ranks_of(model, wanted)
         one_pass = clip_value is None and fused.suits(optimizer)
         _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
         binding = binding_of(unwrap(model))
@@ -131,6 +134,7 @@ class TrainStep:
         self._store = store_of(model)
         if self._store is not None:
             self.policy = self.policy.replace(master=self._store.name)
+        self._ranks = ranks
         self._states = LowStates.of(optimizer)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))
@@ -144,8 +148,8 @@ class TrainStep:
         windows = accumulate > 1 and not cuda_graph  # what is added by Python is not repeated by a graph
         self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
         low = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
-        # DistributedDataParallel's hooks want to find each gradient in its place
-        hooked = self._no_sync is None and not cuda_graph
+        # DistributedDataParallel's hooks want to find each gradient in its place; in no_sync they look at none
+        hooked = (self._no_sync is None or (self._ranks is not None and self._ranks.own)) and not cuda_graph
         self._sums = Sums(low, hooked=hooked, windows=windows)
         # what a graph repeats is not seen by Python, which could not run it again
         self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
@@ -184,12 +188,7 @@ class TrainStep:
     def _micro(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
         """Do one micro-batch, and the update if it is due."""
         if self._window == 0:
-            self._drop_gradients()
-            self._statistics.keep()
-            self.copies.begin()
-            self._sums.begin()
-            if self._memory is not None:
-                self._memory.begin()
+            self._begin_window()
         kept = None if self._memory is None else self._memory.keep(self._step + 1, batch, named)
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
@@ -206,6 +205,14 @@ class TrainStep:
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
         return StepResult(self._step, shown, aux, scale, unknown, nothing, False)
+
+    def _begin_window(self) -> None:
+        self._drop_gradients()
+        self._statistics.keep()
+        self.copies.begin()
+        self._sums.begin()
+        if self._memory is not None:
+            self._memory.begin()
 
     def metrics(self, *, every: int = 50) -> Metrics:
         """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
@@ -280,36 +287,47 @@ class TrainStep:
                     parameter.grad = None
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        return WHOLE if last or self._no_sync is None else self._no_sync()
+        put_off = not last if self._ranks is None else self._ranks.postpones(last=last)
+        return self._no_sync() if put_off and self._no_sync is not None else WHOLE
 
     # ------------------------------------------------------------------ one update
 
     def flush(self) -> StepResult | None:
         """Update with the micro-batches of an unfinished window (their mean); None if there are none.
 
-        Also reads the last verdict and advances the scheduler: after it, everything is up to date.
+        Also reads the last verdict and advances the scheduler: after it, everything is up to date. Under
+        DistributedDataParallel with ``accumulate`` > 1 it is collective: every rank calls it, also one that has none
+        left. Windows may differ in length; each micro-batch of any rank counts the same. It waits for the device there.
+
+        Raises:
+            StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
         """
         self._settle()
-        if self._window == 0:
+        count: float = self._window
+        if self._ranks is not None and self.accumulate > 1:
+            count, scale = self._ranks.agree(self._window, self._scale)
+            self.host_reads += 1
+            if count and not self._window:
+                self._begin_window()
+                self._scale = scale
+        elif count and self._no_sync is not None and torch.distributed.is_initialized():
+            raise StepError(
+                f"flush() of {self._window} of {self.accumulate} micro-batches: {type(self.model).__name__} has put "
+                "the average of their gradients off, by its no_sync, and only DistributedDataParallel's can be made "
+                "later; give every window all of its micro-batches"
+            )
+        if not count:
             return None
-        self._reduce_gradients()
-        norm, bad, culprits = self._update(self._window)
+        norm, bad, culprits = self._update(count, averaged=False)
         loss = torch.full((), float("nan"), device=norm.device)
         return StepResult(self._step, loss, None, self._scale, norm, bad, True, culprits)
 
-    def _reduce_gradients(self) -> None:
-        """Average gradients over the ranks of DistributedDataParallel, whose own reduction waits for a last batch."""
-        if self._no_sync is None or not torch.distributed.is_initialized():
-            return
-        group = getattr(self.model, "process_group", None)
-        for parameter in unwrap(self.model).parameters():
-            if parameter.grad is not None:
-                torch.distributed.all_reduce(parameter.grad, group=group)
-                parameter.grad.div_(torch.distributed.get_world_size(group))
-
-    def _update(self, count: int) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+    def _update(self, count: float, *, averaged: bool = True) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
+        """Update with a window of `count` micro-batches; `averaged`: DDP's backward pass has seen its last one."""
         self._heed(wait=True)  # after this update the parameters are no longer those of the last one
         self._sums.finish()
+        if self._ranks is not None and (self._ranks.own or not averaged):
+            self.host_reads += self._ranks.average(self._store)
         parameters = self._with_gradients()
         self._window = 0
         device = parameters[0].device
@@ -391,8 +409,11 @@ class TrainStep:
                 "parameters require gradients"
             )
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()  # a norm is one of sums
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient.coalesce()  # a norm is one of sums
+            elif type(gradient) is not Tensor and any(p.is_partial() for p in getattr(gradient, "placements", ())):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
         return parameters
 
     def _stepped_parameters(self) -> list[nn.Parameter]:

@@ -74,7 +74,7 @@ class LowStates:
             for parameter in sorted((p for p in group["params"] if p.grad is not None), key=_is_wide):
                 state, device = optimizer.state[parameter], parameter.device
                 for stream, (name, value) in enumerate(_elementwise(parameter, state), start=FIRST):
-                    state[name] = stochastic_bf16(value, self.draws.bits(place, min(stream, 3), value))
+                    state[name] = _rounded(value, self.draws, place, min(stream, 3))
                 place += 1
         if device is not None:
             self.draws.advance(device)
@@ -84,6 +84,17 @@ class LowStates:
         for parameter, state in optimizer.state.items():
             for name, value in _elementwise(parameter, state):
                 state[name] = value.to(torch.bfloat16)
+
+
+def _rounded(value: Tensor, draws: Draws, place: int, stream: int) -> Tensor:
+    """Return `value` in bf16; of a sharded one (DTensor) each rank rounds its part."""
+    if not hasattr(value, "to_local"):
+        return stochastic_bf16(value, draws.bits(place, stream, value))
+    part: Tensor = value.to_local()
+    low: Any = value.to(torch.bfloat16)
+    low.to_local().copy_(stochastic_bf16(part, draws.bits(place, stream, part)))
+    whole: Tensor = low
+    return whole
 
 
 def _is_wide(parameter: Tensor) -> bool:

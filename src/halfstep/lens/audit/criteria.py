@@ -228,8 +228,10 @@ def _summed(doctor: Doctor) -> Iterator[Finding]:
                 f"the sum of its micro-batches' gradients in {row.format} is {_percent(min(row.summed, 9.99))} off "
                 "their sum in fp32: late ones are small beside the sum"
             )
-            policy = doctor.policy.replace(grads="fp32")
-            yield doctor.finding("rounding", row, row.summed, cause, "sum gradients in fp32: grads='fp32'", policy)
+            remedy, policy = "sum gradients in fp32: grads='fp32'", doctor.policy
+            if policy.params == "low" and policy.master == "none":  # whose optimizer reads low gradients alone
+                remedy, policy = f"{remedy}, master='stochastic'", policy.replace(master="stochastic")
+            yield doctor.finding("rounding", row, row.summed, cause, remedy, policy.replace(grads="fp32"))
 
 
 def _low(doctor: Doctor, form: Format) -> Format:
