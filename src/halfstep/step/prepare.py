@@ -143,7 +143,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
     known = binding_of(inner)
     for path, module in inner.named_modules() if known is None or known.policy != policy else ():
         part = binding_of(module)  # of a model prepared before, a part may have been prepared anew since
-        if part is not None and part.policy != policy:
+        if part is not None and part.policy != policy and part.home is None:
             what = f"module {path!r}" if path else "the model"
             raise BindError(
                 f"{what} is already prepared with policy {part.policy.name!r} and was given {policy.name!r}; "
@@ -160,6 +160,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                 f"module {path or '<root>'!r} is already sharded by fully_shard; call hs.prepare before fully_shard"
             )
     plan = resolve(policy, inner, devices[0])
+    _validate_guests(inner, policy, plan)
     if not _is_done(model, concrete):
         low = {p.name for p in plan.parameters if p.low}
         for name, parameter in inner.named_parameters():
@@ -171,6 +172,30 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                 )
     _validate_values(inner, {p.name for p in plan.parameters if p.low})
     return plan
+
+
+def _validate_guests(model: nn.Module, policy: Policy, plan: Plan) -> None:
+    """Refuse rules for a module without state that another model has under rules of its own."""
+    for path, module, rule, entrance in _ruled(model, plan):
+        known = binding_of(module)
+        if known is None or known.home is None or not any(holder is not model for holder in known.holders):
+            continue
+        mine, theirs = rule if entrance else "", known.rule if known.entrance else ""
+        if mine != theirs if known.policy == policy else mine and theirs:
+            raise BindError(
+                f"module {path!r} serves another prepared model too, whose policy {known.policy.name!r} has the rule "
+                f"{theirs or 'none'!r} for it, and this one has {mine or 'none'!r}; give each model a "
+                f"{type(module).__name__} of its own (copy.deepcopy), or both the same policy"
+            )
+
+
+def _ruled(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, str, bool]]:
+    """Iterate over (path, module, its rule or "", whether it is the outermost one that has the rule)."""
+    rules = {m.path: m.rule for m in plan.modules}
+    for path, module in list(model.named_modules()):
+        rule = rules.get(path, "")
+        parent = rules.get(path.rpartition(".")[0], "") if path else ""
+        yield path, module, rule, bool(rule) and rule != parent
 
 
 def _validate_values(model: nn.Module, low: set[str]) -> None:
@@ -240,15 +265,36 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
 
 def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
     """Give every module that needs one its binding and its bound class."""
-    rules = {m.path: m.rule for m in plan.modules}
-    for path, module in list(model.named_modules()):
-        rule = rules.get(path, "")
-        parent = rules.get(path.rpartition(".")[0], "") if path else ""
+    for path, module, rule, entrance in _ruled(model, plan):
         known = binding_of(module)
         root = not path or (known is not None and known.root)
-        entrance = bool(rule) and rule != parent
-        module.__dict__[KEY] = Binding(policy, devices, path=path, root=root, rule=rule, entrance=entrance, store=store)
+        guest = not root and _is_stateless(module)
+        binding = Binding(
+            policy,
+            devices,
+            path=path,
+            root=root,
+            rule=rule,
+            entrance=entrance,
+            store=store,
+            guest=guest,
+            alone=isinstance(module, nn.modules.loss._Loss),
+        )
+        if guest:
+            if not binding.home and binding.recipe.mode is None:
+                continue  # nothing to do in any region
+            if known is not None and known.home is not None:
+                if known.entrance and known.holders and not entrance:  # a rule of another model, for its own regions
+                    known.holders.add(model)
+                    continue
+                binding.holders |= known.holders
+            binding.holders.add(model)
+        module.__dict__[KEY] = binding
         bind_class(module, on=True)
+
+
+def _is_stateless(module: nn.Module) -> bool:
+    return not module._modules and all(value is None for kept in (module._parameters, module._buffers) for value in kept.values())
 
 
 def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -> None:
@@ -282,10 +328,14 @@ def unprepare(model: ModelT) -> ModelT:
     binding, store = binding_of(inner), store_of(inner)
     if binding is None:
         raise BindError("hs.unprepare: this model is not prepared (pass the model that was given to hs.prepare)")
-    for module in inner.modules():
-        if binding_of(module) is not None:
-            bind_class(module, on=False)
-            del module.__dict__[KEY]
+    modules = list(inner.modules())
+    for module in modules:
+        mine = binding_of(module)
+        if mine is not None:
+            mine.holders.difference_update(modules)
+            if not mine.holders:  # else a guest of another prepared model
+                bind_class(module, on=False)
+                del module.__dict__[KEY]
     LowStates.release({id(p) for p in inner.parameters()})
     if store is not None:
         store.release(inner.parameters())

@@ -1,0 +1,195 @@
+"""What a bound module shows of its weights: `state_dict`, copies, pickles and files that a library saves hold fp32.
+
+Methods of bound classes, and nothing else: `methods_of` returns them for one class.
+
+Note [copies]: a copy lacks the optimizers of the original, so it has no masters: its own parameters are the fp32
+values. Parameters keep their identity, since an optimizer that is copied along holds them; only their values change.
+
+Note [whole models]: ``torch.load(weights_only=True)`` fills an instance only if its class is allowed by name. A script
+allows its own classes; what a bound model needs beside them is allowed here. The bound class of an allowed class is
+allowed when an instance of it is rebuilt, under a name of ours that no file can ask for by accident.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from halfstep.errors import WeightsError
+from halfstep.weights import WeightStore
+
+__all__ = ["allow_in_files", "copy_parametrized", "copying", "low_parameters", "methods_of"]
+
+KEY = "_halfstep"  # where a bound module keeps its `Binding`
+
+Copying = Callable[[nn.Module, dict[int, Any]], nn.Module]
+
+
+def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightStore]]:
+    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them."""
+    binding = module.__dict__.get(KEY)
+    if binding is None or binding.store is None:
+        return []
+    store: WeightStore = binding.store
+    store.heal()
+    return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
+
+
+def methods_of(original: type[nn.Module], rebuild: Callable[[type[nn.Module]], nn.Module]) -> dict[str, Any]:
+    """Return the methods by which an instance of the bound class of `original` shows fp32 weights.
+
+    Args:
+        original: the user's class.
+        rebuild: makes the bare instance of its bound class that pickle fills; a function of a module.
+    """
+
+    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        original._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name, parameter, store in low_parameters(self):
+            destination[prefix + name] = store.value(parameter) if keep_vars else store.read(parameter)
+
+    def load(
+        self: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        low = low_parameters(self)
+        if low and local_metadata.get("assign_to_params_buffers", False):
+            raise WeightsError(
+                f"load_state_dict(assign=True) would replace the low parameters of {prefix.rstrip('.') or 'the model'} "
+                "and leave their fp32 weights behind; load without assign"
+            )
+        original._load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name, parameter, store in low:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                store.assign(parameter, value)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
+        state = reduced[2] if len(reduced) > 2 else None
+        precise = {name: store.value(parameter) for name, parameter, store in low_parameters(self)}
+        return (rebuild, (original,), _Carried(state, precise) if precise else state, *reduced[3:])
+
+    def setstate(self: nn.Module, state: Any) -> None:
+        if not isinstance(state, _Carried):
+            original.__setstate__(self, state)
+            return
+        original.__setstate__(self, state.state)
+        for name, master in state.precise.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            parameter.data = master.data
+
+    def shallow(self: nn.Module) -> nn.Module:
+        return _as_reduced(self, original, None)
+
+    def whole(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        return copy_parametrized(self, memo) if is_parametrized(self) else _as_reduced(self, original, memo)
+
+    methods: dict[str, Any] = {
+        "_save_to_state_dict": save,
+        "_load_from_state_dict": load,
+        "__reduce_ex__": reduce_ex,
+        "__setstate__": setstate,
+        "__deepcopy__": copying(getattr(original, "__deepcopy__", whole)),
+    }
+    if not hasattr(original, "__copy__"):
+        methods["__copy__"] = shallow
+    saver = getattr(original, "save_pretrained", None)
+    if callable(saver):
+        methods["save_pretrained"] = _saving(saver)
+    return methods
+
+
+def copying(own: Copying) -> Copying:
+    """Return `own`, a ``__deepcopy__``, so that the copy has the fp32 values; see note [copies]."""
+
+    @functools.wraps(own)
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        twin = own(self, memo)
+        for name, parameter, store in low_parameters(self):
+            copied = twin._parameters.get(name) if isinstance(twin, nn.Module) else None
+            if copied is not None and copied is not parameter and copied.dtype is parameter.dtype:
+                copied.data = store.read(parameter)
+        return twin
+
+    return deepcopy
+
+
+def copy_parametrized(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a parametrized module as torch does, which forbids to pickle such: everything that is in it."""
+    twin = memo[id(module)] = type(module).__new__(type(module))
+    twin.__dict__ = copy.deepcopy(module.__dict__, memo)
+    return twin
+
+
+def _as_reduced(module: nn.Module, original: type[nn.Module], memo: dict[int, Any] | None) -> nn.Module:
+    """Copy `module` the way its own class is copied and pickled; deep with a `memo`."""
+    make, args, state, *_ = (*original.__reduce_ex__(module, 4), None)
+    twin: nn.Module = make(*(args if memo is None else copy.deepcopy(args, memo)))
+    if memo is not None:
+        memo[id(module)] = twin
+        state = copy.deepcopy(state, memo)
+    if state is not None:
+        twin.__setstate__(state)
+    return twin
+
+
+def _saving(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `own`, the ``save_pretrained`` of a library, run while the parameters are the fp32 values.
+
+    Such a method writes `state_dict`, and what it says of its format it reads from the parameters.
+    """
+
+    @functools.wraps(own)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        low = [(module, *entry) for module in self.modules() for entry in low_parameters(module)]
+        # all are made before any is shown; a parameter that is shared stays one parameter
+        shown = {id(parameter): store.value(parameter) for _, _, parameter, store in low}
+        for module, name, parameter, _ in low:
+            module._parameters[name] = shown[id(parameter)]
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            for module, name, parameter, _ in low:
+                module._parameters[name] = parameter
+
+    return save_pretrained
+
+
+class _Carried(NamedTuple):
+    """The state of a module with low parameters while it is pickled.
+
+    Attributes:
+        state: what its class says; the low parameters in it are those an optimizer holds, and stay the same objects.
+        precise: the fp32 values they take in the copy, by name.
+    """
+
+    state: Any
+    precise: dict[str, nn.Parameter]
+
+
+def allow_in_files(*allowed: Any) -> None:
+    """Let files that are loaded with ``weights_only=True`` name our own classes and functions; see note [whole models].
+
+    Args:
+        allowed: classes and functions, or (class, name in files).
+    """
+    torch.serialization.add_safe_globals(list(allowed))
+
+
+allow_in_files(_Carried)

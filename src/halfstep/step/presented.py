@@ -1,0 +1,87 @@
+"""What a bound forward looks like to a library that reads it instead of calling it.
+
+transformers chooses a model's arguments by the names in its signature, torch.fx makes the placeholders of a graph from
+them: a bound forward has name, docstring, annotations and signature of the user's. Two tools read in a way that loses
+the region, and are refused: `torch.jit.script` compiles the source of the user's forward, and `torch.fx` records the
+operators of a region and not the region. `torch.compile`, `torch.export`, `torch.jit.trace` and `make_fx` see the casts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+
+from halfstep.cast.recipe import Recipe
+from halfstep.errors import BindError
+
+__all__ = ["is_fx_symbolic_tracing", "plain_forward", "presented_as", "refuse_fx", "refuse_script"]
+
+DYNAMO = "_torchdynamo"  # what torch.compile notes on a function: it would run that in the place of ours
+
+
+def presented_as(forward: FunctionType, original: type[nn.Module]) -> FunctionType:
+    """Give `forward` the name, docstring, annotations, signature and attributes of the forward of `original`."""
+    own = original.forward
+    functools.update_wrapper(forward, own, updated=())
+    for name, value in getattr(own, "__dict__", {}).items():
+        if not name.startswith(DYNAMO):
+            forward.__dict__.setdefault(name, value)
+    return forward
+
+
+def plain_forward(original: type[nn.Module], bound: Callable[[], type[nn.Module]]) -> Any:
+    """Return what has the forward of `original` as a function of (module, ...): `original`, unless it is no function.
+
+    A static method or a callable object takes no module; its twin here leaves the module out.
+
+    Args:
+        original: the user's class.
+        bound: returns its bound class.
+    """
+    if isinstance(inspect.getattr_static(original, "forward"), FunctionType):
+        return original  # looked up at each call: a forward that its class is given later counts
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super(bound(), module).forward(*args, **kwargs)
+
+    return SimpleNamespace(forward=forward)
+
+
+def refuse_fx(recipe: Recipe) -> None:
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless that does nothing.
+
+    Raises:
+        BindError: the graph would lack the region.
+    """
+    if _does_something(recipe):
+        raise BindError(
+            f"torch.fx.symbolic_trace records operators and not the region of policy {recipe.policy.name!r}, so the "
+            "graph would compute in other formats; hs.unprepare(model), trace it, then hs.prepare the graph "
+            "(torch.export and torch.compile take a prepared model as it is)"
+        )
+
+
+def refuse_script(self: nn.Module) -> nn.Module:
+    """Refuse `torch.jit.script`, which calls this, unless the region does nothing.
+
+    Raises:
+        BindError: the compiled source of forward would lack the region.
+    """
+    binding = self.__dict__.get("_halfstep")
+    if binding is not None and (_does_something(binding.recipe) or binding.store is not None):
+        raise BindError(
+            f"torch.jit.script compiles the source of forward, without the region of policy {binding.policy.name!r}; "
+            "script a copy that is not prepared, hs.unprepare(copy.deepcopy(model)), or use torch.jit.trace or "
+            "torch.export, which see the casts of a prepared model"
+        )
+    return self
+
+
+def _does_something(recipe: Recipe) -> bool:
+    return recipe.mode is not None or any(on for _, _, on in recipe.devices)
