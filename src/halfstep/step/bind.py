@@ -38,8 +38,8 @@ from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule
-from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, methods_of
-from halfstep.step.presented import is_fx_symbolic_tracing, plain_forward, presented_as, refuse_fx, refuse_script
+from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
+from halfstep.step.presented import graph_methods, plain_forward, presented_as, refuse_fx, refuse_script
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
 
@@ -187,7 +187,7 @@ def bind_class(module: nn.Module, *, on: bool) -> None:
         body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
         if "__deepcopy__" in body:
             copies = getattr(body["__deepcopy__"], "__wrapped__", body["__deepcopy__"])  # torch's own
-            body["__deepcopy__"] = copying(copies) if on else copies
+            body["__deepcopy__"] = copying(copies, _rebuild_by) if on else copies
         elif not on and not hasattr(kind, "__deepcopy__"):  # parametrized while it was bound
             body["__deepcopy__"] = copy_parametrized
         kind = type(own.__name__, (kind,), body)
@@ -236,8 +236,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if inside:
         result = forward(module, *args, **kwargs)
     else:
-        if is_fx_symbolic_tracing():
-            refuse_fx(binding.recipe)
+        refuse_fx(binding.recipe, (args, kwargs))
         with opened(binding.recipe, depth=2):
             state.bound = binding.recipe
             try:
@@ -328,7 +327,8 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
             _push_on_torch_function_stack(mode)
 
     body: dict[str, Any] = {
-        **methods_of(original, _rebuild),
+        **methods_of(original, _rebuild, _rebuild_by),
+        **graph_methods(original),
         "_halfstep_original": original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -346,6 +346,18 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
     kind = bound_class(original)
     allow_in_files((kind, f"halfstep.bound.{original.__module__}.{original.__qualname__}"))
     return kind.__new__(kind)
+
+
+def _rebuild_by(
+    binding: Binding | None, precise: dict[str, nn.Parameter], make: Callable[..., Any], args: tuple[Any, ...]
+) -> nn.Module:
+    """Make a module the way its class does, and bind it with `binding`."""
+    module: nn.Module = make(*args)
+    make_precise(module, precise)
+    if binding is not None:
+        module.__dict__[KEY] = binding
+        bind_class(module, on=True)
+    return module
 
 
 allow_in_files(_rebuild, _rebuild_binding, Policy, ScaleRule)

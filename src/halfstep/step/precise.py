@@ -13,8 +13,9 @@ allowed when an instance of it is rebuilt, under a name of ours that no file can
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +25,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from halfstep.errors import WeightsError
 from halfstep.weights import WeightStore
 
-__all__ = ["allow_in_files", "copy_parametrized", "copying", "low_parameters", "methods_of"]
+__all__ = ["allow_in_files", "copy_parametrized", "copying", "low_parameters", "make_precise", "methods_of"]
 
 KEY = "_halfstep"  # where a bound module keeps its `Binding`
 
 Copying = Callable[[nn.Module, dict[int, Any]], nn.Module]
+Rebuild = Callable[[type[nn.Module]], nn.Module]
+Again = Callable[[Any, dict[str, nn.Parameter], Callable[..., Any], tuple[Any, ...]], nn.Module]
 
 
 def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightStore]]:
@@ -41,12 +44,13 @@ def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightSto
     return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
 
 
-def methods_of(original: type[nn.Module], rebuild: Callable[[type[nn.Module]], nn.Module]) -> dict[str, Any]:
+def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again) -> dict[str, Any]:
     """Return the methods by which an instance of the bound class of `original` shows fp32 weights.
 
     Args:
         original: the user's class.
         rebuild: makes the bare instance of its bound class that pickle fills; a function of a module.
+        again: binds what another function of `original` has made, with a binding; a function of a module.
     """
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -82,6 +86,8 @@ def methods_of(original: type[nn.Module], rebuild: Callable[[type[nn.Module]], n
         reduced = original.__reduce_ex__(self, max(int(protocol), 2))
         state = reduced[2] if len(reduced) > 2 else None
         precise = {name: store.value(parameter) for name, parameter, store in low_parameters(self)}
+        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # the class builds its instances itself
+            return (again, (self.__dict__.get(KEY), precise, *reduced[:2]), *reduced[2:])
         return (rebuild, (original,), _Carried(state, precise) if precise else state, *reduced[3:])
 
     def setstate(self: nn.Module, state: Any) -> None:
@@ -89,13 +95,13 @@ def methods_of(original: type[nn.Module], rebuild: Callable[[type[nn.Module]], n
             original.__setstate__(self, state)
             return
         original.__setstate__(self, state.state)
-        for name, master in state.precise.items():
-            parameter = self._parameters[name]
-            assert parameter is not None
-            parameter.data = master.data
+        make_precise(self, state.precise)
 
     def shallow(self: nn.Module) -> nn.Module:
-        return _as_reduced(self, original, None)
+        own = getattr(original, "__copy__", None)
+        twin = _as_reduced(self, original, None) if own is None else own(self)
+        # one binding for both, since they have the same parameters
+        return twin if KEY in twin.__dict__ else again(self.__dict__.get(KEY), {}, lambda: twin, ())
 
     def whole(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy_parametrized(self, memo) if is_parametrized(self) else _as_reduced(self, original, memo)
@@ -105,29 +111,37 @@ def methods_of(original: type[nn.Module], rebuild: Callable[[type[nn.Module]], n
         "_load_from_state_dict": load,
         "__reduce_ex__": reduce_ex,
         "__setstate__": setstate,
-        "__deepcopy__": copying(getattr(original, "__deepcopy__", whole)),
+        "__copy__": shallow,
+        "__deepcopy__": copying(getattr(original, "__deepcopy__", whole), again),
     }
-    if not hasattr(original, "__copy__"):
-        methods["__copy__"] = shallow
     saver = getattr(original, "save_pretrained", None)
     if callable(saver):
         methods["save_pretrained"] = _saving(saver)
     return methods
 
 
-def copying(own: Copying) -> Copying:
-    """Return `own`, a ``__deepcopy__``, so that the copy has the fp32 values; see note [copies]."""
+def copying(own: Copying, again: Again) -> Copying:
+    """Return `own`, a ``__deepcopy__``, so that the copy is bound and has the fp32 values; see note [copies]."""
 
     @functools.wraps(own)
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         twin = own(self, memo)
-        for name, parameter, store in low_parameters(self):
-            copied = twin._parameters.get(name) if isinstance(twin, nn.Module) else None
-            if copied is not None and copied is not parameter and copied.dtype is parameter.dtype:
-                copied.data = store.read(parameter)
-        return twin
+        if twin is self or not isinstance(twin, nn.Module):
+            return twin
+        make_precise(twin, {name: store.value(parameter) for name, parameter, store in low_parameters(self)})
+        if KEY in twin.__dict__ and hasattr(type(twin), "_halfstep_original"):
+            return twin
+        return again(copy.deepcopy(self.__dict__.get(KEY), memo), {}, lambda: twin, ())
 
     return deepcopy
+
+
+def make_precise(module: nn.Module, precise: Mapping[str, Tensor]) -> None:
+    """Give the low parameters of a copy, in place, the values in `precise`, by name; it shares no memory with them."""
+    for name, value in precise.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None and parameter.dtype is not value.dtype:
+            parameter.data = value.detach().clone()
 
 
 def copy_parametrized(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

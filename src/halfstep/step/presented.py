@@ -15,12 +15,14 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule, Proxy
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.utils._pytree import tree_leaves
 
 from halfstep.cast.recipe import Recipe
 from halfstep.errors import BindError
 
-__all__ = ["is_fx_symbolic_tracing", "plain_forward", "presented_as", "refuse_fx", "refuse_script"]
+__all__ = ["graph_methods", "plain_forward", "presented_as", "refuse_fx", "refuse_script"]
 
 DYNAMO = "_torchdynamo"  # what torch.compile notes on a function: it would run that in the place of ours
 
@@ -53,13 +55,35 @@ def plain_forward(original: type[nn.Module], bound: Callable[[], type[nn.Module]
     return SimpleNamespace(forward=forward)
 
 
-def refuse_fx(recipe: Recipe) -> None:
+def graph_methods(original: type[nn.Module]) -> dict[str, Any]:
+    """Return what a bound torch.fx.GraphModule needs: it compiles its forward into its own class."""
+    if not issubclass(original, GraphModule):
+        return {}
+
+    def recompile(self: GraphModule) -> Any:
+        kind = type(self)
+        self.__class__ = original  # where the bound forward looks for it
+        try:
+            return original.recompile(self)
+        finally:
+            self.__class__ = kind
+
+    return {"recompile": recompile}
+
+
+def refuse_fx(recipe: Recipe, tree: Any) -> None:
     """Refuse to be traced by torch.fx in the region of `recipe`, unless that does nothing.
+
+    Args:
+        recipe: what is about to be opened.
+        tree: the inputs; `make_fx` traces with tensors, and sees the casts.
 
     Raises:
         BindError: the graph would lack the region.
     """
-    if _does_something(recipe):
+    if not is_fx_symbolic_tracing() or not any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
+        return
+    if recipe.mode is not None or any(on for _, _, on in recipe.devices):
         raise BindError(
             f"torch.fx.symbolic_trace records operators and not the region of policy {recipe.policy.name!r}, so the "
             "graph would compute in other formats; hs.unprepare(model), trace it, then hs.prepare the graph "
@@ -68,20 +92,16 @@ def refuse_fx(recipe: Recipe) -> None:
 
 
 def refuse_script(self: nn.Module) -> nn.Module:
-    """Refuse `torch.jit.script`, which calls this, unless the region does nothing.
+    """Refuse `torch.jit.script`, which calls this.
 
     Raises:
         BindError: the compiled source of forward would lack the region.
     """
     binding = self.__dict__.get("_halfstep")
-    if binding is not None and (_does_something(binding.recipe) or binding.store is not None):
+    if binding is not None:
         raise BindError(
             f"torch.jit.script compiles the source of forward, without the region of policy {binding.policy.name!r}; "
             "script a copy that is not prepared, hs.unprepare(copy.deepcopy(model)), or use torch.jit.trace or "
             "torch.export, which see the casts of a prepared model"
         )
     return self
-
-
-def _does_something(recipe: Recipe) -> bool:
-    return recipe.mode is not None or any(on for _, _, on in recipe.devices)
