@@ -44,6 +44,10 @@ FLOAT64 = (
     "a float64 input met weights of another format, and no rule touches float64; if it came from numpy, whose default "
     "that is, pass x.float()"
 )
+WEIGHT64 = (
+    "a float64 tensor met one in {other}, and no rule touches float64: model.float() if it is a weight, x.float() if the "
+    "model's code makes it (numpy's default is float64)"
+)
 OUTSIDE = (
     "numpy has no bf16, and this tensor is low: pass x.float().numpy(); the outputs of a prepared model are fp32 with "
     'the policy\'s outputs="fp32", hs.Policy.of(..., outputs="fp32")'
@@ -101,4 +105,6 @@ def _cause(text: str, tree: Any) -> str:
         return ""
     if INTEGER.search(text):
         return WHOLE if formats and "can't be cast" not in text else ""
+    if "fp64" in formats and len(formats) > 1:
+        return WEIGHT64.format(other=next(name for name in formats if name != "fp64"))
     return UNLIKE.format(formats=" and ".join(formats[:2]) if len(formats) > 1 else "two formats")

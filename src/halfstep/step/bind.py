@@ -43,7 +43,7 @@ from halfstep.step.presented import graph_methods, plain_forward, presented_as, 
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
 
-__all__ = ["KEY", "Binding", "bind_class", "binding_of", "explained", "is_bound"]
+__all__ = ["KEY", "Binding", "bind_class", "binding_of", "is_bound"]
 
 NOWHERE = object()
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})

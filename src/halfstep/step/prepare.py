@@ -23,29 +23,17 @@ from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
+from halfstep.step.wrappers import cuts_hooks, refuse_foreign, unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.states import LowStates
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 PolicyLike = Policy | str | Path
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's model inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
-    while True:
-        if isinstance(model, WRAPPERS):
-            inner = model.module
-        else:
-            inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 @overload
@@ -90,7 +78,10 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, precise: str) -> Any:
     """Do what `prepare` does; `precise` is the weight strategy that master="auto" stands for."""
     model_list = _listed(models, nn.Module, "models")
+    if not model_list:
+        raise BindError("hs.prepare: models is an empty list; give it the model, or a list of models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
+    optimizer_list = [unwrap_optimizer(optimizer) for optimizer in optimizer_list]
     wanted = Policy.of(policy)
     require_engine(wanted)
     devices = _devices(model_list)
@@ -149,17 +140,21 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                 f"{what} is already prepared with policy {part.policy.name!r} and was given {policy.name!r}; "
                 f"hs.unprepare it first. They differ:\n{part.policy.diff(policy)}"
             )
-    if inner is not model and known is None and concrete.params == "low":
+    refuse_foreign(inner)
+    if cuts_hooks(model) and known is None and concrete.params == "low":
         raise BindError(
             f"{type(model).__name__} was wrapped around the model before hs.prepare, and lowering its parameters now "
             "would cut the wrapper's gradient hooks; call hs.prepare(model, ...) first, then wrap"
         )
-    for path, module in inner.named_modules():
-        if any(c.__name__ == "FSDPModule" for c in type(module).__mro__) and known is None:
-            raise BindError(
-                f"module {path or '<root>'!r} is already sharded by fully_shard; call hs.prepare before fully_shard"
-            )
     plan = resolve(policy, inner, devices[0])
+    for path, module, _, entrance in _ruled(inner, plan):
+        if "forward" in module.__dict__ and binding_of(module) is None and (entrance or not path):
+            raise BindError(
+                f"{f'module {path!r}' if path else 'the model'} has a forward of its own, set on the instance, which "
+                "would run outside the policy's region (accelerate's mixed precision and device hooks set one, and "
+                "model.forward = ...); call hs.prepare first, or undo it (del model.forward, "
+                'Accelerator(mixed_precision="no"), accelerate.hooks.remove_hook_from_module(model, recurse=True))'
+            )
     _validate_guests(inner, policy, plan)
     if not _is_done(model, concrete):
         low = {p.name for p in plan.parameters if p.low}
@@ -306,6 +301,13 @@ def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -
         store.attach(optimizer)
 
 
+def _module(model: object, what: str) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return unwrap(model)
+    many = "; call it for each model" if isinstance(model, (list, tuple)) else ""
+    raise BindError(f"{what} takes a model, a torch Module, not {type(model).__name__}{many}")
+
+
 def store_of(model: nn.Module) -> WeightStore | None:
     """Return the precise weights behind a prepared model, or None."""
     binding = binding_of(unwrap(model))
@@ -314,7 +316,7 @@ def store_of(model: nn.Module) -> WeightStore | None:
 
 def prepared_policy(model: nn.Module) -> Policy | None:
     """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not."""
-    binding = binding_of(unwrap(model))
+    binding = binding_of(_module(model, "hs.prepared_policy"))
     return None if binding is None else binding.policy
 
 
@@ -324,7 +326,7 @@ def unprepare(model: ModelT) -> ModelT:
     Raises:
         BindError: the model is not prepared.
     """
-    inner = unwrap(model)
+    inner = _module(model, "hs.unprepare")
     binding, store = binding_of(inner), store_of(inner)
     if binding is None:
         raise BindError("hs.unprepare: this model is not prepared (pass the model that was given to hs.prepare)")
@@ -358,7 +360,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     Raises:
         BindError: the model is not prepared.
     """
-    inner = unwrap(model)
+    inner = _module(model, "hs.edit_weights")
     if binding_of(inner) is None:
         raise BindError("hs.edit_weights: this model is not prepared; edit its parameters directly")
     store = store_of(inner)
