@@ -3,8 +3,8 @@
 torch names two dtypes; the user wrote neither. A region that ends with one of these errors raises it again with its
 cause and its remedy, torch's own words last. Everything else passes as it is.
 
-Note [kinds]: the new error is a `RegionError` and of the built-in kind that torch raised, so ``except TypeError`` around
-a call still catches it.
+Note [kinds]: the new error is a `RegionError` and of the built-in kind that torch raised, so ``except TypeError``
+around a call still catches it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FLOAT64 = (
     "that is, pass x.float()"
 )
 WEIGHT64 = (
-    "a float64 tensor met one in {other}, and no rule touches float64: model.float() if it is a weight, x.float() if the "
-    "model's code makes it (numpy's default is float64)"
+    "a float64 tensor met one in {other}, and no rule touches float64: model.float() if it is a weight, x.float() if "
+    "the model's code makes it (numpy's default is float64)"
 )
 OUTSIDE = (
     "numpy has no bf16, and this tensor is low: pass x.float().numpy(); the outputs of a prepared model are fp32 with "

@@ -141,9 +141,7 @@ def _rebuild_binding(
     guest: bool = False,
     alone: bool = False,
 ) -> Binding:
-    return Binding(
-        policy, device_types, path=path, root=root, rule=rule, entrance=entrance, guest=guest, alone=alone
-    )
+    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance, guest=guest, alone=alone)
 
 
 @lru_cache(maxsize=256)
@@ -187,7 +185,7 @@ def bind_class(module: nn.Module, *, on: bool) -> None:
         body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
         if "__deepcopy__" in body:
             copies = getattr(body["__deepcopy__"], "__wrapped__", body["__deepcopy__"])  # torch's own
-            body["__deepcopy__"] = copying(copies, _rebuild_by) if on else copies
+            body["__deepcopy__"] = copying(copies, _rebuild_by, _bind_late) if on else copies
         elif not on and not hasattr(kind, "__deepcopy__"):  # parametrized while it was bound
             body["__deepcopy__"] = copy_parametrized
         kind = type(own.__name__, (kind,), body)
@@ -327,7 +325,7 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
             _push_on_torch_function_stack(mode)
 
     body: dict[str, Any] = {
-        **methods_of(original, _rebuild, _rebuild_by),
+        **methods_of(original, _rebuild, _rebuild_by, _bind_late),
         **graph_methods(original),
         "_halfstep_original": original,
         "__module__": original.__module__,
@@ -339,6 +337,21 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
         body["forward"] = presented_as(forward, original)
         body["__prepare_scriptable__"] = refuse_script
     return type(original.__name__, (original,), body)
+
+
+def _bind_late(module: nn.Module) -> None:
+    """Bind the children of `module` that hold parameters and were made after it was bound, if it is low."""
+    parent = binding_of(module)
+    if parent is None or parent.store is None:
+        return
+    for name, child in module._modules.items():
+        if child is None or binding_of(child) is not None or next(child.parameters(), None) is None:
+            continue
+        path = f"{parent.path}.{name}".lstrip(".")
+        child.__dict__[KEY] = Binding(
+            parent.policy, parent.device_types, path=path, root=False, rule=parent.rule, store=parent.store
+        )
+        bind_class(child, on=True)
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:

@@ -5,6 +5,9 @@ Methods of bound classes, and nothing else: `methods_of` returns them for one cl
 Note [copies]: a copy lacks the optimizers of the original, so it has no masters: its own parameters are the fp32
 values. Parameters keep their identity, since an optimizer that is copied along holds them; only their values change.
 
+Note [parts made later]: a parametrization that is registered on a bound module, or a module that is put into it, is not
+bound. It may hold low parameters, so what saves or copies a module first binds such children of it.
+
 Note [whole models]: ``torch.load(weights_only=True)`` fills an instance only if its class is allowed by name. A script
 allows its own classes; what a bound model needs beside them is allowed here. The bound class of an allowed class is
 allowed when an instance of it is rebuilt, under a name of ours that no file can ask for by accident.
@@ -31,6 +34,7 @@ KEY = "_halfstep"  # where a bound module keeps its `Binding`
 
 Copying = Callable[[nn.Module, dict[int, Any]], nn.Module]
 Rebuild = Callable[[type[nn.Module]], nn.Module]
+Late = Callable[[nn.Module], None]
 Again = Callable[[Any, dict[str, nn.Parameter], Callable[..., Any], tuple[Any, ...]], nn.Module]
 
 
@@ -44,16 +48,18 @@ def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightSto
     return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
 
 
-def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again) -> dict[str, Any]:
+def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: Late) -> dict[str, Any]:
     """Return the methods by which an instance of the bound class of `original` shows fp32 weights.
 
     Args:
         original: the user's class.
         rebuild: makes the bare instance of its bound class that pickle fills; a function of a module.
         again: binds what another function of `original` has made, with a binding; a function of a module.
+        late: binds children that were made later, see note [parts made later].
     """
 
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        late(self)
         original._save_to_state_dict(self, destination, prefix, keep_vars)
         for name, parameter, store in low_parameters(self):
             destination[prefix + name] = store.value(parameter) if keep_vars else store.read(parameter)
@@ -83,6 +89,7 @@ def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again) -> dic
                 store.assign(parameter, value)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        late(self)
         reduced = original.__reduce_ex__(self, max(int(protocol), 2))
         state = reduced[2] if len(reduced) > 2 else None
         precise = {name: store.value(parameter) for name, parameter, store in low_parameters(self)}
@@ -112,19 +119,20 @@ def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again) -> dic
         "__reduce_ex__": reduce_ex,
         "__setstate__": setstate,
         "__copy__": shallow,
-        "__deepcopy__": copying(getattr(original, "__deepcopy__", whole), again),
+        "__deepcopy__": copying(getattr(original, "__deepcopy__", whole), again, late),
     }
     saver = getattr(original, "save_pretrained", None)
     if callable(saver):
-        methods["save_pretrained"] = _saving(saver)
+        methods["save_pretrained"] = _saving(saver, late)
     return methods
 
 
-def copying(own: Copying, again: Again) -> Copying:
+def copying(own: Copying, again: Again, late: Late) -> Copying:
     """Return `own`, a ``__deepcopy__``, so that the copy is bound and has the fp32 values; see note [copies]."""
 
     @functools.wraps(own)
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        late(self)
         twin = own(self, memo)
         if twin is self or not isinstance(twin, nn.Module):
             return twin
@@ -153,7 +161,8 @@ def copy_parametrized(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _as_reduced(module: nn.Module, original: type[nn.Module], memo: dict[int, Any] | None) -> nn.Module:
     """Copy `module` the way its own class is copied and pickled; deep with a `memo`."""
-    make, args, state, *_ = (*original.__reduce_ex__(module, 4), None)
+    reduced: tuple[Any, ...] = original.__reduce_ex__(module, 4)  # type: ignore[assignment]  # a str names a global
+    make, args, state, *_ = (*reduced, None)
     twin: nn.Module = make(*(args if memo is None else copy.deepcopy(args, memo)))
     if memo is not None:
         memo[id(module)] = twin
@@ -163,7 +172,7 @@ def _as_reduced(module: nn.Module, original: type[nn.Module], memo: dict[int, An
     return twin
 
 
-def _saving(own: Callable[..., Any]) -> Callable[..., Any]:
+def _saving(own: Callable[..., Any], late: Late) -> Callable[..., Any]:
     """Return `own`, the ``save_pretrained`` of a library, run while the parameters are the fp32 values.
 
     Such a method writes `state_dict`, and what it says of its format it reads from the parameters.
@@ -171,6 +180,8 @@ def _saving(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for module in self.modules():  # parents first: they bind what the iteration comes to next
+            late(module)
         low = [(module, *entry) for module in self.modules() for entry in low_parameters(module)]
         # all are made before any is shown; a parameter that is shared stays one parameter
         shown = {id(parameter): store.value(parameter) for _, _, parameter, store in low}

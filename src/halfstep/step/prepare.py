@@ -23,7 +23,8 @@ from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
-from halfstep.step.wrappers import cuts_hooks, refuse_foreign, unwrap, unwrap_optimizer
+from halfstep.step.guests import is_stateless, refuse_rules, ruled
+from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.states import LowStates
 
@@ -147,15 +148,8 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
             "would cut the wrapper's gradient hooks; call hs.prepare(model, ...) first, then wrap"
         )
     plan = resolve(policy, inner, devices[0])
-    for path, module, _, entrance in _ruled(inner, plan):
-        if "forward" in module.__dict__ and binding_of(module) is None and (entrance or not path):
-            raise BindError(
-                f"{f'module {path!r}' if path else 'the model'} has a forward of its own, set on the instance, which "
-                "would run outside the policy's region (accelerate's mixed precision and device hooks set one, and "
-                "model.forward = ...); call hs.prepare first, or undo it (del model.forward, "
-                'Accelerator(mixed_precision="no"), accelerate.hooks.remove_hook_from_module(model, recurse=True))'
-            )
-    _validate_guests(inner, policy, plan)
+    refuse_own_forwards(ruled(inner, plan))
+    refuse_rules(inner, policy, ruled(inner, plan))
     if not _is_done(model, concrete):
         low = {p.name for p in plan.parameters if p.low}
         for name, parameter in inner.named_parameters():
@@ -167,30 +161,6 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                 )
     _validate_values(inner, {p.name for p in plan.parameters if p.low})
     return plan
-
-
-def _validate_guests(model: nn.Module, policy: Policy, plan: Plan) -> None:
-    """Refuse rules for a module without state that another model has under rules of its own."""
-    for path, module, rule, entrance in _ruled(model, plan):
-        known = binding_of(module)
-        if known is None or known.home is None or not any(holder is not model for holder in known.holders):
-            continue
-        mine, theirs = rule if entrance else "", known.rule if known.entrance else ""
-        if mine != theirs if known.policy == policy else mine and theirs:
-            raise BindError(
-                f"module {path!r} serves another prepared model too, whose policy {known.policy.name!r} has the rule "
-                f"{theirs or 'none'!r} for it, and this one has {mine or 'none'!r}; give each model a "
-                f"{type(module).__name__} of its own (copy.deepcopy), or both the same policy"
-            )
-
-
-def _ruled(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, str, bool]]:
-    """Iterate over (path, module, its rule or "", whether it is the outermost one that has the rule)."""
-    rules = {m.path: m.rule for m in plan.modules}
-    for path, module in list(model.named_modules()):
-        rule = rules.get(path, "")
-        parent = rules.get(path.rpartition(".")[0], "") if path else ""
-        yield path, module, rule, bool(rule) and rule != parent
 
 
 def _validate_values(model: nn.Module, low: set[str]) -> None:
@@ -260,10 +230,10 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
 
 def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
     """Give every module that needs one its binding and its bound class."""
-    for path, module, rule, entrance in _ruled(model, plan):
+    for path, module, rule, entrance in ruled(model, plan):
         known = binding_of(module)
         root = not path or (known is not None and known.root)
-        guest = not root and _is_stateless(module)
+        guest = not root and is_stateless(module)
         binding = Binding(
             policy,
             devices,
@@ -286,10 +256,6 @@ def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan
             binding.holders.add(model)
         module.__dict__[KEY] = binding
         bind_class(module, on=True)
-
-
-def _is_stateless(module: nn.Module) -> bool:
-    return not module._modules and all(value is None for kept in (module._parameters, module._buffers) for value in kept.values())
 
 
 def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -> None:

@@ -3,7 +3,7 @@
 transformers chooses a model's arguments by the names in its signature, torch.fx makes the placeholders of a graph from
 them: a bound forward has name, docstring, annotations and signature of the user's. Two tools read in a way that loses
 the region, and are refused: `torch.jit.script` compiles the source of the user's forward, and `torch.fx` records the
-operators of a region and not the region. `torch.compile`, `torch.export`, `torch.jit.trace` and `make_fx` see the casts.
+operators of a region and not the region. `torch.compile`, `torch.export`, `torch.jit.trace` and `make_fx` see casts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -27,13 +28,15 @@ __all__ = ["graph_methods", "plain_forward", "presented_as", "refuse_fx", "refus
 DYNAMO = "_torchdynamo"  # what torch.compile notes on a function: it would run that in the place of ours
 
 
-def presented_as(forward: FunctionType, original: type[nn.Module]) -> FunctionType:
+def presented_as(forward: Callable[..., Any], original: type[nn.Module]) -> Callable[..., Any]:
     """Give `forward` the name, docstring, annotations, signature and attributes of the forward of `original`."""
     own = original.forward
     functools.update_wrapper(forward, own, updated=())
     for name, value in getattr(own, "__dict__", {}).items():
         if not name.startswith(DYNAMO):
             forward.__dict__.setdefault(name, value)
+    with suppress(ValueError, TypeError):  # a builtin function may have none
+        forward.__dict__["__signature__"] = inspect.signature(own)  # inspect.getfullargspec does not look further
     return forward
 
 
@@ -50,7 +53,7 @@ def plain_forward(original: type[nn.Module], bound: Callable[[], type[nn.Module]
         return original  # looked up at each call: a forward that its class is given later counts
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super(bound(), module).forward(*args, **kwargs)
+        return getattr(super(bound(), module), "forward")(*args, **kwargs)  # noqa: B009  # no attribute of Module
 
     return SimpleNamespace(forward=forward)
 

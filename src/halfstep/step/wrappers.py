@@ -7,13 +7,16 @@ given: a wrapper calls what is in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError
 
-__all__ = ["cuts_hooks", "refuse_foreign", "unwrap", "unwrap_optimizer"]
+__all__ = ["cuts_hooks", "refuse_foreign", "refuse_own_forwards", "unwrap", "unwrap_optimizer"]
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 FABRIC = "_FabricModule"
@@ -22,8 +25,8 @@ OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOp
 
 SHARDED = {
     "FSDPModule": "sharded by fully_shard; call hs.prepare before fully_shard",
-    "FullyShardedDataParallel": "sharded by FullyShardedDataParallel, whose parameters are flat pieces; call hs.prepare "
-    "first, then fully_shard",
+    "FullyShardedDataParallel": "sharded by FullyShardedDataParallel, whose parameters are flat pieces; call "
+    "hs.prepare first, then fully_shard",
     "DeepSpeedEngine": "run by DeepSpeed, which casts weights and scales losses itself; give hs.prepare the model "
     "without it",
 }
@@ -50,13 +53,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def cuts_hooks(model: nn.Module) -> bool:
     """Return whether `model` is wrapped in something that holds on to the parameters as they are.
 
-    DistributedDataParallel has hooks on them and torch.compile guards; Fabric's wrapper calls the model, or one of these.
+    DistributedDataParallel has hooks on them, torch.compile guards; Fabric's wrapper calls the model, or one of these.
     """
     within = model._modules.get("_forward_module") if _is(model, FABRIC) else model
     return within is not None and unwrap(within) is not within
 
 
-def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the user's optimizer inside the wrappers of accelerate, Lightning and Fabric.
 
     Raises:
@@ -97,3 +100,22 @@ def refuse_foreign(model: nn.Module) -> None:
         for name, why in SHARDED.items():
             if _is(module, name) and "_halfstep" not in module.__dict__:
                 raise BindError(f"{what} is already {why}")
+
+
+def refuse_own_forwards(modules: Iterable[tuple[str, nn.Module, str, bool]]) -> None:
+    """Refuse a forward that is set on an instance, where a region would have to be opened: it hides the class' own.
+
+    Args:
+        modules: (path, module, rule, whether it is the outermost one with that rule).
+
+    Raises:
+        BindError: which module, and what to do.
+    """
+    for path, module, _, entrance in modules:
+        if "forward" in module.__dict__ and "_halfstep" not in module.__dict__ and (entrance or not path):
+            raise BindError(
+                f"{f'module {path!r}' if path else 'the model'} has a forward of its own, set on the instance, which "
+                "would run outside the policy's region (accelerate's mixed precision and device hooks set one, and "
+                "model.forward = ...); call hs.prepare first, or undo it (del model.forward, "
+                'Accelerator(mixed_precision="no"), accelerate.hooks.remove_hook_from_module(model, recurse=True))'
+            )
