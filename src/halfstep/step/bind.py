@@ -148,16 +148,15 @@ def _rebuild_binding(
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`, which wins over the policy's operator rules.
 
-    low = every operator low but losses, fp32 = off, keep = by input.
+    low = every operator low but losses, fp32 = off, keep = by input. Policies that differ in module rules only have
+    regions of their own: see note [guests].
     """
     if rule == "low":
-        return recipe_for(
-            policy.replace(table="all-low", ops=(), residual="low", loss="fp32", modules=()), device_types
-        )
+        return recipe_for(policy.replace(table="all-low", ops=(), residual="low", loss="fp32"), device_types)
     if rule == "keep":
         every = (("*", "keep"),)
-        return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32", modules=()), device_types)
-    return recipe_for(policy.replace(modules=()), device_types, enabled=rule != "fp32")
+        return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32"), device_types)
+    return recipe_for(policy, device_types, enabled=rule != "fp32")
 
 
 def binding_of(module: nn.Module) -> Binding | None:
