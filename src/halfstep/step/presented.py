@@ -32,8 +32,9 @@ def presented_as(forward: Callable[..., Any], original: type[nn.Module]) -> Call
     """Give `forward` the name, docstring, annotations, signature and attributes of the forward of `original`."""
     own = original.forward
     functools.update_wrapper(forward, own, updated=())
-    for name, value in getattr(own, "__dict__", {}).items():
-        if not name.startswith(DYNAMO):
+    noted = getattr(own, "__dict__", {})
+    if not any(name.startswith(DYNAMO) for name in noted):
+        for name, value in noted.items():
             forward.__dict__.setdefault(name, value)
     with suppress(ValueError, TypeError):  # a builtin function may have none
         forward.__dict__["__signature__"] = inspect.signature(own)  # inspect.getfullargspec does not look further
