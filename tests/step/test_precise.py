@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -262,7 +262,7 @@ def test_a_library_records_the_format_that_it_writes(name: str, master: str) -> 
     parameters = dict(model.named_parameters())
     want = model.state_dict()
     for saver in (model, nn.ModuleList([model])[0]):
-        saved = saver.save_pretrained()
+        saved = cast(Library, saver).save_pretrained()
         assert {str(value.dtype) for value in saved.values()} == {model.config.dtype}
         assert all(torch.equal(value, want[key]) for key, value in saved.items())
     assert all(p is parameters[n] for n, p in model.named_parameters())

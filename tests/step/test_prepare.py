@@ -385,10 +385,12 @@ def test_what_is_no_model_gets_a_sentence() -> None:
         hs.prepare([], policy="O2")
     with pytest.raises(BindError, match="not list; call it for each model"):
         hs.unprepare([model])  # type: ignore[type-var]
-    for thing in [torch.optim.SGD, model, "adam", torch.optim.lr_scheduler.StepLR(stepper, 1), [None]]:
+    steppers: list[Any] = [torch.optim.SGD, model, "adam", torch.optim.lr_scheduler.StepLR(stepper, 1), [None]]
+    for thing in steppers:
         with pytest.raises(BindError, match="optimizers must be a torch Optimizer or a list of them"):
             hs.prepare(model, thing, policy="O2")
-    for thing in [None, 2, {"params": "low"}, torch.bfloat16, "bf16", "missing.toml"]:
+    policies: list[Any] = [None, 2, {"params": "low"}, torch.bfloat16, "bf16", "missing.toml"]
+    for thing in policies:
         with pytest.raises(PolicyError):
             hs.prepare(model, policy=thing)
     assert type(model) is nn.Linear and model.weight.dtype is FP32

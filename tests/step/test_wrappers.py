@@ -28,11 +28,11 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer = optimizer
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         return self.optimizer.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -117,7 +117,7 @@ def test_a_wrapper_that_is_not_known_is_refused_in_words() -> None:
             self.inner = inner
 
         @property
-        def param_groups(self) -> Any:
+        def param_groups(self) -> Any:  # type: ignore[override]
             return self.inner.param_groups
 
     model = nn.Linear(4, 4)
@@ -195,6 +195,6 @@ def test_a_forward_of_an_instance_is_refused_where_it_hides_a_region(name: str) 
 def test_a_forward_that_is_replaced_after_prepare_may_call_the_bound_one() -> None:
     model = hs.prepare(nn.Linear(4, 4), policy=policy("torch").replace(outputs="keep"))
     bound = model.forward
-    model.forward = lambda x: 2 * bound(x)  # type: ignore[method-assign]
+    model.forward = lambda x: 2 * bound(x)  # type: ignore[method-assign, assignment]
     assert model(X).dtype is torch.bfloat16
     hs.prepare(model, policy=policy("torch").replace(outputs="keep"))
