@@ -13,9 +13,11 @@ __all__ = [
     "AuditError",
     "BannedOperatorError",
     "BindError",
+    "ConversionError",
     "FormatError",
     "HalfstepError",
     "LossError",
+    "MissingKernelError",
     "PolicyError",
     "RegionError",
     "ScaleError",
@@ -52,6 +54,14 @@ class RegionError(HalfstepError, RuntimeError):
 
 class BannedOperatorError(RegionError, NotImplementedError):
     """An operator the policy forbids was called with low-precision inputs (Apex raises NotImplementedError there)."""
+
+
+class MissingKernelError(RegionError, NotImplementedError):
+    """An operator that torch does not have in the low format of a region."""
+
+
+class ConversionError(RegionError, TypeError):
+    """A low tensor handed to a library that does not have its format."""
 
 
 class LossError(HalfstepError, RuntimeError):

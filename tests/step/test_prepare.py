@@ -364,6 +364,38 @@ def test_failed_calls_change_nothing() -> None:
         unchanged(model, before)
 
 
+def test_what_is_no_model_gets_a_sentence() -> None:
+    model = nn.Linear(4, 4)
+    stepper = torch.optim.SGD(model.parameters(), 0.1)
+    things: list[Any] = [None, {}, {"a": model}, nn.Linear, "model", X, stepper, lambda x: x, 3]
+    for thing in things:
+        name = type(thing).__name__
+        with pytest.raises(BindError, match=f"models must be a torch Module or a list of them, not {name}"):
+            hs.prepare(thing, policy="O2")
+        with pytest.raises(BindError, match=rf"hs\.unprepare takes a model, a torch Module, not {name}"):
+            hs.unprepare(thing)
+        with pytest.raises(BindError, match=rf"hs\.prepared_policy takes a model, a torch Module, not {name}"):
+            hs.prepared_policy(thing)
+        with (
+            pytest.raises(BindError, match=rf"hs\.edit_weights takes a model, a torch Module, not {name}"),
+            hs.edit_weights(thing),
+        ):
+            pass
+    with pytest.raises(BindError, match="empty list"):
+        hs.prepare([], policy="O2")
+    with pytest.raises(BindError, match="not list; call it for each model"):
+        hs.unprepare([model])  # type: ignore[type-var]
+    steppers: list[Any] = [torch.optim.SGD, model, "adam", torch.optim.lr_scheduler.StepLR(stepper, 1), [None]]
+    for thing in steppers:
+        with pytest.raises(BindError, match="optimizers must be a torch Optimizer or a list of them"):
+            hs.prepare(model, thing, policy="O2")
+    policies: list[Any] = [None, 2, {"params": "low"}, torch.bfloat16, "bf16", "missing.toml"]
+    for thing in policies:
+        with pytest.raises(PolicyError):
+            hs.prepare(model, policy=thing)
+    assert type(model) is nn.Linear and model.weight.dtype is FP32
+
+
 def test_nan_before_the_first_step() -> None:
     model = net()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import get_autocast_dtype
 
+from halfstep.cast.explained import explained
 from halfstep.cast.recipe import DTYPES, Recipe, call_traced, close_recipe, open_recipe, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
@@ -74,6 +75,8 @@ class autocast:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         close_recipe(self.recipe, self, failing=exc_type is not None)
+        if exc is not None and (better := explained(exc)) is not None:
+            raise better from exc
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region."""
@@ -156,7 +159,10 @@ def _recipe(
         raise PolicyError("hs.autocast needs a device_type ('cpu', 'cuda', ...) or a policy (policy='mixed')")
     if device_type is not None and not isinstance(device_type, str):
         raise PolicyError(f"device_type must be a string such as 'cuda' and is {device_type!r}")
-    devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
+    try:
+        devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
+    except RuntimeError as error:
+        raise PolicyError(f"device_type {device_type!r} is no device torch knows; torch says: {error}") from None
     for device in devices:
         if not torch.amp.is_autocast_available(device):
             raise PolicyError(f"torch.autocast does not exist for device_type {device!r}; use 'cpu' or an accelerator")

@@ -7,6 +7,12 @@ see fp32 values. No function of the user is replaced, and taking the binding off
 Note [what is bound]: every module with a forward, leaves of torch.nn too: activation checkpointing recomputes any of
 them alone, and users call a head or a layer by itself. Inside the region a bound forward costs one comparison.
 
+Note [guests]: a module without parameters, buffers and children may serve several models, prepared or not: libraries
+keep one GELU for a whole process. It follows the region it is called in and opens none of its own; a module rule about
+it holds in the regions of the policy that has the rule. Losses open a region where none is open, since their rules are
+meant for a loss that is called outside the model. A guest that the backward pass computes again under torch.autocast is
+in a checkpointed part of its model.
+
 Note [parametrizations]: torch.nn.utils.parametrize gives a module a class of its own, and takes it off by its first
 base. It stays the outermost: what is bound is the class below it, and torch's is made again over that.
 """
@@ -16,29 +22,31 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import is_autocast_enabled, nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
 from halfstep.cast.dispatch import RuleMode
+from halfstep.cast.explained import EXPLAINED, explained
 from halfstep.cast.layers import low_forward, unruled
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
-from halfstep.errors import RegionError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.step.ranks import refuse_own_loop
+from halfstep.policy.scale_rule import ScaleRule
+from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
+from halfstep.step.presented import graph_methods, plain_forward, presented_as, refuse_fx, refuse_script
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
 
-__all__ = ["Binding", "binding_of", "bind_class", "explained", "is_bound"]
+__all__ = ["KEY", "Binding", "bind_class", "binding_of", "is_bound"]
 
-KEY = "_halfstep"
 NOWHERE = object()
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -56,6 +64,8 @@ class Binding:
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
+        home: the regions in which a guest does what its rule says, see note [guests]; None for all other modules.
+        holders: the prepared models that a guest is a part of.
         unruled: whether no rule of the region concerns what its forward calls; None: not yet known.
         idle: whether there is nothing to do inside the region: no mode to take off, no weight to hand over.
         averages: whether only `TrainStep` averages gradients over processes as the policy says.
@@ -71,6 +81,8 @@ class Binding:
         rule: str = "",
         entrance: bool = False,
         store: WeightStore | None = None,
+        guest: bool = False,
+        alone: bool = False,
     ) -> None:
         self.policy = policy
         self.device_types = device_types
@@ -81,6 +93,12 @@ class Binding:
         self.store = store
         self.recipe = module_recipe(policy, device_types, rule)
         self.passes = NOWHERE if root or entrance else self.recipe
+        self.home: frozenset[Any] | None = None
+        self.holders = WeakSet[nn.Module]()
+        if guest:
+            rules = {"", *(rule for _, rule in policy.modules)} if entrance else ()
+            self.home = frozenset(module_recipe(policy, device_types, each) for each in rules)
+            self.home |= {None} if alone else set()
         self.unruled: bool | None = None
         self.idle = False
         self.averages = (policy.reduce != "grad" or policy.grads == "fp32") and reduces_itself(
@@ -89,7 +107,14 @@ class Binding:
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
-        self.root, self.passes = True, NOWHERE
+        self.root, self.passes, self.home = True, NOWHERE, None
+
+    def abroad(self, bound: Any) -> bool:
+        """Return whether this guest has nothing to do in the region `bound`."""
+        if self.home is None or bound in self.home:
+            return False
+        computed_again = bound is None and torch._C._current_graph_task_id() != -1
+        return not (computed_again and any(is_autocast_enabled(device) for device in self.device_types))
 
     def learn(self, module: nn.Module, original: type[nn.Module], mode: RuleMode) -> bool:
         """Find out, once, whether `mode` has no rule for what the forward of `module` calls."""
@@ -104,6 +129,8 @@ class Binding:
             self.root,
             self.rule,
             self.entrance,
+            self.home is not None,
+            self.home is not None and None in self.home,
         )
 
     def __repr__(self) -> str:
@@ -111,25 +138,31 @@ class Binding:
 
 
 def _rebuild_binding(
-    policy: Policy, device_types: tuple[str, ...], path: str, root: bool, rule: str, entrance: bool
+    policy: Policy,
+    device_types: tuple[str, ...],
+    path: str,
+    root: bool,
+    rule: str,
+    entrance: bool,
+    guest: bool = False,
+    alone: bool = False,
 ) -> Binding:
-    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance)
+    return Binding(policy, device_types, path=path, root=root, rule=rule, entrance=entrance, guest=guest, alone=alone)
 
 
 @lru_cache(maxsize=256)
 def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> Recipe:
     """Return the region of a module under `rule`, which wins over the policy's operator rules.
 
-    low = every operator low but losses, fp32 = off, keep = by input.
+    low = every operator low but losses, fp32 = off, keep = by input. Policies that differ in module rules only have
+    regions of their own: see note [guests].
     """
     if rule == "low":
-        return recipe_for(
-            policy.replace(table="all-low", ops=(), residual="low", loss="fp32", modules=()), device_types
-        )
+        return recipe_for(policy.replace(table="all-low", ops=(), residual="low", loss="fp32"), device_types)
     if rule == "keep":
         every = (("*", "keep"),)
-        return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32", modules=()), device_types)
-    return recipe_for(policy.replace(modules=()), device_types, enabled=rule != "fp32")
+        return recipe_for(policy.replace(table="all-low", ops=every, residual="fp32"), device_types)
+    return recipe_for(policy, device_types, enabled=rule != "fp32")
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -139,8 +172,8 @@ def binding_of(module: nn.Module) -> Binding | None:
 
 
 def is_bound(module: nn.Module) -> bool:
-    """Return whether `module` or anything in it is bound."""
-    return any(binding_of(m) is not None for m in module.modules())
+    """Return whether `module` or anything in it is bound; guests of other models do not count."""
+    return any((binding := binding_of(m)) is not None and binding.home is None for m in module.modules())
 
 
 def bind_class(module: nn.Module, *, on: bool) -> None:
@@ -155,6 +188,11 @@ def bind_class(module: nn.Module, *, on: bool) -> None:
         kind = bound_class(kind)
     if is_parametrized(module):
         body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
+        if "__deepcopy__" in body:
+            copies = getattr(body["__deepcopy__"], "__wrapped__", body["__deepcopy__"])  # torch's own
+            body["__deepcopy__"] = copying(copies, _rebuild_by, _bind_late) if on else copies
+        elif not on and not hasattr(kind, "__deepcopy__"):  # parametrized while it was bound
+            body["__deepcopy__"] = copy_parametrized
         kind = type(own.__name__, (kind,), body)
     module.__class__ = kind
 
@@ -166,18 +204,6 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 def _first_float(tree: Any) -> torch.dtype | None:
     return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in FLOATS), None)
-
-
-def explained(error: RuntimeError, tree: Any) -> RegionError | None:
-    """Return an error that says what to do if `error` is about a float64 tensor of `tree` among others, else None."""
-    if "Double" not in str(error) or isinstance(error, RegionError):
-        return None
-    if all(tensor.dtype is not torch.float64 for tensor in tensors(tree)):
-        return None
-    return RegionError(
-        "a float64 input met weights of another format, and no rule touches float64; if it came from numpy, whose "
-        f"default that is, pass x.float(). torch says: {error}"
-    )
 
 
 def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, Any, torch.dtype | None]:
@@ -201,6 +227,8 @@ def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tupl
 def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run `forward` in the region of `binding`."""
     state = STATE
+    if binding.home is not None and binding.abroad(state.bound):
+        return forward(module, *args, **kwargs)
     store = binding.store
     if store is not None:
         store.entered(module)
@@ -214,11 +242,12 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if inside:
         result = forward(module, *args, **kwargs)
     else:
+        refuse_fx(binding.recipe, (args, kwargs))
         with opened(binding.recipe, depth=2):
             state.bound = binding.recipe
             try:
                 result = forward(module, *args, **kwargs)
-            except RuntimeError as error:
+            except EXPLAINED as error:
                 if (better := explained(error, (args, kwargs))) is None:
                     raise
                 raise better from error
@@ -243,11 +272,13 @@ _visit_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # to
 def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """`_enter` in the words Dynamo traces."""
     state = STATE
+    outer = state.bound
+    if binding.home is not None and outer not in binding.home:
+        return forward(module, *args, **kwargs)
     if state.visit is not None and binding.root:
         _visit_traced(id(module))
     elif binding.averages and binding.root:
         refuse_own_loop(module, binding.policy)
-    outer = state.bound
     args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None or outer is SUSPENDED)
     if outer is binding.recipe or (outer is SUSPENDED and binding.policy.params == "fp32"):
         result = forward(module, *args, **kwargs)
@@ -274,19 +305,20 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
     layer = low_forward(original)
+    own = plain_forward(original, lambda: bound_class(original))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
         if binding is None:  # made by the class itself, as a Sequential's slice
-            return original.forward(self, *args, **kwargs)
+            return own.forward(self, *args, **kwargs)
         state = STATE
         if binding.idle and state.bound is binding.passes:
-            return original.forward(self, *args, **kwargs)
+            return own.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             if state.bound is binding.passes:
-                return original.forward(self, *args, **kwargs)
-            return _enter_compiled(binding, original.forward, self, args, kwargs)
-        mode, run = binding.recipe.mode, original.forward
+                return own.forward(self, *args, **kwargs)
+            return _enter_compiled(binding, own.forward, self, args, kwargs)
+        mode, run = binding.recipe.mode, own.forward
         free = mode is None or (binding.learn(self, original, mode) if binding.unruled is None else binding.unruled)
         if state.bound is binding.recipe and state.mode is not mode:  # in a region that somebody opened inside
             free = False
@@ -302,62 +334,9 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
         finally:
             _push_on_torch_function_stack(mode)
 
-    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        original._save_to_state_dict(self, destination, prefix, keep_vars)
-        for name, parameter, store in _low_parameters(self):
-            store.exposed += 1
-            destination[prefix + name] = store.value(parameter) if keep_vars else store.read(parameter)
-
-    def load(
-        self: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        low = _low_parameters(self)
-        if low and local_metadata.get("assign_to_params_buffers", False):
-            raise WeightsError(
-                f"load_state_dict(assign=True) would replace the low parameters of {prefix.rstrip('.') or 'the model'} "
-                "and leave their fp32 weights behind; load without assign"
-            )
-        for path, module in [(prefix[:-1], self)] if prefix else self.named_modules():  # all, before any is loaded
-            for name, parameter, store in _low_parameters(module):
-                value = state_dict.get(f"{path}.{name}" if path else name)
-                if isinstance(value, Tensor):
-                    store.refuse(parameter, value)
-        original._load_from_state_dict(
-            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        for name, parameter, store in low:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                store.assign(parameter, value)
-
-    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
-        state = reduced[2] if len(reduced) > 2 else None
-        precise = {name: store.value(parameter) for name, parameter, store in _low_parameters(self)}
-        return (_rebuild, (original,), _Carried(state, precise) if precise else state, *reduced[3:])
-
-    def setstate(self: nn.Module, state: Any) -> None:
-        if not isinstance(state, _Carried):
-            original.__setstate__(self, state)
-            return
-        original.__setstate__(self, state.state)
-        for name, master in state.precise.items():
-            parameter = self._parameters[name]
-            assert parameter is not None
-            parameter.data = master.data
-
     body: dict[str, Any] = {
-        "_save_to_state_dict": save,
-        "_load_from_state_dict": load,
-        "__reduce_ex__": reduce_ex,
-        "__setstate__": setstate,
+        **methods_of(original, _rebuild, _rebuild_by, _bind_late),
+        **graph_methods(original),
         "_halfstep_original": original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -365,33 +344,43 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
     }
     if original.forward is not nn.Module.forward:
         forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
-        body["forward"] = forward
+        body["forward"] = presented_as(forward, original)
+        body["__prepare_scriptable__"] = refuse_script
     return type(original.__name__, (original,), body)
 
 
-class _Carried(NamedTuple):
-    """The state of a module with low parameters while it is copied or pickled.
-
-    Attributes:
-        state: what its class says; the low parameters in it are those an optimizer holds, and stay the same objects.
-        precise: the fp32 values they take in the copy, by name.
-    """
-
-    state: Any
-    precise: dict[str, nn.Parameter]
+def _bind_late(module: nn.Module) -> None:
+    """Bind the children of `module` that hold parameters and were made after it was bound, if it is low."""
+    parent = binding_of(module)
+    if parent is None or parent.store is None:
+        return
+    for name, child in module._modules.items():
+        if child is None or binding_of(child) is not None or next(child.parameters(), None) is None:
+            continue
+        path = f"{parent.path}.{name}".lstrip(".")
+        child.__dict__[KEY] = Binding(
+            parent.policy, parent.device_types, path=path, root=False, rule=parent.rule, store=parent.store
+        )
+        bind_class(child, on=True)
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
-    """Make the bare instance that pickle and deepcopy fill."""
+    """Make the bare instance that pickle fills."""
     kind = bound_class(original)
+    allow_in_files((kind, f"halfstep.bound.{original.__module__}.{original.__qualname__}"))
     return kind.__new__(kind)
 
 
-def _low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightStore]]:
-    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them."""
-    binding = module.__dict__.get(KEY)
-    if binding is None or binding.store is None:
-        return []
-    store = binding.store
-    store.heal()
-    return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
+def _rebuild_by(
+    binding: Binding | None, precise: dict[str, nn.Parameter], make: Callable[..., Any], args: tuple[Any, ...]
+) -> nn.Module:
+    """Make a module the way its class does, and bind it with `binding`."""
+    module: nn.Module = make(*args)
+    make_precise(module, precise)
+    if binding is not None:
+        module.__dict__[KEY] = binding
+        bind_class(module, on=True)
+    return module
+
+
+allow_in_files(_rebuild, _rebuild_binding, Policy, ScaleRule)

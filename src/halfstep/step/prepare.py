@@ -23,6 +23,8 @@ from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
+from halfstep.step.guests import is_stateless, refuse_rules, ruled
+from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.lows import beyond
@@ -32,23 +34,10 @@ __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"fp32": torch.float32, **LOW}
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 PolicyLike = Policy | str | Path
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's model inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
-    while True:
-        if isinstance(model, WRAPPERS):
-            inner = model.module
-        else:
-            inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 @overload
@@ -93,7 +82,10 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: bool = False) -> Any:
     """Do what `prepare` does; `one_pass`: see `resolved`."""
     model_list = _listed(models, nn.Module, "models")
+    if not model_list:
+        raise BindError("hs.prepare: models is an empty list; give it the model, or a list of models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
+    optimizer_list = [unwrap_optimizer(optimizer) for optimizer in optimizer_list]
     wanted = Policy.of(policy)
     require_engine(wanted)
     devices = _devices(model_list)
@@ -146,23 +138,21 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
     known = binding_of(inner)
     for path, module in inner.named_modules() if known is None or known.policy != policy else ():
         part = binding_of(module)  # of a model prepared before, a part may have been prepared anew since
-        if part is not None and part.policy != policy:
+        if part is not None and part.policy != policy and part.home is None:
             what = f"module {path!r}" if path else "the model"
             raise BindError(
                 f"{what} is already prepared with policy {part.policy.name!r} and was given {policy.name!r}; "
                 f"hs.unprepare it first. They differ:\n{part.policy.diff(policy)}"
             )
-    if inner is not model and known is None and concrete.params == "low":
+    refuse_foreign(inner)
+    if cuts_hooks(model) and known is None and concrete.params == "low":
         raise BindError(
             f"{type(model).__name__} was wrapped around the model before hs.prepare, and lowering its parameters now "
             "would cut the wrapper's gradient hooks; call hs.prepare(model, ...) first, then wrap"
         )
-    for path, module in inner.named_modules():
-        if any(c.__name__ == "FSDPModule" for c in type(module).__mro__) and known is None:
-            raise BindError(
-                f"module {path or '<root>'!r} is already sharded by fully_shard; call hs.prepare before fully_shard"
-            )
     plan = resolve(policy, inner, devices[0])
+    refuse_own_forwards(ruled(inner, plan))
+    refuse_rules(inner, policy, ruled(inner, plan))
     if not _is_done(model, concrete):
         _refuse_sharded(inner, plan)
         low = {p.name for p in plan.parameters if p.low}
@@ -277,14 +267,31 @@ def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]
 
 def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
     """Give every module that needs one its binding and its bound class."""
-    rules = {m.path: m.rule for m in plan.modules}
-    for path, module in list(model.named_modules()):
-        rule = rules.get(path, "")
-        parent = rules.get(path.rpartition(".")[0], "") if path else ""
+    for path, module, rule, entrance in ruled(model, plan):
         known = binding_of(module)
         root = not path or (known is not None and known.root)
-        entrance = bool(rule) and rule != parent
-        module.__dict__[KEY] = Binding(policy, devices, path=path, root=root, rule=rule, entrance=entrance, store=store)
+        guest = not root and is_stateless(module)
+        binding = Binding(
+            policy,
+            devices,
+            path=path,
+            root=root,
+            rule=rule,
+            entrance=entrance,
+            store=store,
+            guest=guest,
+            alone=isinstance(module, nn.modules.loss._Loss),
+        )
+        if guest:
+            if not binding.home and binding.recipe.mode is None:
+                continue  # nothing to do in any region
+            if known is not None and known.home is not None:
+                if known.entrance and known.holders and not entrance:  # a rule of another model, for its own regions
+                    known.holders.add(model)
+                    continue
+                binding.holders |= known.holders
+            binding.holders.add(model)
+        module.__dict__[KEY] = binding
         bind_class(module, on=True)
 
 
@@ -297,6 +304,13 @@ def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -
         store.attach(optimizer)
 
 
+def _module(model: object, what: str) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return unwrap(model)
+    many = "; call it for each model" if isinstance(model, (list, tuple)) else ""
+    raise BindError(f"{what} takes a model, a torch Module, not {type(model).__name__}{many}")
+
+
 def store_of(model: nn.Module) -> WeightStore | None:
     """Return the precise weights behind a prepared model, or None."""
     binding = binding_of(unwrap(model))
@@ -305,7 +319,7 @@ def store_of(model: nn.Module) -> WeightStore | None:
 
 def prepared_policy(model: nn.Module) -> Policy | None:
     """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not."""
-    binding = binding_of(unwrap(model))
+    binding = binding_of(_module(model, "hs.prepared_policy"))
     return None if binding is None else binding.policy
 
 
@@ -315,14 +329,18 @@ def unprepare(model: ModelT) -> ModelT:
     Raises:
         BindError: the model is not prepared.
     """
-    inner = unwrap(model)
+    inner = _module(model, "hs.unprepare")
     binding, store = binding_of(inner), store_of(inner)
     if binding is None:
         raise BindError("hs.unprepare: this model is not prepared (pass the model that was given to hs.prepare)")
-    for module in inner.modules():
-        if binding_of(module) is not None:
-            bind_class(module, on=False)
-            del module.__dict__[KEY]
+    modules = list(inner.modules())
+    for module in modules:
+        mine = binding_of(module)
+        if mine is not None:
+            mine.holders.difference_update(modules)
+            if not mine.holders:  # else a guest of another prepared model
+                bind_class(module, on=False)
+                del module.__dict__[KEY]
     LowStates.release({id(p) for p in inner.parameters()})
     if store is not None:
         low = [p for p in inner.parameters() if p in store and binding.policy.grads == "fp32"]
@@ -348,7 +366,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         BindError: the model is not prepared.
         WeightsError: the block has left a weight that the low format cannot hold; that parameter is as it was before.
     """
-    inner = unwrap(model)
+    inner = _module(model, "hs.edit_weights")
     if binding_of(inner) is None:
         raise BindError("hs.edit_weights: this model is not prepared; edit its parameters directly")
     store = store_of(inner)

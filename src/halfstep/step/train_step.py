@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.cast.copies import Copies
+from halfstep.cast.explained import EXPLAINED, explained
 from halfstep.cast.recipe import Recipe, opened, run_eagerly
 from halfstep.cast.recompute import backward
 from halfstep.cast.state import STATE
@@ -32,7 +33,7 @@ from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
 from halfstep.step.arguments import check_arguments, evidence_folder
-from halfstep.step.bind import binding_of, explained
+from halfstep.step.bind import binding_of
 from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
@@ -44,6 +45,7 @@ from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwra
 from halfstep.step.ranks import ranks_of
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
+from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.weights.states import LowStates
 
 __all__ = ["TrainStep"]
@@ -104,6 +106,7 @@ class TrainStep:
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
     ) -> None:
+        optimizer = unwrap_optimizer(optimizer)
         check_arguments(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
         evidence = evidence_folder(blackbox)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
@@ -236,7 +239,7 @@ class TrainStep:
                 # a replay looks at operators one by one, which compiled code has none of
                 run = self._compiled if self._compiled is not None and STATE.above is None else self.loss_fn
                 returned = run(model, *batch, **named)
-            except RuntimeError as error:
+            except EXPLAINED as error:
                 if (better := explained(error, (batch, named))) is None:
                     raise
                 raise better from error

@@ -1,0 +1,226 @@
+"""What a bound module shows of its weights: `state_dict`, copies, pickles and files that a library saves hold fp32.
+
+Methods of bound classes, and nothing else: `methods_of` returns them for one class.
+
+Note [copies]: a copy lacks the optimizers of the original, so it has no masters: its own parameters are the fp32
+values. Parameters keep their identity, since an optimizer that is copied along holds them; only their values change.
+
+Note [parts made later]: a parametrization that is registered on a bound module, or a module that is put into it, is not
+bound. It may hold low parameters, so what saves or copies a module first binds such children of it.
+
+Note [whole models]: ``torch.load(weights_only=True)`` fills an instance only if its class is allowed by name. A script
+allows its own classes; what a bound model needs beside them is allowed here. The bound class of an allowed class is
+allowed when an instance of it is rebuilt, under a name of ours that no file can ask for by accident.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from halfstep.errors import WeightsError
+from halfstep.weights import WeightStore
+
+__all__ = ["allow_in_files", "copy_parametrized", "copying", "low_parameters", "make_precise", "methods_of"]
+
+KEY = "_halfstep"  # where a bound module keeps its `Binding`
+
+Copying = Callable[[nn.Module, dict[int, Any]], nn.Module]
+Rebuild = Callable[[type[nn.Module]], nn.Module]
+Late = Callable[[nn.Module], None]
+Again = Callable[[Any, dict[str, nn.Parameter], Callable[..., Any], tuple[Any, ...]], nn.Module]
+
+
+def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightStore]]:
+    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them."""
+    binding = module.__dict__.get(KEY)
+    if binding is None or binding.store is None:
+        return []
+    store: WeightStore = binding.store
+    store.heal()
+    return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
+
+
+def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: Late) -> dict[str, Any]:
+    """Return the methods by which an instance of the bound class of `original` shows fp32 weights.
+
+    Args:
+        original: the user's class.
+        rebuild: makes the bare instance of its bound class that pickle fills; a function of a module.
+        again: binds what another function of `original` has made, with a binding; a function of a module.
+        late: binds children that were made later, see note [parts made later].
+    """
+
+    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        late(self)
+        original._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name, parameter, store in low_parameters(self):
+            store.exposed += 1
+            destination[prefix + name] = store.value(parameter) if keep_vars else store.read(parameter)
+
+    def load(
+        self: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        low = low_parameters(self)
+        if low and local_metadata.get("assign_to_params_buffers", False):
+            raise WeightsError(
+                f"load_state_dict(assign=True) would replace the low parameters of {prefix.rstrip('.') or 'the model'} "
+                "and leave their fp32 weights behind; load without assign"
+            )
+        for path, module in [(prefix[:-1], self)] if prefix else self.named_modules():  # all, before any is loaded
+            for name, parameter, store in low_parameters(module):
+                value = state_dict.get(f"{path}.{name}" if path else name)
+                if isinstance(value, Tensor):
+                    store.refuse(parameter, value)
+        original._load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name, parameter, store in low:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                store.assign(parameter, value)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        late(self)
+        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
+        state = reduced[2] if len(reduced) > 2 else None
+        precise = {name: store.value(parameter) for name, parameter, store in low_parameters(self)}
+        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # the class builds its instances itself
+            return (again, (self.__dict__.get(KEY), precise, *reduced[:2]), *reduced[2:])
+        return (rebuild, (original,), _Carried(state, precise) if precise else state, *reduced[3:])
+
+    def setstate(self: nn.Module, state: Any) -> None:
+        if not isinstance(state, _Carried):
+            original.__setstate__(self, state)
+            return
+        original.__setstate__(self, state.state)
+        make_precise(self, state.precise)
+
+    def shallow(self: nn.Module) -> nn.Module:
+        own = getattr(original, "__copy__", None)
+        twin = _as_reduced(self, original, None) if own is None else own(self)
+        # one binding for both, since they have the same parameters
+        return twin if KEY in twin.__dict__ else again(self.__dict__.get(KEY), {}, lambda: twin, ())
+
+    def whole(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        return copy_parametrized(self, memo) if is_parametrized(self) else _as_reduced(self, original, memo)
+
+    methods: dict[str, Any] = {
+        "_save_to_state_dict": save,
+        "_load_from_state_dict": load,
+        "__reduce_ex__": reduce_ex,
+        "__setstate__": setstate,
+        "__copy__": shallow,
+        "__deepcopy__": copying(getattr(original, "__deepcopy__", whole), again, late),
+    }
+    saver = getattr(original, "save_pretrained", None)
+    if callable(saver):
+        methods["save_pretrained"] = _saving(saver, late)
+    return methods
+
+
+def copying(own: Copying, again: Again, late: Late) -> Copying:
+    """Return `own`, a ``__deepcopy__``, so that the copy is bound and has the fp32 values; see note [copies]."""
+
+    @functools.wraps(own)
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        late(self)
+        twin = own(self, memo)
+        if twin is self or not isinstance(twin, nn.Module):
+            return twin
+        make_precise(twin, {name: store.value(parameter) for name, parameter, store in low_parameters(self)})
+        if KEY in twin.__dict__ and hasattr(type(twin), "_halfstep_original"):
+            return twin
+        return again(copy.deepcopy(self.__dict__.get(KEY), memo), {}, lambda: twin, ())
+
+    return deepcopy
+
+
+def make_precise(module: nn.Module, precise: Mapping[str, Tensor]) -> None:
+    """Give the low parameters of a copy, in place, the values in `precise`, by name; it shares no memory with them."""
+    for name, value in precise.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None and parameter.dtype is not value.dtype:
+            parameter.data = value.detach().clone()
+
+
+def copy_parametrized(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a parametrized module as torch does, which forbids to pickle such: everything that is in it."""
+    twin = memo[id(module)] = type(module).__new__(type(module))
+    twin.__dict__ = copy.deepcopy(module.__dict__, memo)
+    return twin
+
+
+def _as_reduced(module: nn.Module, original: type[nn.Module], memo: dict[int, Any] | None) -> nn.Module:
+    """Copy `module` the way its own class is copied and pickled; deep with a `memo`."""
+    reduced: tuple[Any, ...] = original.__reduce_ex__(module, 4)  # type: ignore[assignment]  # a str names a global
+    make, args, state, *_ = (*reduced, None)
+    twin: nn.Module = make(*(args if memo is None else copy.deepcopy(args, memo)))
+    if memo is not None:
+        memo[id(module)] = twin
+        state = copy.deepcopy(state, memo)
+    if state is not None:
+        twin.__setstate__(state)
+    return twin
+
+
+def _saving(own: Callable[..., Any], late: Late) -> Callable[..., Any]:
+    """Return `own`, the ``save_pretrained`` of a library, run while the parameters are the fp32 values.
+
+    Such a method writes `state_dict`, and what it says of its format it reads from the parameters.
+    """
+
+    @functools.wraps(own)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for module in self.modules():  # parents first: they bind what the iteration comes to next
+            late(module)
+        low = [(module, *entry) for module in self.modules() for entry in low_parameters(module)]
+        # all are made before any is shown; a parameter that is shared stays one parameter
+        shown = {id(parameter): store.value(parameter) for _, _, parameter, store in low}
+        for module, name, parameter, _ in low:
+            module._parameters[name] = shown[id(parameter)]
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            for module, name, parameter, _ in low:
+                module._parameters[name] = parameter
+
+    return save_pretrained
+
+
+class _Carried(NamedTuple):
+    """The state of a module with low parameters while it is pickled.
+
+    Attributes:
+        state: what its class says; the low parameters in it are those an optimizer holds, and stay the same objects.
+        precise: the fp32 values they take in the copy, by name.
+    """
+
+    state: Any
+    precise: dict[str, nn.Parameter]
+
+
+def allow_in_files(*allowed: Any) -> None:
+    """Let files that are loaded with ``weights_only=True`` name our own classes and functions; see note [whole models].
+
+    Args:
+        allowed: classes and functions, or (class, name in files).
+    """
+    torch.serialization.add_safe_globals(list(allowed))
+
+
+allow_in_files(_Carried)
