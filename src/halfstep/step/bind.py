@@ -38,10 +38,10 @@ from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
-from halfstep.step.ranks import refuse_own_loop
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
 from halfstep.step.presented import graph_methods, plain_forward, presented_as, refuse_fx, refuse_script
+from halfstep.step.ranks import refuse_own_loop
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
 
