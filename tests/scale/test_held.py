@@ -77,11 +77,19 @@ def test_bounds_follow_an_unusual_first_scale() -> None:
     assert (rule.floor, rule.hysteresis, rule.divide) == (4.0, 3, True)
 
 
-def test_without_cuda_it_works_all_the_same() -> None:
-    """Torch's default device switches the scaler off here, with a warning; ours follows the loss."""
+def test_without_a_device_it_works_where_the_loss_is() -> None:
     scaler = GradScaler()
     assert scaler.is_enabled() and scaler.scale(torch.ones(())).item() == 2.0**16
-    assert "device='cuda', enabled=True" in repr(scaler)
+    assert "device=None, enabled=True" in repr(scaler)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without CUDA")
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_a_scaler_for_a_device_that_is_not_there_switches_itself_off(make: Any) -> None:
+    with pytest.warns(UserWarning, match="enabled, but CUDA is not available"):
+        scaler = make("cuda")
+    assert not scaler.is_enabled() and scaler.scale(torch.ones(())).item() == 1.0
+    assert not make("cuda", enabled=False).is_enabled()  # nothing to warn of
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from halfstep.errors import BindError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
+from halfstep.scale.forms import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.weights import STRATEGIES, WeightStore
@@ -110,6 +111,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, precise: s
         binding.become_root()  # also where it is a part of another that was bound before
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
+            keep_working_form(optimizer, _stepped(optimizer, binding.store))
             if concrete.state == "low" and LowStates.of(optimizer) is None:
                 LowStates(optimizer, getattr(binding.store, "draws", None))
     if optimizers is None:
@@ -258,6 +260,12 @@ def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if any(id(p) in mine for p in model.parameters()):
         store.attach(optimizer)
+
+
+def _stepped(optimizer: Optimizer, store: WeightStore | None) -> list[torch.Tensor]:
+    """Return the parameters of `optimizer` that no precise weights stand in for when it steps."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return own if store is None else [p for p in own if p not in store]
 
 
 def store_of(model: nn.Module) -> WeightStore | None:
