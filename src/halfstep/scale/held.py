@@ -127,7 +127,7 @@ class HeldScale:
     def _host_state(self) -> dict[str, Any]:
         return dict(self._host) if self._state is None else state_to_host(self._state)
 
-    def _set_scale(self, value: float | Tensor) -> None:
+    def _set_scale(self, value: Any) -> None:
         """Set the scale by hand; a tensor makes the state on its own device if there is none yet."""
         if isinstance(value, Tensor):
             set_scale_(self._rule, self._state_on(value.device), value)

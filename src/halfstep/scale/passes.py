@@ -35,7 +35,8 @@ class Pass:
 
     def changed(self) -> tuple[set[int], set[int]]:
         """Return the ids of the parameters whose gradient is new since then, and of those whose gradient changed."""
-        made, added = set(), set()
+        made: set[int] = set()
+        added: set[int] = set()
         for parameter, gradient, version in self._before:
             now = parameter.grad
             if now is None or (now is gradient and _version(now) == version):

@@ -88,11 +88,12 @@ class Turn:
         self.mixed -= made
         self.mixed |= added - self.late
 
-    def sort(self) -> tuple[list[Tensor], bool]:
-        """Return the parameters with a mixed gradient, and whether there are gradients that are neither that nor late."""
+    def sort(self) -> tuple[list[Tensor], bool, bool]:
+        """Return the parameters with a mixed gradient, and whether there are late ones, and others."""
         for unfinished in list(self.running):  # an exception ended the pass
             self.end_pass(unfinished)
         present = [parameter for parameter, _ in gradients(self.optimizer)]
         mixed = [parameter for parameter in present if id(parameter) in self.mixed]
         known = self.mixed | self.late
-        return mixed, any(id(parameter) not in known for parameter in present)
+        late = any(id(parameter) in self.late for parameter in present)
+        return mixed, late, any(id(parameter) not in known for parameter in present)

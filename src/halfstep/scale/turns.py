@@ -54,7 +54,7 @@ class Turns:
         turn = self.of(optimizer, method)
         if turn.stage is not Stage.UNSCALED or turn.is_as_unscaled(unfollowed):
             return turn
-        mixed, others = turn.sort()
+        mixed, late, others = turn.sort()
         kind = type(optimizer).__name__
         remedy = "Run every backward pass before unscale_(), and call update() also after a step that you skip by hand"
         if mixed:
@@ -67,7 +67,7 @@ class Turns:
                 f"{method}(): this {kind} has gradients that came after unscale_(), and it is not known whether they "
                 f"are scaled. {remedy}"
             )
-        if turn.late and not others:
+        if late and not others:
             if turn.found is not None:
                 self.record(turn.found)
             turn = self._turns[id(optimizer)] = Turn(optimizer)
