@@ -93,7 +93,8 @@ class Turn:
         for unfinished in list(self.running):  # an exception ended the pass
             self.end_pass(unfinished)
         present = [parameter for parameter, _ in gradients(self.optimizer)]
+        ids = {id(parameter) for parameter in present}
+        self.mixed &= ids
+        self.late &= ids
         mixed = [parameter for parameter in present if id(parameter) in self.mixed]
-        known = self.mixed | self.late
-        late = any(id(parameter) in self.late for parameter in present)
-        return mixed, late, any(id(parameter) not in known for parameter in present)
+        return mixed, bool(self.late), bool(ids - self.mixed - self.late)
