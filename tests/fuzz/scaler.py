@@ -1,9 +1,9 @@
 """Random sequences of GradScaler calls on three machines: halfstep's scaler, torch's, and an oracle without scaling.
 
-A program makes one to three optimizers and calls, in any order: scale and backward (of some parameters; at once, or held
-and differentiated later), unscale_, step, update (also with a scale), zero_grad (None or zeros), gradients replaced by a
-function of themselves or changed in place, an unscaled loss, setters, state_dict and pickle. All numbers are exact in fp32
-under the scales used, so weights are compared bit for bit.
+A program makes one to three optimizers and calls, in any order: scale and backward (of some parameters; at once, or
+held and differentiated later), unscale_, step, update (also with a scale), zero_grad (None or zeros), gradients replaced
+by a function of themselves or changed in place, an unscaled loss, setters, state_dict and pickle. All numbers are exact
+in fp32 under the scales used, so weights are compared bit for bit.
 
 The oracle keeps, for every parameter, the sum of the true gradients that its ``p.grad`` stands for, and knows for every
 call of halfstep whether it must pass or raise ScaleError, which optimizer steps, and what the scale becomes. It says
@@ -12,12 +12,16 @@ nothing more about an optimizer ("lost") once the program itself has made a grad
 - one that an earlier step left behind (no zero_grad), alone or with a scaled one added to it;
 - a sum of gradients under two scales, or of a scaled and an unscaled loss before unscale_.
 
+An unscaled loss never begins the gradient of a parameter whose late or mixed one (below) was dropped since `unscale_`:
+the scaler sees neither happen and takes the new one for the old.
+
 torch's scaler is compared with halfstep's in weights, scale, tracker and errors, up to the first difference. Each is
 classified; any other is a finding:
 
-- idle: an optimizer without gradients. torch's step raises, and its update if there was nothing else; ours does nothing.
-- skipped by hand: unscale_, zero_grad, a new scaled gradient. torch's second unscale_ raises and its step takes gradients
-  that are still scaled; ours begins anew, checked against the oracle.
+- idle: an optimizer without gradients. torch's step raises, and its update if there was nothing else; ours does
+  nothing.
+- skipped by hand: unscale_, zero_grad, a new scaled gradient. torch's second unscale_ raises and its step takes
+  gradients that are still scaled; ours begins anew, checked against the oracle.
 - late: a parameter's first gradient comes after unscale_. torch steps it scaled; ours unscales it, checked likewise.
 - mixed: a scaled loss added to an unscaled gradient. torch steps the sum; ours raises.
 - unclear: unscale_ found no gradient, and later there is one of a loss that was not scaled. torch raises for another
@@ -53,8 +57,8 @@ KINDS: dict[str, Any] = {
 }
 CALLS = {
     "backward": 30, "hold": 4, "release": 5, "unscale_": 12, "step": 16, "update": 14, "zero_grad": 10, "zeros": 4,
-    "replace": 5, "in_place": 5, "foreign": 2, "set": 2, "round_trip": 2, "pickle": 1, "new_scale": 2, "skip": 6, "loop": 12,
-    "after": 8,
+    "replace": 5, "in_place": 5, "foreign": 2, "set": 2, "round_trip": 2, "pickle": 1, "new_scale": 2, "skip": 6,
+    "loop": 12, "after": 8,
 }  # fmt: skip
 
 
@@ -88,6 +92,7 @@ class Side:
     bad: bool = False
     lost: bool = False
     made: set[int] = field(default_factory=set)
+    marked: set[int] = field(default_factory=set)
 
 
 class Program:
@@ -152,7 +157,7 @@ class Program:
         return losses
 
     def _differentiate(self, losses: list[Any], picked: list[tuple[int, int, Tensor]], factor: float) -> None:
-        for loss in losses:
+        for loss in losses[: 1 + self.tied]:  # once they differ, torch's scale may have moved meanwhile
             if loss.requires_grad:
                 loss.backward()
         for i, j, value in picked:
@@ -162,6 +167,7 @@ class Program:
                 slot.true, slot.kind, slot.factor = value.clone(), "scaled", factor
                 if side.stage == "unscaled":
                     side.made.add(j)
+                    side.marked.add(j)
                 continue
             slot.true = slot.true + value
             if slot.kind == "zero":
@@ -170,6 +176,7 @@ class Program:
                 slot.kind = "scaled" if slot.factor == factor else "stale"
             elif slot.kind == "unscaled":
                 slot.kind = "mixed" if side.stage == "unscaled" else "stale"
+                side.marked.add(j)
 
     def do_backward(self, index: int) -> None:
         """Scale a loss and differentiate it."""
@@ -191,7 +198,7 @@ class Program:
 
     def do_foreign(self, index: int) -> None:
         """Differentiate a loss without a scale."""
-        picked = [one for one in self._picked(index) if one[1] not in self.sides[one[0]].made]
+        picked = [one for one in self._picked(index) if one[1] not in self.sides[one[0]].marked]
         for loss in self._losses(picked, scaled=False):
             if loss.requires_grad:
                 loss.backward()
@@ -304,7 +311,7 @@ class Program:
 
     def _begin_anew(self, side: Side) -> None:
         self.recorded |= side.bad
-        side.stage, side.had, side.bad, side.made = "ready", False, False, set()
+        side.stage, side.had, side.bad, side.made, side.marked = "ready", False, False, set(), set()
 
     def do_unscale_(self, index: int) -> None:
         """Unscale."""
@@ -380,7 +387,7 @@ class Program:
         self.held.clear()  # autograd refuses them: the scale they were multiplied by has changed in place
         self.turns = self.recorded = False
         for side in self.sides:
-            side.stage, side.had, side.bad, side.made = "ready", False, False, set()
+            side.stage, side.had, side.bad, side.made, side.marked = "ready", False, False, set(), set()
             for slot in side.slots:
                 slot.kind = "stale" if slot.kind == "mixed" else slot.kind
 

@@ -2,11 +2,11 @@
 
 torch's kernels for CPUs (2.13) differ in two ways, found by comparing them with fp64:
 
-- They save mean and reciprocal deviation in the format of the weights, or of the input where there are no weights. In
-  fp16 the reciprocal deviation of a constant row with a small eps is infinite (1 / sqrt(1e-12) is 1e6, above 65504), and
-  the backward pass with it. With fp32 weights the same kernels compute and save in fp32, and round once.
-- layer_norm sums the gradients of its weights over rows in the format of the input, whatever the weights are: an error of
-  10 ulp after 4,096 rows. It is computed in fp32, in the backward pass again from the low input.
+- They save mean and reciprocal deviation in the format of the weights, or of the input where there are no weights.
+  In fp16 the reciprocal deviation of a constant row with a small eps is infinite (1 / sqrt(1e-12) is 1e6, above 65504),
+  and the backward pass with it. With fp32 weights the same kernels compute and save in fp32, and round once.
+- layer_norm sums the gradients of its weights over rows in the format of the input, whatever the weights are: an error
+  of 10 ulp after 4,096 rows. It is computed in fp32, in the backward pass again from the low input.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def wide_statistics(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_norm(handler: Handler | None, func: Callable[..., Any]) -> Handler:
-    """Return the handler of `func`, one of `NORMS`, that does what `handler` does (None: nothing), statistics in fp32."""
+    """Return the handler of `func`, one of `NORMS`, that does what `handler` does, if any, in fp32 inside."""
     wide = wide_statistics(func)
 
     def handle(mode: RuleMode, called: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

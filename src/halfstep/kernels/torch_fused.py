@@ -1,9 +1,9 @@
 """Which of torch's fused optimizers do their work on a parameter; every choice of a fused form asks here.
 
-Two defects of the kernels for CPUs, found by comparing them with the other forms over formats, sizes, options and memory
-layouts (torch 2.13; SGD also in 2.11 and 2.12):
+Two defects of the kernels for CPUs, found by comparing them with the other forms over formats, sizes, options and
+memory layouts (torch 2.13; SGD also in 2.11 and 2.12):
 
-- SGD leaves all but the last ``numel % 16`` (or so) elements of a fp16 or bf16 parameter as they are.
+- SGD leaves all but the last few elements of a fp16 or bf16 parameter as they are.
 - All four go through parameter, gradient and state by position in memory. A parameter with gaps (a slice of another
   tensor) has gradients and state without, so wrong elements are updated. CUDA's kernels refuse such a parameter.
 """

@@ -138,9 +138,7 @@ def names_of(
     return _few([label for label, parameter in _labelled(optimizer, names) if id(parameter) in wanted])
 
 
-def _labelled(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str] | None
-) -> Iterator[tuple[str, Tensor]]:
+def _labelled(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str] | None) -> Iterator[tuple[str, Tensor]]:
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for index, parameter in enumerate(group["params"]):

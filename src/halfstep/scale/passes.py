@@ -33,6 +33,10 @@ class Pass:
             for parameter in group["params"]
         ]
 
+    def empty(self) -> set[int]:
+        """Return the ids of the parameters that had no gradient."""
+        return {id(parameter) for parameter, gradient, _ in self._before if gradient is None}
+
     def changed(self) -> tuple[set[int], set[int]]:
         """Return the ids of the parameters whose gradient is new since then, and of those whose gradient changed."""
         made: set[int] = set()

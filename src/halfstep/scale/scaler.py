@@ -82,8 +82,8 @@ class GradScaler(OlderProtocol):
         """Make a scaler; its tensors are made on the device of the first scaled loss.
 
         Args:
-            device: a device type; the scaler works where the loss is in any case, but one for "cuda" is disabled, with a
-                warning, where there is no CUDA.
+            device: a device type; the scaler works where the loss is in any case, but one for "cuda" is disabled, with
+                a warning, where there is no CUDA.
             init_scale: the first scale.
             growth_factor: above 1; applied after `growth_interval` good steps in a row.
             backoff_factor: in (0, 1); applied at a bad step.

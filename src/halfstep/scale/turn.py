@@ -61,7 +61,9 @@ class Turn:
 
     def is_as_unscaled(self, unfollowed: int) -> bool:
         """Return whether gradients were unscaled and no scaled loss has been differentiated since."""
-        return self.found is not None and unfollowed == self.unfollowed and not (self.late or self.mixed or self.running)
+        return (
+            self.found is not None and unfollowed == self.unfollowed and not (self.late or self.mixed or self.running)
+        )
 
     def is_unclear(self, unfollowed: int) -> bool:
         """Return whether gradients that no known loss made may be scaled ones."""
@@ -75,6 +77,10 @@ class Turn:
     def begin_pass(self) -> Pass:
         """Note the gradients there are when a backward pass begins."""
         begun = Pass(self.optimizer)
+        if self.late or self.mixed:  # gradients that are gone
+            empty = begun.empty()
+            self.late -= empty
+            self.mixed -= empty
         self.running.append(begun)
         return begun
 
