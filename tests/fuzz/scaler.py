@@ -1,9 +1,9 @@
 """Random sequences of GradScaler calls on three machines: halfstep's scaler, torch's, and an oracle without scaling.
 
 A program makes one to three optimizers and calls, in any order: scale and backward (of some parameters; at once, or
-held and differentiated later), unscale_, step, update (also with a scale), zero_grad (None or zeros), gradients replaced
-by a function of themselves or changed in place, an unscaled loss, setters, state_dict and pickle. All numbers are exact
-in fp32 under the scales used, so weights are compared bit for bit.
+held and differentiated later), unscale_, step, update (also with a scale), zero_grad (None or zeros), gradients
+replaced by a function of themselves or changed in place, an unscaled loss, setters, state_dict and pickle. All numbers
+are exact in fp32 under the scales used, so weights are compared bit for bit.
 
 The oracle keeps, for every parameter, the sum of the true gradients that its ``p.grad`` stands for, and knows for every
 call of halfstep whether it must pass or raise ScaleError, which optimizer steps, and what the scale becomes. It says
@@ -151,7 +151,8 @@ class Program:
 
     def _losses(self, picked: list[tuple[int, int, Tensor]], *, scaled: bool) -> list[Any]:
         losses = []
-        for scaler, params in zip((self.ours, self.torchs), self.params, strict=False):
+        scalers: tuple[Any, ...] = (self.ours, self.torchs)
+        for scaler, params in zip(scalers, self.params, strict=False):
             loss = sum(((params[i][j] * value).sum() for i, j, value in picked), torch.zeros(()))
             losses.append(scaler.scale(loss) if scaled else loss)
         return losses

@@ -78,8 +78,8 @@ def test_a_parameter_with_gaps_is_stepped_right() -> None:
     """Under the front-end that would choose the fused form by itself, and under one where the user did."""
     starts = torch.linspace(-1.0, 1.0, 48).reshape(4, 12)
 
-    def weights(**form: bool) -> Tensor:
-        model = nn.Module()
+    def weights(**form: Any) -> Tensor:
+        model: Any = nn.Module()
         model.weight = nn.Parameter(starts.clone()[:, ::2])
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **form)
 
@@ -89,7 +89,8 @@ def test_a_parameter_with_gaps_is_stepped_right() -> None:
         step = hs.TrainStep(model, optimizer, loss, policy="O0")
         for _ in range(3):
             step(torch.arange(24.0).reshape(4, 6))
-        return model.weight.detach()
+        result: Tensor = model.weight.detach()
+        return result
 
     usual = weights(foreach=False)
     assert torch.allclose(weights(), usual, atol=1e-6) and torch.allclose(weights(fused=True), usual, atol=1e-6)
