@@ -84,7 +84,8 @@ def test_a_parameter_with_gaps_is_stepped_right() -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **form)
 
         def loss(m: Any, x: Tensor) -> Tensor:
-            return (m.weight * x).square().sum()
+            total: Tensor = (m.weight * x).square().sum()
+            return total
 
         step = hs.TrainStep(model, optimizer, loss, policy="O0")
         for _ in range(3):
