@@ -42,6 +42,7 @@ ROOT_IMPORTS = frozenset({"cast", "errors", "events", "lens", "optim", "policy",
 """Parts whose names `halfstep/__init__.py` re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {
+    ("halfstep.compat.apex.optimizers.common", "kernels"): "which of torch's fused kernels do their work stands once",
     ("halfstep.step.train_step", "lens"): "TrainStep.explain, inside the function: who looks at a step is above it",
 }
 """(module, part) -> reason: single imports that go the wrong way on purpose."""

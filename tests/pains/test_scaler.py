@@ -104,6 +104,19 @@ def test_a_step_skipped_by_hand_needs_no_bookkeeping(amp: Any) -> None:
     assert torch.allclose(weight, torch.full((2,), 0.9))
 
 
+@pain(30, torch_fails_with=AssertionError, saying="still scaled")
+def test_after_a_step_skipped_by_hand_the_next_one_unscales(amp: Any) -> None:
+    weight, optimizer = weight_and_sgd()
+    scaler = amp.GradScaler("cpu", init_scale=1024.0)
+    for batch in range(2):
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(weight.sum()))
+        if batch == 0:
+            scaler.unscale_(optimizer)  # and no step
+    scaler.step(optimizer)
+    assert torch.allclose(weight, torch.full((2,), 0.9)), f"gradients were still scaled: {weight.tolist()}"
+
+
 @pain(31, torch_fails_with=ValueError, saying="Attempting to unscale FP16 gradients")
 def test_fp16_gradients_can_be_unscaled(amp: Any) -> None:
     weight, optimizer = weight_and_sgd(dtype=torch.float16)

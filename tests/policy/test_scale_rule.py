@@ -106,7 +106,7 @@ def test_static_is_one_scale() -> None:
         ({"backoff": 0.0}, "backoff=0.0 is outside"),
         ({"backoff": 1.5}, "expected above 0 and at most 1; 0.5 halves the scale"),
         ({"interval": 0}, "interval=0 is outside [1, 2147483646]"),
-        ({"interval": 2000.0}, "interval=2000.0 is a float; expected a whole number of steps, at least 1"),
+        ({"interval": 2000.5}, "interval=2000.5 is a float; expected a whole number of steps, at least 1"),
         ({"interval": True}, "interval=True is a bool"),
         ({"interval": 2**31}, "interval=2147483648 is outside"),
         ({"floor": -1.0}, "floor=-1.0 is outside"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,11 +80,19 @@ def test_bounds_follow_an_unusual_first_scale() -> None:
     assert (rule.floor, rule.hysteresis, rule.divide) == (4.0, 3, True)
 
 
-def test_without_cuda_it_works_all_the_same() -> None:
-    """Torch's default device switches the scaler off here, with a warning; ours follows the loss."""
+def test_without_a_device_it_works_where_the_loss_is() -> None:
     scaler = GradScaler()
     assert scaler.is_enabled() and scaler.scale(torch.ones(())).item() == 2.0**16
-    assert "device='cuda', enabled=True" in repr(scaler)
+    assert "device=None, enabled=True" in repr(scaler)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without CUDA")
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_a_scaler_for_a_device_that_is_not_there_switches_itself_off(make: Any) -> None:
+    with pytest.warns(UserWarning, match="enabled, but CUDA is not available"):
+        scaler = make("cuda")
+    assert not scaler.is_enabled() and scaler.scale(torch.ones(())).item() == 1.0
+    assert not make("cuda", enabled=False).is_enabled()  # nothing to warn of
 
 
 @pytest.mark.parametrize(
@@ -110,3 +121,84 @@ def test_from_policy(scale: Any, dtype: Any, enabled: bool, rule: ScaleRule | No
 def test_from_policy_refuses(scale: Any) -> None:
     with pytest.raises(ScaleError):
         GradScaler.from_policy(scale, "fp16")
+
+
+NUMBERS: dict[str, Callable[[float], Any]] = {
+    "numpy": lambda value: np.float64(value) if value % 1 else np.int64(value),
+    "numpy fp32": np.float32,
+    "array": lambda value: np.array(value),
+    "tensor": torch.tensor,
+    "float": float,
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_numbers_of_other_libraries_are_numbers(make: Any, kind: str) -> None:
+    """With torch's results; what torch refuses it refuses for its own reasons."""
+    number = NUMBERS[kind]
+    if make is GradScaler or kind not in ("array", "numpy fp32"):  # torch.full takes no arrays
+        assert make("cpu", init_scale=number(4.0)).get_scale() == 4.0
+    assert make("cpu", growth_interval=number(2000.0)).get_growth_interval() == 2000
+    assert make("cpu", growth_factor=number(4.0)).get_growth_factor() == 4.0
+    assert make("cpu", backoff_factor=number(0.25)).get_backoff_factor() == 0.25
+    scaler = make("cpu")
+    scaler.set_growth_factor(number(4.0))
+    scaler.set_backoff_factor(number(0.25))
+    scaler.set_growth_interval(number(3.0))
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.25, 3)
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_they_become_plain_ones(kind: str) -> None:
+    number = NUMBERS[kind]
+    scaler = GradScaler("cpu", number(8.0), number(4.0), number(0.25), number(3.0), floor=number(1.0))
+    assert scaler.rule == ScaleRule(init=8.0, growth=4.0, backoff=0.25, interval=3, floor=1.0)
+    assert all(type(value) in (int, float) for value in dataclasses.astuple(scaler.rule)[:6])
+    assert ScaleRule.static(number(8.0)) == ScaleRule.static(8.0)
+    state = {
+        key: number(value) if isinstance(value, (int, float)) else value for key, value in scaler.state_dict().items()
+    }
+    scaler.load_state_dict(state)
+    scaler.scale(torch.ones(()))
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == GradScaler("cpu", rule=scaler.rule).state_dict()
+    scaler.update(number(16.0))
+    assert scaler.get_scale() == 16.0
+    assert type(scaler.state_dict()["growth_interval"]) is int
+
+
+@pytest.mark.parametrize("enabled", [np.bool_(False), torch.tensor(False), 0, False])
+def test_bools_of_other_libraries_are_bools(enabled: Any) -> None:
+    assert (
+        not GradScaler(enabled=enabled).is_enabled() and not torch.amp.GradScaler("cpu", enabled=enabled).is_enabled()
+    )
+    assert GradScaler(enabled=not enabled).is_enabled()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"init_scale": np.bool_(True)},
+        {"init_scale": torch.tensor(True)},
+        {"init_scale": torch.ones(2)},
+        {"init_scale": np.float32("nan")},
+        {"growth_interval": np.float32(2.5)},
+        {"growth_interval": "3"},
+        {"growth_factor": torch.tensor(1.0)},
+        {"enabled": None},
+        {"enabled": "yes"},
+        {"enabled": 2},
+    ],
+)
+def test_nonsense_is_still_named(numbers: dict[str, Any]) -> None:
+    with pytest.raises(ScaleError, match=next(iter(numbers)).removeprefix("init_").removeprefix("growth_")):
+        GradScaler("cpu", **numbers)
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.tensor(3), torch.tensor([1, 2]), torch.tensor(True), [torch.tensor(2), 1.5 * torch.ones(2)]]
+)
+def test_losses_of_whole_numbers_are_scaled_as_by_torch(loss: Any) -> None:
+    mine, torchs = GradScaler("cpu").scale(loss), torch.amp.GradScaler("cpu").scale(loss)
+    torch.testing.assert_close(mine, torchs, rtol=0.0, atol=0.0)

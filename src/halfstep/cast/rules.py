@@ -15,6 +15,7 @@ from halfstep.cast.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.handlers import IN_PLACE, INPUT, data_asked, into_destination, of_composite, of_rule, of_statistics
 from halfstep.cast.linear_loss import linear_cross_entropy
 from halfstep.cast.linear_rule import of_linear_loss
+from halfstep.cast.norms import NORMS, of_norm
 from halfstep.policy.operators import LINEAR_LOSS, callables, name_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
@@ -80,6 +81,8 @@ def compile_rules(
     if policy.params == "low":
         for func in (F.batch_norm, F.instance_norm):
             compiled.setdefault(func, of_statistics())
+    if "cpu" in how.emulating or ("cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never"):
+        compiled.update({func: of_norm(compiled.get(func), func) for func in NORMS})
     for composite in composites(frozenset(rules)):
         if composite not in compiled and name_of(composite) not in decisions:
             compiled[composite] = of_composite(unreported(composite))

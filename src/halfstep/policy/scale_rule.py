@@ -18,11 +18,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from halfstep.errors import ScaleError
 
-__all__ = ["FP32_MAX", "SCALE_RULES", "ScaleRule"]
+__all__ = ["FP32_MAX", "SCALE_RULES", "ScaleRule", "plain", "whole"]
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """The largest finite fp32 number: as a ceiling it means 'none'."""
@@ -84,7 +84,13 @@ class ScaleRule:
         return f"ScaleRule({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def __post_init__(self) -> None:
-        """Validate every value and how they go together."""
+        """Make numbers of numpy and torch plain, and validate every value and how they go together."""
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if type(value) not in _PLAIN:
+                object.__setattr__(self, name, plain(value))
+        for name in ("interval", "hysteresis", "delay", "patience"):
+            object.__setattr__(self, name, whole(getattr(self, name)))
         _number("floor", self.floor, low=0.0, high=FP32_MAX, meaning="0 (no floor) or a positive scale")
         _number("ceiling", self.ceiling, low=self.floor, high=FP32_MAX, meaning="at least floor; FP32_MAX for none")
         _number("init", self.init, low=self.floor, high=self.ceiling, meaning="between floor and ceiling")
@@ -120,6 +126,7 @@ class ScaleRule:
     @classmethod
     def static(cls, value: float) -> ScaleRule:
         """Return the rule of a scale that stays at `value`; bad steps are skipped all the same."""
+        value = plain(value)
         _number("static value", value, low=2.0**-149, high=FP32_MAX, meaning="a positive scale that fp32 can hold")
         return cls(init=value, growth=1.0, backoff=1.0, interval=1, floor=value, ceiling=value)
 
@@ -127,6 +134,21 @@ class ScaleRule:
     def is_static(self) -> bool:
         """Whether the scale can never move."""
         return self.floor == self.ceiling or (self.growth == 1.0 and self.backoff == 1.0)
+
+
+def plain(value: Any) -> Any:
+    """Return the Python number or bool in a numpy scalar or a 0-dim array or tensor (waits for its device), else it."""
+    if type(value) not in _PLAIN and getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
+    return value
+
+
+def whole(value: Any) -> Any:
+    """Return a float without a fraction as an int, anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_PLAIN = frozenset({int, float, bool, str})
 
 
 def _number(name: str, value: object, *, low: float, high: float, meaning: str) -> None:

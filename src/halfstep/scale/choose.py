@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from halfstep.errors import ScaleError, did_you_mean
-from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
+from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule, plain
 
-__all__ = ["check_factor", "choose_rule", "device_type"]
+__all__ = ["check_factor", "choose_rule", "device_type", "is_on"]
 
 TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
@@ -37,6 +37,8 @@ def choose_rule(
     Raises:
         ScaleError: a value that makes no sense, or numbers beside a rule.
     """
+    numbers = {name: plain(value) for name, value in numbers.items()}
+    floor, ceiling, hysteresis = plain(floor), plain(ceiling), plain(hysteresis)
     chosen = _torch_rule(numbers, floor, ceiling) if rule is None else _given_rule(rule, numbers)
     changes: dict[str, Any] = {}
     if floor is not None:
@@ -48,8 +50,18 @@ def choose_rule(
     return dataclasses.replace(chosen, **changes)
 
 
-def device_type(device: str | torch.device) -> str:
-    """Return the type of a device, which must be one torch knows; whether it is here does not matter."""
+def is_on(enabled: object) -> bool:
+    """Return GradScaler's `enabled` as a bool: bools of any library, 0 and 1."""
+    value = plain(enabled)
+    if not isinstance(value, (bool, int)) or value not in (0, 1):
+        raise ScaleError(f"GradScaler: enabled={enabled!r} is a {type(enabled).__name__}; expected True or False")
+    return bool(value)
+
+
+def device_type(device: str | torch.device | None) -> str | None:
+    """Return the type of a device, which must be one torch knows; None stands for where the loss is."""
+    if device is None:
+        return None
     try:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
@@ -94,7 +106,7 @@ def _given_rule(rule: ScaleRule | str, numbers: Mapping[str, Any]) -> ScaleRule:
 
 
 def check_factor(name: str, value: object) -> None:
-    """Raise ScaleError unless a factor moves the scale the right way, as torch asks for."""
+    """Raise ScaleError unless a factor, a plain number, moves the scale the right way, as torch asks for."""
     low, high, example = (1.0, math.inf, "2.0") if name == "growth_factor" else (0.0, 1.0, "0.5")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
         raise ScaleError(

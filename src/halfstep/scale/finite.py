@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check", "describe_non_finite", "gradients", "unscale_"]
+__all__ = ["check", "describe_non_finite", "gradients", "names_of", "unscale_"]
 
 LOW = (torch.float16, torch.bfloat16)
 NAMES_SHOWN = 5
@@ -120,22 +120,36 @@ def describe_non_finite(
     counts: list[Tensor] = []
     sizes: list[int] = []
     for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is None:
-                    continue
+        for label, parameter in _labelled(optimizer, names):
+            if parameter.grad is not None:
                 values = _local(_values(parameter.grad))
-                known = names.get(parameter) if names is not None else None
-                given = group.get("param_names")
-                position = f"param_groups[{number}]['params'][{index}] of shape {tuple(parameter.shape)}"
-                labels.append(known or (given[index] if given else position))
+                labels.append(label)
                 counts.append(values.isfinite().logical_not().sum().cpu())
                 sizes.append(values.numel())
     bad = [(label, int(count), size) for label, count, size in zip(labels, counts, sizes, strict=True) if count]
-    shown = [f"{label} ({count} of {size} values)" for label, count, size in bad[:NAMES_SHOWN]]
-    if len(bad) > NAMES_SHOWN:
-        shown.append(f"and {len(bad) - NAMES_SHOWN} more")
-    return tuple(shown)
+    return _few([f"{label} ({count} of {size} values)" for label, count, size in bad])
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], names: Mapping[Tensor, str] | None = None
+) -> tuple[str, ...]:
+    """Name parameters of `optimizer` as `describe_non_finite` does."""
+    wanted = {id(parameter) for parameter in parameters}
+    return _few([label for label, parameter in _labelled(optimizer, names) if id(parameter) in wanted])
+
+
+def _labelled(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str] | None) -> Iterator[tuple[str, Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            known = names.get(parameter) if names is not None else None
+            position = f"param_groups[{number}]['params'][{index}] of shape {tuple(parameter.shape)}"
+            yield known or (given[index] if given else position), parameter
+
+
+def _few(texts: list[str]) -> tuple[str, ...]:
+    shown = texts[:NAMES_SHOWN]
+    return (*shown, f"and {len(texts) - NAMES_SHOWN} more") if len(texts) > NAMES_SHOWN else tuple(shown)
 
 
 class _Verdict:

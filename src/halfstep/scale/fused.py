@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.scale.older import takes_scaler
+
 __all__ = ["must_not_skip", "skips_itself", "step_with_flag"]
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
@@ -19,7 +21,7 @@ def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return all(group.get("fused", True) for group in optimizer.param_groups)
+    return all(group.get("fused", True) for group in optimizer.param_groups) and not takes_scaler(optimizer)
 
 
 def must_not_skip(optimizer: torch.optim.Optimizer) -> bool:

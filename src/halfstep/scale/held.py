@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ScaleError
-from halfstep.policy.scale_rule import ScaleRule
+from halfstep.policy.scale_rule import ScaleRule, plain
 from halfstep.scale.choose import check_factor
 from halfstep.scale.rule import ScaleState, check_scale, initial_host, kept, load_host, set_scale_, state_to_host
 from halfstep.scale.saved import host_from_state_dict, rule_from_state_dict, state_dict_from
@@ -27,7 +27,6 @@ class HeldScale:
         self._enabled = enabled
         self._host = initial_host(rule)  # the state until there are tensors
         self._state: ScaleState | None = None
-        self._scalings = 0  # how often the scale was asked for on a device
 
     @property
     def rule(self) -> ScaleRule:
@@ -50,6 +49,7 @@ class HeldScale:
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor the scale grows by; a rule that divides also backs off by it."""
+        new_factor = plain(new_factor)
         check_factor("growth_factor", new_factor)
         backoff = 1.0 / new_factor if self._rule.divide else self._rule.backoff
         self._rule = dataclasses.replace(self._rule, growth=new_factor, backoff=backoff)
@@ -60,6 +60,7 @@ class HeldScale:
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor a bad step multiplies the scale by."""
+        new_factor = plain(new_factor)
         check_factor("backoff_factor", new_factor)
         self._rule = dataclasses.replace(self._rule, backoff=new_factor)
 
@@ -70,9 +71,10 @@ class HeldScale:
     def set_growth_interval(self, new_interval: int) -> None:
         """Set how many good steps in a row make the scale grow; if that many are past, the next one does."""
         self._rule = dataclasses.replace(self._rule, interval=new_interval)
-        self._host["good"] = min(self._host["good"], new_interval - 1)
+        most = self._rule.interval - 1
+        self._host["good"] = min(self._host["good"], most)
         if self._state is not None:
-            self._state.good.clamp_(max=new_interval - 1)
+            self._state.good.clamp_(max=most)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers under torch's five keys and one of our own; waits for the device.
@@ -107,7 +109,6 @@ class HeldScale:
         """
         if not self._enabled:
             return torch.ones((), dtype=torch.float32, device=device)
-        self._scalings += 1
         return self._state_on(device).scale.to(device=device, dtype=torch.float32, non_blocking=True)
 
     def _state_on(self, device: torch.device | str) -> ScaleState:
@@ -126,11 +127,13 @@ class HeldScale:
     def _host_state(self) -> dict[str, Any]:
         return dict(self._host) if self._state is None else state_to_host(self._state)
 
-    def _set_scale(self, value: float | Tensor) -> None:
+    def _set_scale(self, value: Any) -> None:
         """Set the scale by hand; a tensor makes the state on its own device if there is none yet."""
         if isinstance(value, Tensor):
             set_scale_(self._rule, self._state_on(value.device), value)
-        elif self._state is not None:
+            return
+        value = plain(value)
+        if self._state is not None:
             set_scale_(self._rule, self._state, value)
         else:
             check_scale(self._rule, value, "update(new_scale=...)")

@@ -19,15 +19,13 @@ def map_losses(value: Any, function: Callable[[Tensor], Tensor], where: str = "o
     Args:
         value: a tensor, or containers (or other iterables) of such, nested at will. Containers come back as their own
             type (a generator as a list); the input is not changed.
-        function: called with each floating or complex tensor.
+        function: called with each tensor.
         where: how a message names `value`.
 
     Raises:
-        ScaleError: something that is neither a tensor nor a container, or an integer tensor; the message says where.
+        ScaleError: something that is neither a tensor nor a container; the message says where.
     """
     if isinstance(value, Tensor):
-        if not (value.is_floating_point() or value.is_complex()):
-            raise ScaleError(f"scale: {where} is a tensor of {value.dtype}; a loss is floating: pass loss.float()")
         return function(value)
     if (node := opened(value)) is not None:
         named, rebuild = node

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.errors import ScaleError
-from halfstep.policy.scale_rule import MAX_COUNT, ScaleRule
+from halfstep.policy.scale_rule import MAX_COUNT, ScaleRule, plain, whole
 from halfstep.scale.rule import fp32, initial_host, kept
 
 __all__ = ["host_from_state_dict", "rule_from_state_dict", "state_dict_from"]
@@ -87,6 +87,7 @@ def host_from_state_dict(rule: ScaleRule, state: Mapping[str, Any]) -> dict[str,
 
 def _bounded(rule: ScaleRule, scale: Any) -> float:
     """Return a saved scale as an fp32 number within the rule's bounds."""
+    scale = plain(scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
         raise ScaleError(f"load_state_dict: scale={scale!r}; expected a finite number, at least 0")
     bounded = min(max(scale, rule.floor), rule.ceiling)
@@ -105,6 +106,7 @@ def _bounded(rule: ScaleRule, scale: Any) -> float:
 
 
 def _count(name: str, value: Any, *, low: int) -> int:
+    value = whole(plain(value))
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_COUNT:
         raise ScaleError(f"load_state_dict: {name}={value!r}; expected a whole number in [{low}, {MAX_COUNT}]")
     return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +20,15 @@ from halfstep.formats import FP32, format_of
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.scale import finite
 from halfstep.scale.alarm import Watch, alarm_text, raises
-from halfstep.scale.choose import choose_rule, device_type
+from halfstep.scale.choose import choose_rule, device_type, is_on
+from halfstep.scale.forms import use_working_form
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
-from halfstep.scale.held import HeldScale
 from halfstep.scale.nested import map_losses
+from halfstep.scale.older import OlderProtocol, takes_scaler
+from halfstep.scale.passes import Followed
 from halfstep.scale.rule import ScaleState, advance_, state_to_host
-from halfstep.scale.turns import Stage, Turns
+from halfstep.scale.turn import Stage, Turn
+from halfstep.scale.turns import Turns
 
 __all__ = ["GradScaler"]
 
@@ -38,11 +41,11 @@ _WATCH_EVERY = 16
 """Updates between two looks at the alarm where looking costs a launch and the answer is only a warning."""
 
 
-class GradScaler(HeldScale):
+class GradScaler(OlderProtocol):
     """Scale losses so that fp16 gradients do not underflow, and skip steps whose gradients are not finite.
 
     Takes the place of ``torch.amp.GradScaler`` (same signature, methods, checkpoint keys) and works on the device the
-    loss is on, whatever `device` says: without CUDA it does not switch itself off. `scale`, `unscale_`, `update` and
+    loss is on. `scale`, `unscale_`, `update` and
     the step of a fused optimizer never wait for the device; `step` of any other optimizer reads one flag, counted in
     `host_reads`.
 
@@ -64,7 +67,7 @@ class GradScaler(HeldScale):
 
     def __init__(
         self,
-        device: str | torch.device = "cuda",
+        device: str | torch.device | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -79,7 +82,8 @@ class GradScaler(HeldScale):
         """Make a scaler; its tensors are made on the device of the first scaled loss.
 
         Args:
-            device: kept for torch's signature; names a device type.
+            device: a device type; the scaler works where the loss is in any case, but one for "cuda" is disabled, with
+                a warning, where there is no CUDA.
             init_scale: the first scale.
             growth_factor: above 1; applied after `growth_interval` good steps in a row.
             backoff_factor: in (0, 1); applied at a bad step.
@@ -93,8 +97,7 @@ class GradScaler(HeldScale):
         Raises:
             ScaleError: a value that makes no sense, or numbers given both in `rule` and beside it.
         """
-        if not isinstance(enabled, bool):
-            raise ScaleError(f"GradScaler: enabled={enabled!r} is a {type(enabled).__name__}; expected True or False")
+        enabled = is_on(enabled)
         numbers = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -102,8 +105,15 @@ class GradScaler(HeldScale):
             "growth_interval": growth_interval,
         }
         chosen = choose_rule(numbers, rule, floor=floor, ceiling=ceiling, hysteresis=hysteresis)
-        super().__init__(chosen, enabled=enabled)
         self._device = device_type(device)
+        if enabled and self._device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+            warnings.warn(
+                "GradScaler('cuda') is enabled, but CUDA is not available: it switches itself off, as torch's does. "
+                "GradScaler() works where the loss is",
+                stacklevel=2,
+            )
+            enabled = False
+        super().__init__(chosen, enabled=enabled)
         self._warned = False
         self.host_reads = 0
         self.by_hand = False
@@ -112,6 +122,8 @@ class GradScaler(HeldScale):
     def _begin(self) -> None:
         """Set up what is not saved."""
         self._turns = Turns()
+        self._followed = Followed(self._pass_begins)
+        self._unfollowed = 0  # how many losses were scaled in compiled code, where they get no hooks
         self._verdicts: weakref.WeakKeyDictionary[torch.optim.Optimizer, Tensor] = weakref.WeakKeyDictionary()
         self._names: WeakTensorKeyDictionary | None = None
         self._watch = Watch()
@@ -147,21 +159,39 @@ class GradScaler(HeldScale):
             outputs: the loss, or nested lists, tuples, dicts (or other iterables, which come back as lists) of tensors.
 
         Raises:
-            ScaleError: something inside is not a floating point tensor.
+            ScaleError: something inside is not a tensor.
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor) and outputs.is_floating_point():
-            return outputs * self.scale_on(outputs.device)  # type: ignore[return-value]
+        if isinstance(outputs, Tensor):
+            return self._follow(outputs * self.scale_on(outputs.device))  # type: ignore[return-value]
         copies: dict[torch.device, Tensor] = {}
 
         def multiply(tensor: Tensor) -> Tensor:
             if tensor.device not in copies:
                 copies[tensor.device] = self.scale_on(tensor.device)
-            return tensor * copies[tensor.device]
+            return self._follow(tensor * copies[tensor.device])
 
         scaled: _T = map_losses(outputs, multiply)
         return scaled
+
+    def _follow(self, scaled: Tensor) -> Tensor:
+        """Return a scaled loss, noted for the case that an optimizer is unscaled before its backward pass."""
+        if torch.compiler.is_compiling():
+            self._unfollowed += 1
+        else:
+            self._followed.add(scaled, now=bool(self._turns) and bool(self._turns.unscaled()))
+        return scaled
+
+    def _pass_begins(self) -> Callable[[], None] | None:
+        """Note the gradients of unscaled optimizers as the backward pass of a scaled loss begins; return its end."""
+        begun = [(turn, turn.begin_pass()) for turn in self._turns.unscaled()]
+
+        def end() -> None:
+            for turn, one in begun:
+                turn.end_pass(one)
+
+        return end if begun else None
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, in place, for clipping or looking at them before `step`.
@@ -175,9 +205,9 @@ class GradScaler(HeldScale):
         if not self._enabled:
             return
         state = self._started("unscale_")
-        turn = self._turns.again(optimizer, self._scalings)
+        turn = self._turn(optimizer, "unscale_")
         kind = type(optimizer).__name__
-        if turn.stage is Stage.UNSCALED:
+        if turn.stage is Stage.UNSCALED and turn.found is not None:
             raise ScaleError(
                 f"unscale_() has already been called on this {kind} since the last update(); call it once per step, "
                 "and call update() also after a step that you skip by hand"
@@ -187,13 +217,23 @@ class GradScaler(HeldScale):
                 f"unscale_() is called after step() on this {kind}; call it before step(), and update() at the end of "
                 "every iteration"
             )
-        turn.found = finite.unscale_(
-            finite.gradients(optimizer),
+        turn.found = self._unscaled(optimizer, finite.gradients(optimizer), state)
+        turn.mark_unscaled(self._unfollowed)
+        self._followed.hook()
+
+    def _unscaled(
+        self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState
+    ) -> Tensor | None:
+        """Divide gradients of `optimizer` by the scale; see `finite.unscale_`."""
+        return finite.unscale_(
+            pairs,
             state.scale,
             into_fp32=getattr(optimizer, WEIGHTS_ATTRIBUTE, None) is not None,
             check_scale=self._rule.floor < _SMALLEST_INVERTIBLE,
         )
-        turn.mark_unscaled(self._scalings)
+
+    def _turn(self, optimizer: torch.optim.Optimizer, method: str) -> Turn:
+        return self._turns.now(optimizer, method, unfollowed=self._unfollowed, names=self._names)
 
     # --- stepping --------------------------------------------------------------------------------------------------
 
@@ -215,6 +255,7 @@ class GradScaler(HeldScale):
             ScaleError: called twice without `update`, before any loss was scaled, or with a closure.
         """
         if not self._enabled:
+            use_working_form(optimizer)
             return optimizer.step(*args, **kwargs)
         if kwargs.get("closure") is not None or any(callable(argument) for argument in args):
             raise ScaleError(
@@ -223,12 +264,17 @@ class GradScaler(HeldScale):
                 "optimizer that needs a closure (LBFGS), train without a scale: GradScaler(enabled=False), bf16 or fp32"
             )
         state = self._started("step")
-        turn = self._turns.of(optimizer, "step")
+        turn = self._turn(optimizer, "step")
         if turn.stage is Stage.STEPPED:
             raise ScaleError(
                 f"step() has already been called on this {type(optimizer).__name__} since the last update(); "
                 "call update() once at the end of every iteration"
             )
+        if turn.stage is Stage.UNSCALED:
+            self._unscale_late(turn, state)
+        if takes_scaler(optimizer):
+            return self._step_older(turn, state, args, kwargs)
+        use_working_form(optimizer)
         fused = skips_itself(optimizer)
         if turn.stage is Stage.READY and fused:
             turn.found = finite.check(finite.gradients(optimizer), state.scale)
@@ -248,6 +294,15 @@ class GradScaler(HeldScale):
                 result = optimizer.step(*args, **kwargs)
         turn.stage = Stage.STEPPED
         return result
+
+    def _unscale_late(self, turn: Turn, state: ScaleState) -> None:
+        """Unscale the gradients that scaled losses made after `unscale_`, of parameters that had none."""
+        if turn.late:
+            late = [(p, gradient) for p, gradient in finite.gradients(turn.optimizer) if id(p) in turn.late]
+            found = self._unscaled(turn.optimizer, late, state)
+            turn.late.clear()
+            if found is not None:
+                turn.found = found if turn.found is None else torch.maximum(turn.found, found)
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Say whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
@@ -390,7 +445,6 @@ class GradScaler(HeldScale):
         """Rebuild from `__getstate__`."""
         self._device, self._enabled = state["device"], state["enabled"]
         self._rule, self._host, self._state = state["rule"], state["host"], None
-        self._scalings = 0
         self._warned, self.host_reads, self.by_hand = state["warned"], state["host_reads"], state["by_hand"]
         self._begin()
 

@@ -2,62 +2,16 @@
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from halfstep.errors import ScaleError
+from halfstep.scale.finite import names_of
+from halfstep.scale.turn import Stage, Turn
 
-__all__ = ["Stage", "Turn", "Turns"]
-
-
-class Stage(enum.Enum):
-    """How far an optimizer has come since the last update."""
-
-    READY = "ready"
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"
-
-
-@dataclass(slots=True)
-class Turn:
-    """What one optimizer has done since the last update.
-
-    Attributes:
-        optimizer: kept alive until the next update.
-        stage: how far it has come.
-        found: 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients.
-        bad: what the host read of `found`; None = nobody has read it.
-        unscaled: the first gradient that was unscaled, as long as it lives.
-        scalings: how often the scale had been asked for by then.
-    """
-
-    optimizer: torch.optim.Optimizer
-    stage: Stage = Stage.READY
-    found: Tensor | None = None
-    bad: bool | None = None
-    unscaled: TensorWeakRef | None = None
-    scalings: int = 0
-
-    def mark_unscaled(self, scalings: int) -> None:
-        """Remember that the gradients there are now have been unscaled, after so many requests for the scale."""
-        self.stage, self.scalings = Stage.UNSCALED, scalings
-        first = _first_gradient(self.optimizer)
-        self.unscaled = None if first is None else TensorWeakRef(first)
-
-    def is_over(self, scalings: int) -> bool:
-        """Return whether gradients were unscaled, never stepped, and others, scaled since, are in their place."""
-        if self.stage is not Stage.UNSCALED or self.unscaled is None or scalings == self.scalings:
-            return False
-        first = _first_gradient(self.optimizer)
-        return first is not None and self.unscaled() is not first
-
-
-def _first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    return next((p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+__all__ = ["Turns"]
 
 
 class Turns:
@@ -81,14 +35,47 @@ class Turns:
             )
         return self._turns.setdefault(id(optimizer), Turn(optimizer))
 
-    def again(self, optimizer: torch.optim.Optimizer, scalings: int) -> Turn:
-        """Return the turn of `optimizer` for unscaling: a new one if the last was skipped by hand after unscaling."""
-        turn = self.of(optimizer, "unscale_")
-        if turn.is_over(scalings):  # its verdict counts, its gradients are gone
+    def now(
+        self, optimizer: torch.optim.Optimizer, method: str, *, unfollowed: int, names: Mapping[Tensor, str] | None
+    ) -> Turn:
+        """Return the turn of `optimizer` after a look at what became of its gradients since it was unscaled.
+
+        A new turn if it was skipped by hand: all gradients are late. The verdict of the old one still counts.
+
+        Args:
+            optimizer: whose turn.
+            method: "unscale_" or "step", for messages.
+            unfollowed: how many losses have been scaled in compiled code so far.
+            names: of parameters, for messages.
+
+        Raises:
+            ScaleError: a gradient is a sum of unscaled and scaled ones, or is to be stepped and may be either.
+        """
+        turn = self.of(optimizer, method)
+        if turn.stage is not Stage.UNSCALED or turn.is_as_unscaled(unfollowed):
+            return turn
+        mixed, late, others = turn.sort()
+        kind = type(optimizer).__name__
+        remedy = "Run every backward pass before unscale_(), and call update() also after a step that you skip by hand"
+        if mixed:
+            raise ScaleError(
+                f"{method}(): unscale_() has been called on this {kind}, and a scaled loss was then added to unscaled "
+                f"gradients: {', '.join(names_of(optimizer, mixed, names))}. {remedy}"
+            )
+        if others and method == "step" and turn.is_unclear(unfollowed):
+            raise ScaleError(
+                f"{method}(): this {kind} has gradients that came after unscale_(), and it is not known whether they "
+                f"are scaled. {remedy}"
+            )
+        if late and not others:
             if turn.found is not None:
                 self.record(turn.found)
             turn = self._turns[id(optimizer)] = Turn(optimizer)
         return turn
+
+    def unscaled(self) -> list[Turn]:
+        """Return the turns whose optimizers were unscaled and not stepped."""
+        return [turn for turn in self._turns.values() if turn.stage is Stage.UNSCALED]
 
     def record(self, found: Tensor) -> None:
         """Add a verdict that belongs to no optimizer: 0-dim, fp32 or bool, on the scale's device."""
@@ -100,7 +87,7 @@ class Turns:
         return [turn.optimizer for turn in self._turns.values()]
 
     def verdict(self) -> Tensor | None:
-        """Return the worst of all verdicts, 0-dim, fp32 or bool, without reading it; None if nobody had gradients."""
+        """Return the worst of all verdicts, 0-dim, fp32 or bool, without reading it; None without any gradient."""
         found = self._recorded
         for turn in self._turns.values():
             if turn.found is not None:

@@ -255,6 +255,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
 
 
 run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, what is below may still be compiled
+run_eagerly(WeightStore.entered)
 
 
 def _visit_traced(address: int) -> None:

@@ -21,6 +21,7 @@ from halfstep.errors import BindError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
+from halfstep.scale.forms import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.step.guests import is_stateless, refuse_rules, ruled
@@ -105,6 +106,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
             binding.store.unify(model)
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
+            keep_working_form(optimizer, _stepped(optimizer, binding.store))
             if concrete.state == "low" and LowStates.of(optimizer) is None:
                 LowStates(optimizer, getattr(binding.store, "draws", None))
     if optimizers is None:
@@ -309,6 +311,12 @@ def _module(model: object, what: str) -> nn.Module:
         return unwrap(model)
     many = "; call it for each model" if isinstance(model, (list, tuple)) else ""
     raise BindError(f"{what} takes a model, a torch Module, not {type(model).__name__}{many}")
+
+
+def _stepped(optimizer: Optimizer, store: WeightStore | None) -> list[torch.Tensor]:
+    """Return the parameters of `optimizer` that no precise weights stand in for when it steps."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return own if store is None else [p for p in own if p not in store]
 
 
 def store_of(model: nn.Module) -> WeightStore | None:

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.kernels.pick import judge_for, norms_for
+from halfstep.kernels.torch_fused import fused_works
+from halfstep.scale.forms import keep_working_form
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
 __all__ = [
@@ -98,6 +100,7 @@ def prefer_fused(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> No
 
     Only before the first step: the forms keep their step counters on different devices.
     """
+    keep_working_form(optimizer, parameters)
     if is_fused(optimizer):
         vars(optimizer)["_step_supports_amp_scaling"] = True  # a copy or a pickle of one has lost it
     if not can_fuse(optimizer):
@@ -114,16 +117,16 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     """Return whether torch's fused form can step `parameter`.
 
     Low parameters without masters are computed in fp32 and rounded once there, where the other forms round after every
-    operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11; SGD's
-    kernel for CPUs (torch 2.11 to 2.13) leaves all but the last few elements of a low parameter as they are.
+    operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11.
     """
     device = parameter.device.type
     if device not in {"cpu", "cuda"} or type(parameter.data) not in PLAIN:
         return False
+    if not fused_works(type(optimizer), parameter):
+        return False
     if type(optimizer) is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
         return False
-    able = {Adam, AdamW, SGD} if device == "cuda" else {Adam, AdamW}
-    return parameter.dtype is torch.float32 or (parameter.dtype in LOWS and type(optimizer) in able)
+    return parameter.dtype is torch.float32 or (parameter.dtype in LOWS and type(optimizer) is not Adagrad)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

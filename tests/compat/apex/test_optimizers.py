@@ -214,3 +214,16 @@ def test_what_apex_took_away_or_keeps_elsewhere_is_explained() -> None:
         FusedAdam(torch.ones(2))
     assert FusedAdam(parameters(), capturable=True).defaults["capturable"]
     assert FusedAdam(parameters()).defaults["fused"] and FusedSGD(parameters(), lr=0.1).defaults["fused"]
+
+
+@pytest.mark.parametrize("lowered", ["before", "after"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sgd_moves_every_element_of_low_parameters(dtype: torch.dtype, momentum: float, lowered: str) -> None:
+    p = nn.Parameter(torch.ones(64, dtype=dtype if lowered == "before" else torch.float32))
+    optimizer = FusedSGD([p], lr=0.5, momentum=momentum)
+    p.data = p.data.to(dtype)
+    for _ in range(2):
+        p.grad = torch.full_like(p, 0.25)
+        optimizer.step()
+    assert p.tolist() == [torch.tensor(1 - 0.125 * (2 + momentum)).to(dtype).item()] * 64

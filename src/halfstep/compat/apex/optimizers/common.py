@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.kernels.torch_fused import fused_works
+
 __all__ = ["SetGradNone", "bias_corrections", "due", "evaluated", "fuses", "materialised", "refuse_amsgrad"]
 
 
@@ -22,13 +24,14 @@ class SetGradNone(Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
-def fuses(params: list[Any]) -> bool:
-    """Return whether torch has fused kernels for the devices and formats of `params`."""
+def fuses(params: list[Any], kind: type[Optimizer]) -> bool:
+    """Return whether torch's fused form of `kind` does its work on all of `params`."""
     tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
     flat = [t for item in tensors for t in ([item] if isinstance(item, Tensor) else item)]
     devices = ("cpu", "cuda", "xpu", "mps")
     return bool(flat) and all(
-        isinstance(t, Tensor) and t.is_floating_point() and t.device.type in devices for t in flat
+        isinstance(t, Tensor) and t.is_floating_point() and t.device.type in devices and fused_works(kind, t)
+        for t in flat
     )
 
 

@@ -52,7 +52,7 @@ class FusedAdam(SetGradNone, torch.optim.Adam):
         params = materialised(params)
         self.set_grad_none = set_grad_none
         self.adam_w_mode = adam_w_mode
-        fused = True if fuses(params) and bias_correction and not capturable else None
+        fused = True if fuses(params, torch.optim.Adam) and bias_correction and not capturable else None
         super().__init__(
             params,
             lr=lr,

@@ -54,13 +54,16 @@ class FusedSGD(SetGradNone, torch.optim.SGD):
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
-            fused=True if fuses(params) else None,
+            fused=True if fuses(params, torch.optim.SGD) else None,
         )
         self.defaults["lr"] = lr  # `required` makes add_param_group ask for one
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters."""
         if not self.wd_after_momentum:
+            for group in self.param_groups:  # parameters may have been lowered since, and a state brings its own form
+                if group["fused"] and not fuses([group], torch.optim.SGD):
+                    group["fused"] = None
             return super().step(closure)
         loss = evaluated(closure)
         for group in self.param_groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import halfstep as hs
 from halfstep.compat.torch_amp import grad_scaler as _base
 
 __all__ = ["GradScaler"]
@@ -19,4 +20,4 @@ class GradScaler(_base.GradScaler):
         enabled: bool = True,
     ) -> None:
         """Make a scaler; see `hs.GradScaler` for the arguments."""
-        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        hs.GradScaler.__init__(self, None, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
