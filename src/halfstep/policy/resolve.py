@@ -80,7 +80,7 @@ def resolved(policy: Policy, device_type: str) -> Policy:
     """
     dtype, _ = resolve_dtype(policy, device_type)
     if dtype == "fp32":
-        policy = policy.replace(params="fp32", residual="fp32", inputs="keep")
+        policy = policy.replace(params="fp32", norms="fp32", residual="fp32", inputs="keep")
     master = policy.master
     if policy.params == "fp32":
         master = "none"
@@ -105,6 +105,7 @@ def require_engine(policy: Policy) -> None:
         NotImplementedError: the message says what is missing and what comes nearest.
         PolicyError: a field asks for something that another field rules out.
     """
+    _require_low_parameters(policy)
     missing = ""
     if policy.name == PRESETS["fp8"].name:  # its rules come with its engine; until then nothing else tells it from pure
         missing = "products in fp8 (formats, scaling of tensors, casts)"
@@ -130,6 +131,24 @@ def require_engine(policy: Policy) -> None:
     if missing:
         raise NotImplementedError(
             f"policy {policy.name!r} cannot run yet: missing are {missing}; the nearest that runs is 'O2'"
+        )
+
+
+def _require_low_parameters(policy: Policy) -> None:
+    """Refuse a field that speaks of low parameters, or of the fp32 values behind them, where there are none.
+
+    Raises:
+        PolicyError: which one, and what to change.
+    """
+    if policy.params == "fp32" and policy.norms == "low":
+        raise PolicyError(
+            f"policy {policy.name!r}: norms='low' is the format of norms beside low parameters, and params='fp32'; set "
+            "params='low', or leave norms out"
+        )
+    if policy.params == "low" and policy.master == "none" and policy.grads == "fp32":
+        raise PolicyError(
+            f"policy {policy.name!r}: grads='fp32' sums gradients for an optimizer that steps fp32 values, and under "
+            "master='none' it steps low weights, by low gradients; choose another master, or leave grads out"
         )
 
 

@@ -29,7 +29,7 @@ from halfstep.cast.layers import low_forward, unruled
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
-from halfstep.errors import RegionError, WeightsError
+from halfstep.errors import BindError, RegionError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
@@ -198,6 +198,12 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     store = binding.store
     if store is not None:
         store.heal()
+        if binding.root and hasattr(type(module), "unshard"):
+            raise BindError(
+                f"policy {binding.policy.name!r} has params='low', and the model was sharded after hs.prepare, which put "
+                "parameters without fp32 masters in the place of the low ones (fully_shard does that); shard under a "
+                "policy with params='fp32', such as 'mixed'"
+            )
     if state.visit is not None and binding.root:
         state.visit(module)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")

@@ -74,10 +74,23 @@ class LowStates:
             for parameter in sorted((p for p in group["params"] if p.grad is not None), key=_is_wide):
                 state, device = optimizer.state[parameter], parameter.device
                 for stream, (name, value) in enumerate(_elementwise(parameter, state), start=FIRST):
-                    state[name] = stochastic_bf16(value, self.draws.bits(place, min(stream, 3), value))
+                    state[name] = self._rounded(value, place, min(stream, 3))
                 place += 1
         if device is not None:
             self.draws.advance(device)
+
+    def _rounded(self, value: Tensor, place: int, stream: int) -> Tensor:
+        """Return a state in bf16, rounded stochastically; of a sharded one the part that is here."""
+        if not hasattr(value, "to_local"):
+            return stochastic_bf16(value, self.draws.bits(place, stream, value))
+        from torch.distributed.tensor import DTensor  # it is one, so this is imported already
+
+        local = value.to_local()
+        low = stochastic_bf16(local, self.draws.bits(place, stream, local))
+        where: Any = value
+        return DTensor.from_local(
+            low, where.device_mesh, where.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Round what was loaded to nearest: exact for what was saved from low states."""
