@@ -196,13 +196,16 @@ class Parallel(Ranks):
 
 
 class Sharded(Ranks):
-    """``fully_shard`` of a prepared model, under TrainStep or in a loop of one's own."""
+    """``fully_shard`` of a prepared model, norms in groups of their own."""
 
     def __call__(self, policy: hs.Policy, job: Job) -> Trained:
         """Train `job`."""
         from torch.distributed.fsdp import fully_shard
 
         model = hs.prepare(job.model, policy=policy)
+        for module in model.modules():
+            if "Norm" in type(module).__name__:  # a group of parameters has one format
+                fully_shard(module)
         fully_shard(model)
         step = hs.TrainStep(model, job.optimizer(model.parameters()), job.loss, accumulate=len(job.windows[0]))
         return run(step, model, job.windows)

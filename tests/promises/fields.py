@@ -18,6 +18,7 @@ from tests.promises.probe import (
     see_formats,
     see_precise_weights,
     see_products,
+    see_reduction,
     see_small_gradients,
     see_sum,
 )
@@ -203,14 +204,10 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "reduce",
-        "that a format other than the gradients' own is refused (gradients of fp32 weights are fp32 as they are)",
-        see_sum,
-        BF16,
-        (
-            Value("grad", {"sum": "fp32"}),
-            Value("fp32", {"sum": "fp32"}),
-            Value("low", {}),
-        ),
+        "format in which DistributedDataParallel sums gradients, and that another one than theirs is refused",
+        see_reduction,
+        LOW,
+        (Value("grad", {"summed": "bf16"}), Value("fp32", {"summed": "fp32"}), Value("low", {"summed": "bf16"})),
     ),
     Field(
         "state",

@@ -70,7 +70,7 @@ class Cell:
 WORKS = Cell()
 NO_MODEL = Cell(refused=None, base=BF16, facts=(), words="a region knows no model")
 NO_MASTERS = "low weights with masters cannot be sharded"
-REDUCE = Cell(refused=("low",), words='`"low"` is not built, and of bf16 gradients `"fp32"` neither')
+REDUCE = Cell(refused=None, facts=(), words="not built but for the gradients' own format")
 OWN_SCALE = Cell(facts=("scale",), words="the scaler that `prepare` returns")
 
 CELLS: Mapping[tuple[str, str], Cell] = {
@@ -97,6 +97,9 @@ CELLS: Mapping[tuple[str, str], Cell] = {
     ),
     ("grads", "fully_shard"): Cell(refused=("param", "fp32"), says="params='fp32'", elsewhere=True, words=NO_MASTERS),
     **{("reduce", entry.name): REDUCE for entry in ENTRIES},
+    ("reduce", "autocast"): dataclasses.replace(REDUCE, base=BF16, refused=("low",)),
+    ("reduce", "DDP"): dataclasses.replace(REDUCE, facts=None),
+    ("reduce", "fully_shard"): dataclasses.replace(REDUCE, base=BF16, refused=("low",)),
 }
 """Every cell that does not simply work."""
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
 from halfstep.formats import format_of
@@ -197,6 +198,19 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Reductions(TorchDispatchMode):
+    """Notes in which formats gradients are summed across processes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        self.formats: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "reduce" in func._schema.name:
+            self.formats |= {WORDS[a.dtype] for a in tree_leaves(args) if isinstance(a, Tensor) and a.dtype in WORDS}
+        return func(*args, **(kwargs or {}))
+
+
 def see_formats(entry: Entry, policy: hs.Policy) -> Facts:
     """Train `Probe`: formats of every operator's result, of parameters, optimizer state, inputs and outputs."""
     torch.manual_seed(0)
@@ -232,6 +246,16 @@ def see_products(entry: Entry, policy: hs.Policy) -> Facts:
     with entry.watched(products):
         entry(policy, Job(model, _sum_loss, [[(torch.randn(4, 16),)]] * entry.repeats, sgd))
     return {"products": " and ".join(sorted(products.formats)) or "none seen"}
+
+
+def see_reduction(entry: Entry, policy: hs.Policy) -> Facts:
+    """Train one layer: formats in which its gradients were summed across processes."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    reductions = Reductions()
+    with entry.watched(reductions):
+        entry(policy, Job(model, _sum_loss, [[(torch.randn(4, 16),)]] * entry.repeats, sgd))
+    return {"summed": " and ".join(sorted(reductions.formats)) or "nothing"}
 
 
 def _sum_loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -12,16 +12,22 @@ import pytest
 import torch
 
 import halfstep as hs
-from halfstep.errors import HalfstepError
+from halfstep.errors import BindError, HalfstepError, PolicyError
 from tests.promises.entries import ENTRIES
 from tests.promises.fields import FIELDS, Field, Value
+from tests.promises.fronts import Front
 from tests.promises.matrix import CELLS, PENDING, Dropping, cell_of, check
-from tests.promises.probe import Entry
+from tests.promises.options import OPTIONS
+from tests.promises.page import PAGE, entry_points, front_ends, made
+from tests.promises.probe import Entry, Facts
 
 pytestmark = pytest.mark.filterwarnings("ignore:policy .* on cpu. this CPU has .* no fp16 units:UserWarning")
 
 COSTLY = "TrainStep, compile"
 """Each of its trainings is compiled; the default run checks one value of each field that is not the default."""
+
+
+CELL_WORDS = {"works", "refused", "fixed", "not yet"}
 
 
 def cases() -> Iterator[object]:
@@ -44,6 +50,30 @@ def fails(field: Field, entry: Entry, value: Value) -> bool:
 @pytest.mark.parametrize(("field", "entry", "value"), list(cases()))
 def test_a_field_is_carried_out_or_refused_by_name(field: Field, entry: Entry, value: Value) -> None:
     check(field, entry, value)
+
+
+FRONT_CASES = [
+    pytest.param(field, front, facts, id=f"{field.name}-{name}-{number}")
+    for name, options in OPTIONS.items()
+    for field in FIELDS
+    for number, (front, facts) in enumerate(options[field.name].cases)
+]
+
+
+@pytest.mark.parametrize(("field", "front", "facts"), FRONT_CASES)
+def test_the_options_of_a_front_end_lead_to_what_they_promise(field: Field, front: Front, facts: Facts) -> None:
+    with front.around():
+        seen = field.see(front, field.base)
+    assert {name: seen[name] for name in facts} == facts
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_front_end_differ_in_what_they_promise(name: str) -> None:
+    """So that an option which is ignored fails."""
+    assert OPTIONS[name].keys() == {field.name for field in FIELDS}
+    for options in OPTIONS[name].values():
+        promised = [str(sorted(facts.items())) for _, facts in options.cases]
+        assert len(set(promised)) == len(promised) and all(facts for _, facts in options.cases)
 
 
 def test_every_field_of_a_policy_has_a_row() -> None:
@@ -90,3 +120,54 @@ def test_compiled_cells_notice_a_lost_field_too() -> None:
     with pytest.raises(AssertionError):
         check(field, Dropping(entry, "ops"), field.values[1])
     torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_the_page_says_what_is_checked() -> None:
+    assert PAGE.read_text(encoding="utf-8") == made(), "run `make tables`"
+
+
+def test_no_cell_of_the_page_is_empty() -> None:
+    for block in (entry_points(), front_ends()):
+        for row in block.splitlines()[2:]:
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            assert all(cell.partition(":")[0].partition(";")[0] in CELL_WORDS for cell in cells[1:]), row
+
+
+# ------------------------------------------------------------------ what the matrix does not reach
+
+
+def test_low_weights_that_were_sharded_are_refused_in_a_loop_of_ones_own() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    entry = next(entry for entry in ENTRIES if entry.name == "fully_shard")
+    with entry.around():
+        model = hs.prepare(torch.nn.Linear(4, 4), policy=hs.Policy.of("O2", dtype="bf16"))
+        fully_shard(model)
+        with pytest.raises(BindError, match="params='low', and the model was sharded after hs.prepare"):
+            model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"norms": "low"}, "norms='low' is the format of norms beside low parameters"),
+        ({"master": "split"}, "master='split' is what stands behind low parameters"),
+        ({"params": "low", "master": "none", "grads": "fp32"}, "grads='fp32' sums gradients for an optimizer"),
+        ({"params": "low", "dtype": "fp16", "master": "split"}, "master='split' keeps the lower halves"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, str], says: str) -> None:
+    policy = hs.Policy(dtype="bf16").replace(**fields)
+    with pytest.raises(PolicyError, match=says):
+        hs.prepare(torch.nn.Linear(2, 2), policy=policy)
+
+
+def test_a_policy_resolved_to_fp32_can_be_given_again() -> None:
+    """Where everything stays fp32, the fields about low parameters are put back too."""
+    model = torch.nn.Linear(2, 2)
+    policy = hs.resolve(hs.Policy.of("pure", dtype="fp32"), model).policy
+    hs.prepare(model, policy=policy)
+    assert policy.norms == "fp32" and model.weight.dtype is torch.float32
