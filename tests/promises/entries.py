@@ -21,7 +21,7 @@ from halfstep.weights import attachment
 from tests.promises.probe import Entry, Job, Trained, accumulated
 from tests.step.tape import TapeRecorder
 
-__all__ = ["ENTRIES", "Step"]
+__all__ = ["ENTRIES", "Compiled"]
 
 
 class Autocast(Entry):

@@ -35,6 +35,7 @@ class Cell:
         facts: which facts count; None: all that the field promises.
         instead: what is there for every value, where the entry point has nothing that the field speaks of.
         elsewhere: whether it is another field, without which this one means nothing, that is refused.
+        mostly: whether the page calls it refused although some values are not; the words name them.
         words: what the page says beside "works" or "refused".
     """
 
@@ -44,6 +45,7 @@ class Cell:
     facts: tuple[str, ...] | None = None
     instead: Facts | None = None
     elsewhere: bool = False
+    mostly: bool = False
     words: str = ""
 
     def refuses(self, field: Field, value: Value) -> bool:
@@ -62,7 +64,7 @@ class Cell:
         """Return what the page says of this cell."""
         if self.instead is not None:
             return f"fixed: {self.words}"
-        if self.refused is None or self.elsewhere:
+        if self.refused is None or self.elsewhere or self.mostly:
             return f"refused: {self.words}"
         return f"works; {self.words}" if self.words else "works"
 
@@ -78,22 +80,28 @@ CELLS: Mapping[tuple[str, str], Cell] = {
         (field, "autocast"): NO_MODEL
         for field in ("params", "norms", "grads", "modules", "inputs", "state")
     },
-    ("master", "autocast"): dataclasses.replace(NO_MODEL, refused=("master", "split", "kahan", "stochastic")),
+    ("master", "autocast"): dataclasses.replace(
+        NO_MODEL, refused=("master", "split", "kahan", "stochastic"), mostly=True
+    ),
     ("outputs", "autocast"): Cell(instead={"output": "bf16"}, words="a block has no outputs; results stay as computed"),
     ("scale", "autocast"): Cell(
         refused=(4096.0, "megengine"),
         facts=(),
-        words="refused but for `auto` and `none`: a region sees no loss",
+        mostly=True,
+        words="a region sees no loss (`auto` and `none` are accepted)",
     ),
     ("scale", "prepare, own loop"): OWN_SCALE,
     ("dtype", "TrainStep, compile"): Cell(
         refused=("fp8_e4m3",), says="fp8_e4m3.*simulated", words="simulated formats are refused"
     ),
-    ("params", "fully_shard"): Cell(refused=("low",), says="params='fp32'", words=NO_MASTERS),
+    ("params", "fully_shard"): Cell(
+        refused=("low",), says="params='fp32'", mostly=True, words=f'{NO_MASTERS} (with `master="none"` they can)'
+    ),
     ("master", "fully_shard"): Cell(
         refused=("master", "split", "kahan", "stochastic"),
         says="has no fp32 master",
-        words=f'`"none"` alone: {NO_MASTERS}',
+        mostly=True,
+        words=f'{NO_MASTERS} (`"none"` works)',
     ),
     ("grads", "fully_shard"): Cell(refused=("param", "fp32"), says="params='fp32'", elsewhere=True, words=NO_MASTERS),
     **{("reduce", entry.name): REDUCE for entry in ENTRIES},

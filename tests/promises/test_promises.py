@@ -13,7 +13,7 @@ import torch
 
 import halfstep as hs
 from halfstep.errors import BindError, HalfstepError, PolicyError
-from tests.promises.entries import ENTRIES
+from tests.promises.entries import ENTRIES, Compiled
 from tests.promises.fields import FIELDS, Field, Value
 from tests.promises.fronts import Front
 from tests.promises.matrix import CELLS, PENDING, Dropping, cell_of, check
@@ -40,6 +40,12 @@ def cases() -> Iterator[object]:
                 if entry.name == COSTLY and number != 1:
                     marks.append(pytest.mark.slow)
                 yield pytest.param(field, entry, value, marks=marks, id=f"{field.name}={value.given}-{entry.name}")
+    autograd = Compiled(COSTLY, "aot_eager")  # forward and backward pass traced, as for inductor
+    for field in FIELDS:
+        for value in field.values:
+            if (field.name, COSTLY) not in PENDING:
+                name = f"{field.name}={value.given}-{COSTLY} aot"
+                yield pytest.param(field, autograd, value, marks=pytest.mark.slow, id=name)
 
 
 def fails(field: Field, entry: Entry, value: Value) -> bool:
