@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
@@ -71,6 +71,27 @@ class OwnLoop(Entry):
                 optimizer.step()
             optimizer.zero_grad()
         return Trained(model, optimizer, len(job.windows), model, name=_told(model), scale=scale)
+
+
+class Later(Entry):
+    """``hs.prepare`` of the model alone; the optimizer is made after it, and nothing scales."""
+
+    name = "prepare, optimizer later"
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        model = self.wrapped(hs.prepare(job.model, policy=policy))
+        optimizer = job.optimizer(model.parameters())
+        for window in job.windows:
+            for batch in window:
+                (job.loss(model, *batch).float() / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return Trained(model, optimizer, len(job.windows), model, name=_told(model))
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return `model` as it is trained."""
+        return model
 
 
 def _told(model: nn.Module) -> str:
@@ -195,30 +216,49 @@ class Parallel(Ranks):
         return run(step, model, job.windows)
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard `model`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model.modules():
+        if "Norm" in type(module).__name__:  # a group of parameters has one format
+            fully_shard(module)
+    fully_shard(model)
+    return model
+
+
 class Sharded(Ranks):
     """``fully_shard`` of a prepared model, norms in groups of their own."""
 
     def __call__(self, policy: hs.Policy, job: Job) -> Trained:
         """Train `job`."""
-        from torch.distributed.fsdp import fully_shard
-
-        model = hs.prepare(job.model, policy=policy)
-        for module in model.modules():
-            if "Norm" in type(module).__name__:  # a group of parameters has one format
-                fully_shard(module)
-        fully_shard(model)
+        model = sharded(hs.prepare(job.model, policy=policy))
         step = hs.TrainStep(model, job.optimizer(model.parameters()), job.loss, accumulate=len(job.windows[0]))
         return run(step, model, job.windows)
+
+
+class ShardedLoop(Later, Ranks):
+    """``fully_shard`` of a prepared model, in a loop of one's own."""
+
+    name = "fully_shard, own loop"
+
+    def __init__(self) -> None: ...
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Shard `model`."""
+        return sharded(model)
 
 
 ENTRIES: tuple[Entry, ...] = (
     Autocast(),
     OwnLoop(scaling=False),
     OwnLoop(scaling=True),
+    Later(),
     Step("TrainStep"),
     Accumulating("TrainStep, accumulate"),
     Compiled("TrainStep, compile", "eager"),
     Captured("TrainStep, cuda_graph", cuda_graph=True),
     Parallel("DDP"),
     Sharded("fully_shard"),
+    ShardedLoop(),
 )

@@ -118,8 +118,8 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "master",
-        "digits of a value that was loaded into a low weight, how a value half way between two bf16 numbers is rounded, "
-        "and whether updates smaller than its rounding add up",
+        "digits of a value that was loaded into a low weight, how a value half way between two bf16 numbers is "
+        "rounded, and whether updates smaller than its rounding add up",
         see_precise_weights,
         LOW,
         (
@@ -132,7 +132,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "grads",
-        "error of a sum of 64 micro-batches' gradients, by the change of the weight: below 0.15 % in fp32, above in bf16",
+        "error of a sum of 64 micro-batches' gradients, seen in the weight: 0.15 % at most in fp32, more in bf16",
         see_sum,
         LOW,
         (Value("param", {"sum": "bf16", "weight": "bf16"}), Value("fp32", {"sum": "fp32", "weight": "bf16"})),

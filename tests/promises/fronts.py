@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
 import halfstep as hs
 from halfstep.compat import torch_amp
@@ -32,7 +32,6 @@ class Front(Entry):
     def of(self, *names: str) -> dict[str, Any]:
         """Return those of the options."""
         return {name: self.options[name] for name in names if name in self.options}
-
 
     @contextmanager
     def around(self) -> Iterator[None]:

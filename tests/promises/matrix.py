@@ -1,8 +1,8 @@
 """The promise matrix: every field of a policy x every entry point. A cell works or is refused; there is no third state.
 
-*works*: for every value of the field the facts are the promised ones, which differ from value to value, so that the check
-fails where the field is ignored. *refused*: a `HalfstepError` that names the field. *fixed*: the entry point has nothing
-that the field speaks of, or no way to set it; what it does instead is written in the cell and checked.
+*works*: for every value of the field the facts are the promised ones, which differ from value to value, so that the
+check fails where the field is ignored. *refused*: a `HalfstepError` that names the field. *fixed*: the entry point has
+nothing that the field speaks of; what it does instead is written in the cell and checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import halfstep as hs
 from halfstep.errors import HalfstepError
 from tests.promises.entries import ENTRIES
-from tests.promises.fields import BF16, FIELDS, Field, Value
+from tests.promises.fields import BF16, Field, Value
 from tests.promises.probe import Entry, Facts
 
 __all__ = ["CELLS", "PENDING", "Cell", "Dropping", "cell_of", "check"]
@@ -72,14 +72,12 @@ class Cell:
 WORKS = Cell()
 NO_MODEL = Cell(refused=None, base=BF16, facts=(), words="a region knows no model")
 NO_MASTERS = "low weights with masters cannot be sharded"
+SHARDED = {"fully_shard": "params='fp32'|has no fp32 master", "fully_shard, own loop": "has params='low'"}
 REDUCE = Cell(refused=None, facts=(), words="not built but for the gradients' own format")
 OWN_SCALE = Cell(facts=("scale",), words="the scaler that `prepare` returns")
 
 CELLS: Mapping[tuple[str, str], Cell] = {
-    **{
-        (field, "autocast"): NO_MODEL
-        for field in ("params", "norms", "grads", "modules", "inputs", "state")
-    },
+    **{(field, "autocast"): NO_MODEL for field in ("params", "norms", "grads", "modules", "inputs", "state")},
     ("master", "autocast"): dataclasses.replace(
         NO_MODEL, refused=("master", "split", "kahan", "stochastic"), mostly=True
     ),
@@ -94,25 +92,36 @@ CELLS: Mapping[tuple[str, str], Cell] = {
     ("dtype", "TrainStep, compile"): Cell(
         refused=("fp8_e4m3",), says="fp8_e4m3.*simulated", words="simulated formats are refused"
     ),
-    ("params", "fully_shard"): Cell(
-        refused=("low",), says="params='fp32'", mostly=True, words=f'{NO_MASTERS} (with `master="none"` they can)'
-    ),
-    ("master", "fully_shard"): Cell(
-        refused=("master", "split", "kahan", "stochastic"),
-        says="has no fp32 master",
-        mostly=True,
-        words=f'{NO_MASTERS} (`"none"` works)',
-    ),
-    ("grads", "fully_shard"): Cell(refused=("param", "fp32"), says="params='fp32'", elsewhere=True, words=NO_MASTERS),
+    **{
+        (field, name): cell
+        for name, says in SHARDED.items()
+        for field, cell in {
+            "params": Cell(
+                refused=("low",), says=says, mostly=True, words=f'{NO_MASTERS} (with `master="none"` they can)'
+            ),
+            "master": Cell(
+                refused=("master", "split", "kahan", "stochastic"),
+                says=says,
+                mostly=True,
+                words=f'{NO_MASTERS} (`"none"` works)',
+            ),
+            "grads": Cell(refused=("param", "fp32"), says=says, elsewhere=True, words=NO_MASTERS),
+        }.items()
+    },
+    **{
+        ("scale", name): Cell(instead={"scale": 1.0}, words="`prepare` without an optimizer makes no scaler")
+        for name in ("prepare, optimizer later", "fully_shard, own loop")
+    },
     **{("reduce", entry.name): REDUCE for entry in ENTRIES},
     ("reduce", "autocast"): dataclasses.replace(REDUCE, base=BF16, refused=("low",)),
     ("reduce", "DDP"): dataclasses.replace(REDUCE, facts=None),
-    ("reduce", "fully_shard"): dataclasses.replace(REDUCE, base=BF16, refused=("low",)),
+    **{("reduce", name): dataclasses.replace(REDUCE, base=BF16, refused=("low",)) for name in SHARDED},
 }
 """Every cell that does not simply work."""
 
 PENDING: Mapping[tuple[str, str], str] = {
     ("grads", "prepare, own loop"): "gradients are summed in the parameters' format",
+    ("grads", "prepare, optimizer later"): "gradients are summed in the parameters' format",
     ("grads", "prepare, scaler"): "gradients are summed in the parameters' format",
     ("grads", "DDP"): "DistributedDataParallel refuses fp32 gradients of bf16 parameters",
     **{("reduce", entry.name): "refused by NotImplementedError, which is no HalfstepError" for entry in ENTRIES},

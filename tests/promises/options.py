@@ -1,7 +1,7 @@
 """What the options of other libraries' front-ends promise for each field of a policy.
 
-A user of a front-end writes no policy. The cell of a field is about the values that the front-end's own options lead to;
-where no option reaches a field, one value is promised, and the cell says which. The facts are those of
+A user of a front-end writes no policy. The cell of a field is about the values that the front-end's own options lead
+to; where no option reaches a field, one value is promised, and the cell says which. The facts are those of
 docs/compat_*.md and of the libraries' own documents.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from halfstep.compat.apex import amp as apex
 from halfstep.compat.megengine import amp as megengine
 from halfstep.compat.mindspore import add_flags
 from halfstep.compat.mindspore import amp as mindspore
-from halfstep.compat.apex import amp as apex
 from tests.promises.fronts import Apex, Front, MegEngine, MindSpore, TorchAmp
 from tests.promises.probe import Facts
 

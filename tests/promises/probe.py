@@ -1,7 +1,7 @@
 """What the promise matrix trains, and what it observes while it does: formats and numbers, never halfstep's own books.
 
-A `Job` is a model, its loss and its batches. An entry point (`entries`, `fronts`) trains it under a policy and returns a
-`Trained`. The functions that begin with `see_` train a job that makes one kind of fact visible and return the facts.
+A `Job` is a model, its loss and its batches. An entry point (`entries`, `fronts`) trains it under a policy and returns
+a `Trained`. The functions that begin with `see_` train a job that makes one kind of fact visible and return the facts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Trained:
     def parameter(self, name: str) -> Tensor:
         """Return a parameter as operators see it."""
         value = self.model.get_parameter(name).detach()
-        return value.to_local() if hasattr(value, "to_local") else value  # type: ignore[no-any-return]
+        return value.to_local() if isinstance(value, DTensor) else value
 
     def load(self, name: str, value: Tensor) -> None:
         """Load `value` into a weight as a checkpoint would be."""
@@ -166,7 +166,7 @@ class Probe(nn.Module):
 
 def probe_loss(model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
     """Return a loss of `Probe`; what it and the model gave is noted too."""
-    seen = getattr(model, "module", model).seen
+    seen: dict[str, Tensor] = getattr(model, "module", model).seen  # type: ignore[assignment]
     out = model(x, tokens)
     seen["output"] = out.detach()
     loss = F.mse_loss(out, y)
@@ -276,7 +276,7 @@ def see_sum(entry: Entry, policy: hs.Policy) -> Facts:
     window = [(torch.rand(2, 16) + 0.5,) for _ in range(MICRO)]
     before = model.weight.detach().to(torch.float64)
     done = entry(policy, Job(model, _sum_loss, [window] * entry.repeats, sgd))
-    exact = torch.cat([x for x, in window]).to(torch.float64).sum(0) / MICRO / 1024
+    exact = torch.cat([x for (x,) in window]).to(torch.float64).sum(0) / MICRO / 1024
     change = (before - done.weight("weight").to(torch.float64)) / done.updates
     error = float((change - exact).norm() / exact.expand_as(change).norm())
     return {"sum": "fp32" if error < 0.0015 else "bf16", "weight": word(done.parameter("weight"))}
@@ -329,4 +329,3 @@ def see_precise_weights(entry: Entry, policy: hs.Policy) -> Facts:
 def accumulated(job: Job) -> Job:
     """Return `job` with every window of two micro-batches at least; the mean gradient is the same."""
     return replace(job, windows=[list(w) if len(w) > 1 else list(w) * 2 for w in job.windows])
-

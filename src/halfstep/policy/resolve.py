@@ -145,10 +145,18 @@ def _require_low_parameters(policy: Policy) -> None:
             f"policy {policy.name!r}: norms='low' is the format of norms beside low parameters, and params='fp32'; set "
             "params='low', or leave norms out"
         )
-    if policy.params == "low" and policy.master == "none" and policy.grads == "fp32":
+    if policy.params == "fp32" or policy.master != "none":
+        return
+    if policy.grads == "fp32":
         raise PolicyError(
             f"policy {policy.name!r}: grads='fp32' sums gradients for an optimizer that steps fp32 values, and under "
             "master='none' it steps low weights, by low gradients; choose another master, or leave grads out"
+        )
+    if policy.state == "low":
+        raise PolicyError(
+            f"policy {policy.name!r}: state='low' rounds the fp32 states of an optimizer that steps fp32 values, and "
+            "under master='none' it steps low weights, whose states are low already; choose another master, or leave "
+            "state out"
         )
 
 

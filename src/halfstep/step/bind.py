@@ -33,6 +33,7 @@ from halfstep.errors import BindError, RegionError, WeightsError
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
+from halfstep.weights.states import LowStates
 
 __all__ = ["Binding", "binding_of", "bind_class", "explained", "is_bound"]
 
@@ -192,18 +193,31 @@ def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tupl
     return args, kwargs, output
 
 
+def _meet_shards(binding: Binding, module: nn.Module) -> None:
+    """Let the policy hold for the parameters that fully_shard has put in the place of those that were prepared.
+
+    Raises:
+        BindError: they took the place of low ones, and have no masters.
+    """
+    policy = binding.policy
+    if binding.store is not None:
+        raise BindError(
+            f"policy {policy.name!r} has params='low', and the model was sharded after hs.prepare, which put parameters "
+            "without fp32 masters in the place of the low ones (fully_shard does that); shard under a policy with "
+            "params='fp32', such as 'mixed'"
+        )
+    if policy.state == "low":
+        LowStates.want(module.parameters())
+
+
 def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run `forward` in the region of `binding`."""
     state = STATE
     store = binding.store
     if store is not None:
         store.heal()
-        if binding.root and hasattr(type(module), "unshard"):
-            raise BindError(
-                f"policy {binding.policy.name!r} has params='low', and the model was sharded after hs.prepare, which put "
-                "parameters without fp32 masters in the place of the low ones (fully_shard does that); shard under a "
-                "policy with params='fp32', such as 'mixed'"
-            )
+    if binding.root and hasattr(type(module), "unshard"):
+        _meet_shards(binding, module)
     if state.visit is not None and binding.root:
         state.visit(module)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")

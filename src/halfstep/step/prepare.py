@@ -108,6 +108,8 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, precise: s
         binding = binding_of(unwrap(model))
         assert binding is not None
         binding.become_root()  # also where it is a part of another that was bound before
+        if concrete.state == "low":
+            LowStates.want(model.parameters(), getattr(binding.store, "draws", None))
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
             if concrete.state == "low" and LowStates.of(optimizer) is None:

@@ -25,7 +25,7 @@ from halfstep.errors import WeightsError
 from halfstep.weights.attachment import Attachment
 from halfstep.weights.lows import LOWS, is_low
 
-__all__ = ["WeightStore"]
+__all__ = ["WeightStore", "stores"]
 
 
 class WeightStore(ABC):
@@ -66,7 +66,7 @@ class WeightStore(ABC):
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for name, parameter in pairs:
             self.adopt(name, parameter)
-        _stores().add(self)
+        stores().add(self)
 
     def _refusal(self, low: torch.dtype) -> str:
         return f"low weights are bfloat16 or float16, not {low}"
@@ -139,7 +139,7 @@ class WeightStore(ABC):
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
         """Return the store that has the fp32 values of `parameter`, or None."""
-        return next((store for store in _stores() if parameter in store), None)
+        return next((store for store in stores() if parameter in store), None)
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether `parameter` is a low parameter of this store."""
@@ -328,13 +328,13 @@ class WeightStore(ABC):
 
 
 @cache
-def _stores() -> weakref.WeakSet[WeightStore]:
+def stores() -> weakref.WeakSet[WeightStore]:
     """Return the stores there are; optimizers made after `hs.prepare` find theirs here when they step."""
-    stores = weakref.WeakSet[WeightStore]()
+    made = weakref.WeakSet[WeightStore]()
 
     def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for store in list(stores):
+        for store in list(made):
             store.welcome(optimizer)
 
     register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
-    return stores
+    return made
