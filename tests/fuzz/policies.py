@@ -13,8 +13,8 @@ Intended differences, which are no findings:
   either refuses too or has shown a plan;
 - an operator that the policy itself makes low (a rule of ``ops`` or ``modules``, or table all-low) and that torch has
   no kernel for: torch's error says so;
-- formats that meet in an operator for which the policy has no rule (table none; on a CPU table torch, which has none for
-  layer_norm; a module of rule fp32 around one of rule low), or a rule of the policy's own: torch's error says which;
+- formats that meet in an operator for which the policy has no rule (table none; on a CPU table torch, which has none
+  for layer_norm; a module of rule fp32 around one of rule low), or a rule of its own: torch's error says which;
 - losses that are not finite, where the low format has fewer exponent bits than fp32;
 - ``master="auto"``, which TrainStep resolves by its optimizer.
 """

@@ -202,9 +202,9 @@ def _meet_shards(binding: Binding, module: nn.Module) -> None:
     policy = binding.policy
     if binding.store is not None:
         raise BindError(
-            f"policy {policy.name!r} has params='low', and the model was sharded after hs.prepare, which put parameters "
-            "without fp32 masters in the place of the low ones (fully_shard does that); shard under a policy with "
-            "params='fp32', such as 'mixed'"
+            f"policy {policy.name!r} has params='low', and the model was sharded after hs.prepare, which put "
+            "parameters without fp32 masters in the place of the low ones (fully_shard does that); shard under a "
+            "policy with params='fp32', such as 'mixed'"
         )
     if policy.state == "low":
         LowStates.want(module.parameters())
