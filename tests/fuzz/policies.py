@@ -42,7 +42,7 @@ from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 __all__ = ["SAMPLE", "check"]
 
-SAMPLE = 60
+SAMPLE = 50
 
 REFUSED = (HalfstepError, NotImplementedError)
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
