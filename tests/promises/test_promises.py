@@ -103,8 +103,15 @@ def test_every_cell_can_fail(entry: Entry) -> None:
         assert len(outcomes) > 1 or cell.instead is not None or outcomes == {"refused"}
 
 
+TWINS = [
+    pytest.param(entry, id=entry.name, marks=[] if entry.name in {"autocast", "TrainStep"} else pytest.mark.slow)
+    for entry in ENTRIES
+    if entry.name != COSTLY
+]
+
+
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.name != COSTLY], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", TWINS)
 def test_a_field_that_is_lost_on_the_way_in_is_noticed(field: Field, entry: Entry) -> None:
     """The twin with a seeded fault."""
     cell = cell_of(field, entry)
