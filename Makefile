@@ -79,6 +79,7 @@ compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/
 tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.concepts
+	$(BIN)/python -m tests.promises
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist out src/halfstep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

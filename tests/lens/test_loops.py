@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
+from halfstep.lens.box.cures import _foreign
 from halfstep.lens.box.stepbox import Box
 from halfstep.lens.box.trouble import Trouble
 from tests.lens.broken import batch, classify, squared, transformer
@@ -495,3 +496,13 @@ def test_classify_is_finite_with_weights_as_they_were() -> None:
     """A control: nothing above comes from the model."""
     with fp16():
         assert bool(classify(transformer(1.0), *batch()).isfinite())
+
+
+def test_a_cure_that_a_region_cannot_carry_out_is_one_for_prepare() -> None:
+    """`hs.autocast` refuses grads='fp32'."""
+    base = hs.Policy.of("torch", dtype="fp16")
+    line = "policy.replace(grads='fp32')"
+    cure = _foreign(base, base.replace(grads="fp32"), "gradients added in fp32", line, "torch.autocast")
+    made = cure.text.partition("hs.prepare(model, policy=")[2].partition(")\n")[0]
+    assert eval(made, {"hs": hs}) == base.replace(grads="fp32")
+    assert "hs.autocast" not in cure.text

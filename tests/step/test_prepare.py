@@ -730,3 +730,31 @@ def test_inside_their_mode_fake_parameters_are_lowered_like_any_other() -> None:
         step = hs.TrainStep(model, optimizer, lambda m, x: m(x).float().sum(), policy=policy("O2"), clip_norm=1.0)
         assert model.weight.dtype is torch.bfloat16 and optimizer.param_groups[0]["fused"]
         assert step(torch.empty(3, 8)).loss.dtype is FP32
+
+
+# ------------------------------------------------------------------ states of optimizers that are made later
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
+    return {state["exp_avg"].dtype for state in optimizer.state.values()}
+
+
+def _trained_later(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("params", ["fp32", "low"])
+def test_states_are_low_also_of_an_optimizer_that_is_made_after_prepare(params: str) -> None:
+    policy = hs.Policy(dtype="bf16", params=params, state="low")  # type: ignore[arg-type]
+    model, plain = hs.prepare(nn.Linear(4, 4), policy=policy), nn.Linear(4, 4)
+    optimizer = _trained_later(model)
+    assert _moments(optimizer) == {torch.bfloat16}
+    assert _moments(_trained_later(plain)) == {torch.float32}, "of another model"
+    hs.unprepare(model)
+    assert _moments(optimizer) == {torch.float32}
+    assert _moments(_trained_later(model)) == {torch.float32}, "of a model that is not prepared any more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -102,6 +103,38 @@ class autocast:
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 
+def _refuse_what_needs_a_model(policy: Policy) -> None:
+    """Refuse the fields that speak of a model, an optimizer or a loss, which a region never sees.
+
+    The two it lets pass are asked for by presets: `outputs` (a block has none) and ``scale="auto"``.
+
+    Raises:
+        PolicyError: the first such field, and what carries it out.
+    """
+    asked = {
+        "params": "lowers parameters",
+        "modules": "has module rules",
+        "inputs": "casts a model's inputs",
+        "grads": "sums gradients in fp32",
+        "state": "keeps optimizer states low",
+    }
+    for field, what in asked.items():
+        value = getattr(policy, field)
+        if value != DEFAULTS[field]:
+            raise PolicyError(
+                f"policy {policy.name or policy!r} {what} ({field}={value!r}), and a region knows no model; "
+                "use hs.prepare(model, optimizer, policy=...) or hs.TrainStep"
+            )
+    if policy.scale not in {"auto", "none"}:
+        raise PolicyError(
+            f"policy {policy.name or policy!r} scales the loss (scale={policy.scale!r}), and a region sees no loss; "
+            "give the region the policy without it, policy.replace(scale='auto'), and make hs.GradScaler(...) "
+            "yourself, or use hs.prepare(model, optimizer, policy=...) or hs.TrainStep"
+        )
+
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Policy)}
+
 SUSPENDED = object()
 """What `STATE.bound` is inside `suspended`: bound models see it and open no region."""
 
@@ -179,10 +212,6 @@ def _recipe(
     else:
         chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=NAMES[dtype])
         require_engine(chosen)
-        if enabled and (chosen.params == "low" or chosen.modules):
-            what = "lowers parameters" if chosen.params == "low" else "has module rules"
-            raise PolicyError(
-                f"policy {chosen.name or chosen!r} {what}, and a region knows no model; "
-                "use hs.prepare(model, optimizer, policy=...) or hs.TrainStep"
-            )
+        if enabled:
+            _refuse_what_needs_a_model(chosen)
     return recipe_for(chosen, devices, enabled=enabled, cache=cache_enabled)

@@ -97,7 +97,7 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
     """
     dtype, _ = resolve_dtype(policy, device_type)
     if dtype == "fp32":
-        policy = policy.replace(params="fp32", residual="fp32", inputs="keep")
+        policy = policy.replace(params="fp32", norms="fp32", residual="fp32", inputs="keep")
     master = policy.master
     if policy.params == "fp32":
         master = "none"
@@ -122,6 +122,7 @@ def require_engine(policy: Policy) -> None:
         UnbuiltError: the message says what is missing and what comes nearest.
         PolicyError: a field asks for something that another field rules out.
     """
+    _require_low_parameters(policy)
     in_fp8 = [pattern for pattern, rule in policy.ops if rule == "fp8"]
     if in_fp8:
         raise UnbuiltError(
@@ -143,15 +144,36 @@ def require_engine(policy: Policy) -> None:
             f"policy {policy.name!r}: master='split' keeps the lower halves of fp32 numbers whose upper halves are "
             "bf16, and dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
         )
-    elif policy.params == "low" and policy.master == "none" and policy.grads == "fp32":
-        raise PolicyError(
-            f"policy {policy.name!r}: grads='fp32' under master='none', where optimizers step low weights and read "
-            "gradients of their format; use master='stochastic', which keeps nothing either, or leave grads out"
-        )
     elif policy.reduce == "low" and policy.dtype not in DTYPES:
         raise UnbuiltError(
             f"policy {policy.name!r}: reduce='low' would send {policy.dtype!r}, which no dtype stores; use "
             "reduce='grad'"
+        )
+
+
+def _require_low_parameters(policy: Policy) -> None:
+    """Refuse a field that speaks of low parameters, or of the fp32 values behind them, where there are none.
+
+    Raises:
+        PolicyError: which one, and what to change.
+    """
+    if policy.params == "fp32" and policy.norms == "low":
+        raise PolicyError(
+            f"policy {policy.name!r}: norms='low' is the format of norms beside low parameters, and params='fp32'; set "
+            "params='low', or leave norms out"
+        )
+    if policy.params == "fp32" or policy.master != "none":
+        return
+    if policy.grads == "fp32":
+        raise PolicyError(
+            f"policy {policy.name!r}: grads='fp32' sums gradients for an optimizer that steps fp32 values, and under "
+            "master='none' it steps low weights, by low gradients; choose another master, or leave grads out"
+        )
+    if policy.state == "low":
+        raise PolicyError(
+            f"policy {policy.name!r}: state='low' rounds the fp32 states of an optimizer that steps fp32 values, and "
+            "under master='none' it steps low weights, whose states are low already; choose another master, or leave "
+            "state out"
         )
 
 

@@ -36,6 +36,7 @@ from halfstep.cast.layers import low_forward, unruled
 from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
+from halfstep.errors import BindError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
@@ -44,6 +45,7 @@ from halfstep.step.presented import graph_methods, plain_forward, presented_as, 
 from halfstep.step.ranks import refuse_own_loop
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
+from halfstep.weights.states import LowStates
 
 __all__ = ["KEY", "Binding", "bind_class", "binding_of", "is_bound"]
 
@@ -224,6 +226,23 @@ def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tupl
     return args, kwargs, output
 
 
+def _meet_shards(binding: Binding, module: nn.Module) -> None:
+    """Let the policy hold for the parameters that fully_shard has put in the place of those that were prepared.
+
+    Raises:
+        BindError: they took the place of low ones, and have no masters.
+    """
+    policy = binding.policy
+    if binding.store is not None:
+        raise BindError(
+            f"policy {policy.name!r} has params='low', and the model was sharded after hs.prepare, which put "
+            "parameters without fp32 masters in the place of the low ones (fully_shard does that); shard under a "
+            "policy with params='fp32', such as 'mixed'"
+        )
+    if policy.state == "low":
+        LowStates.want(module.parameters())
+
+
 def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run `forward` in the region of `binding`."""
     state = STATE
@@ -233,6 +252,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if store is not None:
         store.entered(module)
     if binding.root:
+        if hasattr(type(module), "unshard"):
+            _meet_shards(binding, module)
         if state.visit is not None:
             state.visit(module)
         elif binding.averages:

@@ -104,6 +104,8 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
         binding.become_root()  # also where it is a part of another that was bound before
         if binding.store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
             binding.store.unify(model)
+        if concrete.state == "low":
+            LowStates.want(model.parameters(), getattr(binding.store, "draws", None))
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
             keep_working_form(optimizer, _stepped(optimizer, binding.store))

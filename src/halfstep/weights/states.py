@@ -11,15 +11,20 @@ before it, rounded after it; that is 4 bytes an element more while it lasts.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, MutableMapping
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.kernels.updates import FIRST, stochastic_bf16
 from halfstep.weights.draws import Draws
 from halfstep.weights.lows import LOWS
+from halfstep.weights.store import stores
 
 __all__ = ["LowStates"]
 
@@ -53,8 +58,19 @@ class LowStates:
         return cls._known.get(optimizer)
 
     @classmethod
+    def want(cls, parameters: Iterable[nn.Parameter], draws: Draws | None = None) -> None:
+        """Keep the states of any optimizer low that steps one of `parameters`, also of one that is made later."""
+        wanted = _wanted()
+        for parameter in parameters:
+            wanted[parameter] = draws
+
+    @classmethod
     def release(cls, parameters: set[int]) -> None:
-        """Give optimizers that hold any of `parameters` (ids) their fp32 states back."""
+        """Give optimizers that hold any of `parameters` (ids) their fp32 states back, and want none low any more."""
+        if _wanted.cache_info().currsize:
+            wanted = _wanted()
+            for parameter in [p for p in wanted if id(p) in parameters]:
+                del wanted[parameter]
         for optimizer, states in list(cls._known.items()):
             if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
                 for handle in states._handles:
@@ -95,6 +111,25 @@ def _rounded(value: Tensor, draws: Draws, place: int, stream: int) -> Tensor:
     low.to_local().copy_(stochastic_bf16(part, draws.bits(place, stream, part)))
     whole: Tensor = low
     return whole
+
+
+@cache
+def _wanted() -> MutableMapping[nn.Parameter, Draws | None]:
+    """Return the parameters whose optimizer states are to be low; an optimizer made later is found when it steps."""
+    wanted: MutableMapping[nn.Parameter, Draws | None] = WeakIdKeyDictionary()
+    stores()  # whose own welcome comes first: a store is attached to an optimizer before its states are
+
+    def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not wanted or optimizer in LowStates._known:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in wanted:
+                    LowStates(optimizer, wanted[parameter])
+                    return
+
+    register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
+    return wanted
 
 
 def _is_wide(parameter: Tensor) -> bool:

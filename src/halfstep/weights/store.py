@@ -25,7 +25,7 @@ from halfstep.weights.by_hand import ByHand
 from halfstep.weights.lows import LOWS, is_low
 from halfstep.weights.ranks import training_wrapper, unify
 
-__all__ = ["WeightStore"]
+__all__ = ["WeightStore", "stores"]
 
 
 class WeightStore(ByHand):
@@ -70,7 +70,7 @@ class WeightStore(ByHand):
         self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
         for name, parameter in pairs:
             self.adopt(name, parameter)
-        _stores().add(self)
+        stores().add(self)
 
     def _refusal(self, low: torch.dtype) -> str:
         return f"low weights are bfloat16 or float16, not {low}"
@@ -130,7 +130,7 @@ class WeightStore(ByHand):
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
         """Return the store that has the fp32 values of `parameter`, or None."""
-        return next((store for store in _stores() if parameter in store), None)
+        return next((store for store in stores() if parameter in store), None)
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether `parameter` is a low parameter of this store."""
@@ -344,13 +344,13 @@ class WeightStore(ByHand):
 
 
 @cache
-def _stores() -> weakref.WeakSet[WeightStore]:
+def stores() -> weakref.WeakSet[WeightStore]:
     """Return the stores there are; optimizers made after `hs.prepare` find theirs here when they step."""
-    stores = weakref.WeakSet[WeightStore]()
+    made = weakref.WeakSet[WeightStore]()
 
     def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for store in list(stores):
+        for store in list(made):
             store.welcome(optimizer)
 
     register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
-    return stores
+    return made

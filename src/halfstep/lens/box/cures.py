@@ -66,7 +66,7 @@ def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -
             made = line.replace("policy.", f"hs.Policy.of({preset!r}{settings}).", 1)
     else:
         where += ", `policy` being that of the region"
-    if policy.modules:
+    if policy.modules or policy.grads == "fp32":  # a region knows no model
         door, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
     else:
         door = f"with hs.autocast(policy={made}):"

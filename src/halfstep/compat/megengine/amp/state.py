@@ -139,4 +139,4 @@ def policy_for(policy: hs.Policy, low: str, high: str) -> hs.Policy:
             f"amp: high_prec_dtype={high!r} beside low_prec_dtype={low!r}; a region has one low format: use 'float32', "
             f"or {low!r} to lower sensitive operators too"
         )
-    return for_formats(policy, SHORT[low], SHORT[high])
+    return for_formats(policy, SHORT[low], SHORT[high]).replace(scale="auto")  # scaling is `amp.GradScaler`'s

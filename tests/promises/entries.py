@@ -1,0 +1,264 @@
+"""The entry points of halfstep: each trains a job under a policy as its documentation shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep as hs
+from halfstep.errors import BindError
+from halfstep.step import capturable, recorder
+from halfstep.step.graphed import WARM_UPS
+from halfstep.weights import attachment
+from tests.promises.probe import Entry, Job, Trained, accumulated
+from tests.step.tape import TapeRecorder
+
+__all__ = ["ENTRIES", "Compiled"]
+
+
+class Autocast(Entry):
+    """``with hs.autocast(policy=policy):`` around the loss, in a loop of one's own."""
+
+    name = "autocast"
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        region = hs.autocast("cpu", policy=policy)
+        optimizer = job.optimizer(job.model.parameters())
+        for window in job.windows:
+            for batch in window:
+                with region:
+                    loss = job.loss(job.model, *batch)
+                (loss.float() / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def call(*batch: Any) -> Any:
+            with region:
+                return job.model(*batch)
+
+        return Trained(job.model, optimizer, len(job.windows), call, name=repr(region).split()[1])
+
+
+class OwnLoop(Entry):
+    """``hs.prepare`` and a loop of one's own, without or with the scaler that it returns."""
+
+    def __init__(self, *, scaling: bool) -> None:
+        self.name = "prepare, scaler" if scaling else "prepare, own loop"
+        self.scaling = scaling
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        model, optimizer, scaler = hs.prepare(job.model, job.optimizer(job.model.parameters()), policy=policy)
+        scale = scaler.get_scale()
+        for window in job.windows:
+            for batch in window:
+                loss = job.loss(model, *batch).float() / len(window)
+                (scaler.scale(loss) if self.scaling else loss).backward()
+            if self.scaling:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        return Trained(model, optimizer, len(job.windows), model, name=_told(model), scale=scale)
+
+
+class Later(Entry):
+    """``hs.prepare`` of the model alone; the optimizer is made after it, and nothing scales."""
+
+    name = "prepare, optimizer later"
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        model = self.wrapped(hs.prepare(job.model, policy=policy))
+        optimizer = job.optimizer(model.parameters())
+        for window in job.windows:
+            for batch in window:
+                (job.loss(model, *batch).float() / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return Trained(model, optimizer, len(job.windows), model, name=_told(model))
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return `model` as it is trained."""
+        return model
+
+
+def _told(model: nn.Module) -> str:
+    """Return the name of the policy as an error names it."""
+    try:
+        hs.prepare(model, policy=hs.Policy(name="another", dtype="fp32", table="none"))
+    except BindError as error:
+        return str(error).partition("with policy ")[2].partition(" and was given")[0].strip("'")
+    return ""
+
+
+class Step(Entry):
+    """``hs.TrainStep``, with some of its arguments; a window of several batches is an accumulation window."""
+
+    def __init__(self, name: str, **arguments: Any) -> None:
+        self.name, self.arguments = name, arguments
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        optimizer = job.optimizer(job.model.parameters())
+        step = hs.TrainStep(
+            job.model, optimizer, job.loss, policy=policy, accumulate=len(job.windows[0]), **self.arguments
+        )
+        return run(step, job.model, job.windows)
+
+
+def run(step: hs.TrainStep, model: nn.Module, windows: Sequence[Sequence[Any]]) -> Trained:
+    """Call `step` with every batch."""
+    scale = step.scaler.get_scale()
+    for window in windows:
+        for batch in window:
+            result = step(*batch)
+        assert result.due and not bool(result.skipped)
+    name = hs.Policy.from_toml(step.state_dict()["policy"]).name
+    return Trained(model, step.optimizer, len(windows), model, name=name, scale=scale)
+
+
+class Accumulating(Step):
+    """``accumulate=`` of 2 at least."""
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        return super().__call__(policy, accumulated(job))
+
+
+class Compiled(Step):
+    """``compile=``, by a backend that counts the graphs it gets."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name)
+        self.backend = backend
+        self.mode: TorchDispatchMode | None = None
+
+    @contextmanager
+    def watched(self, mode: TorchDispatchMode) -> Iterator[None]:
+        """Let `mode` see what compiled code calls; around it nothing would be compiled."""
+        self.mode = mode
+        try:
+            yield
+        finally:
+            self.mode = None
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`; the loss has to reach the compiler."""
+        graphs = []
+        inner: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
+
+        def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            compiled, mode = inner(graph, inputs), self.mode
+
+            def run_watched(*args: Any) -> Any:
+                with mode or nullcontext():
+                    return compiled(*args)
+
+            return run_watched
+
+        torch._dynamo.reset()
+        self.arguments = {"compile": {"backend": counting}}
+        done = super().__call__(policy, job)
+        assert graphs, "nothing was compiled"
+        return done
+
+
+class Captured(Step):
+    """``cuda_graph=True``, recorded on the tape that keeps CUDA's promises on a CPU."""
+
+    repeats = WARM_UPS + 3
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Let graphs be recorded on a tape."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
+            patch.setattr(attachment, "_skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
+            tape = str(Path(__file__).parents[1] / "step" / "tape.py")
+            patch.setattr(capturable, "OURS", (*capturable.OURS, tape))
+            yield
+
+
+class Ranks(Step):
+    """A TrainStep in a process group of one rank, around a model that `shard` wraps after `hs.prepare`."""
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Start a process group."""
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+class Parallel(Ranks):
+    """DistributedDataParallel around a prepared model."""
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        model, optimizer, _ = hs.prepare(job.model, job.optimizer(job.model.parameters()), policy=policy)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        step = hs.TrainStep(wrapped, optimizer, job.loss, accumulate=len(job.windows[0]))
+        return run(step, model, job.windows)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard `model`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model.modules():
+        if "Norm" in type(module).__name__:  # a group of parameters has one format
+            fully_shard(module)
+    fully_shard(model)
+    return model
+
+
+class Sharded(Ranks):
+    """``fully_shard`` of a prepared model, norms in groups of their own."""
+
+    def __call__(self, policy: hs.Policy, job: Job) -> Trained:
+        """Train `job`."""
+        model = sharded(hs.prepare(job.model, policy=policy))
+        step = hs.TrainStep(model, job.optimizer(model.parameters()), job.loss, accumulate=len(job.windows[0]))
+        return run(step, model, job.windows)
+
+
+class ShardedLoop(Later, Ranks):
+    """``fully_shard`` of a prepared model, in a loop of one's own."""
+
+    name = "fully_shard, own loop"
+
+    def __init__(self) -> None: ...
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Shard `model`."""
+        return sharded(model)
+
+
+ENTRIES: tuple[Entry, ...] = (
+    Autocast(),
+    OwnLoop(scaling=False),
+    OwnLoop(scaling=True),
+    Later(),
+    Step("TrainStep"),
+    Accumulating("TrainStep, accumulate"),
+    Compiled("TrainStep, compile", "eager"),
+    Captured("TrainStep, cuda_graph", cuda_graph=True),
+    Parallel("DDP"),
+    Sharded("fully_shard"),
+    ShardedLoop(),
+)

@@ -1,0 +1,167 @@
+"""The promise matrix: every field of a policy x every entry point. A cell works or is refused; there is no third state.
+
+*works*: for every value of the field the facts are the promised ones, which differ from value to value, so that the
+check fails where the field is ignored. *refused*: a `HalfstepError` that names the field. *fixed*: the entry point has
+nothing that the field speaks of; what it does instead is written in the cell and checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import halfstep as hs
+from halfstep.errors import HalfstepError
+from tests.promises.entries import ENTRIES
+from tests.promises.fields import BF16, Field, Value
+from tests.promises.probe import Entry, Facts
+
+__all__ = ["CELLS", "PENDING", "Cell", "Dropping", "cell_of", "check"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One field at one entry point.
+
+    Attributes:
+        refused: values that are refused; None: all but the default.
+        says: what the error's text matches; by default ``field=``.
+        base: the policy in which refused values are set, where that is not the field's.
+        facts: which facts count; None: all that the field promises.
+        instead: what is there for every value, where the entry point has nothing that the field speaks of.
+        elsewhere: whether it is another field, without which this one means nothing, that is refused.
+        mostly: whether the page calls it refused although some values are not; the words name them.
+        words: what the page says beside "works" or "refused".
+    """
+
+    refused: tuple[Any, ...] | None = ()
+    says: str = ""
+    base: hs.Policy | None = None
+    facts: tuple[str, ...] | None = None
+    instead: Facts | None = None
+    elsewhere: bool = False
+    mostly: bool = False
+    words: str = ""
+
+    def refuses(self, field: Field, value: Value) -> bool:
+        """Return whether `value` is refused here."""
+        if self.refused is None:
+            return value is not field.values[0]
+        return value.given in self.refused
+
+    def promised(self, value: Value) -> Facts:
+        """Return the facts that `value` promises here."""
+        if self.instead is not None:
+            return self.instead
+        return {name: fact for name, fact in value.facts.items() if self.facts is None or name in self.facts}
+
+    def text(self) -> str:
+        """Return what the page says of this cell."""
+        if self.instead is not None:
+            return f"fixed: {self.words}"
+        if self.refused is None or self.elsewhere or self.mostly:
+            return f"refused: {self.words}"
+        return f"works; {self.words}" if self.words else "works"
+
+
+WORKS = Cell()
+NO_MODEL = Cell(refused=None, base=BF16, facts=(), words="a region knows no model")
+NO_MASTERS = "low weights with masters cannot be sharded"
+SHARDED = {"fully_shard": "params='fp32'|has no fp32 master", "fully_shard, own loop": "has params='low'"}
+REDUCE = Cell(refused=None, facts=(), words="not built but for the gradients' own format")
+OWN_SCALE = Cell(facts=("scale",), words="the scaler that `prepare` returns")
+
+CELLS: Mapping[tuple[str, str], Cell] = {
+    **{(field, "autocast"): NO_MODEL for field in ("params", "norms", "grads", "modules", "inputs", "state")},
+    ("master", "autocast"): dataclasses.replace(
+        NO_MODEL, refused=("master", "split", "kahan", "stochastic"), mostly=True
+    ),
+    ("outputs", "autocast"): Cell(instead={"output": "bf16"}, words="a block has no outputs; results stay as computed"),
+    ("scale", "autocast"): Cell(
+        refused=(4096.0, "megengine"),
+        facts=(),
+        mostly=True,
+        words="a region sees no loss (`auto` and `none` are accepted)",
+    ),
+    ("scale", "prepare, own loop"): OWN_SCALE,
+    ("dtype", "TrainStep, compile"): Cell(
+        refused=("fp8_e4m3",), says="fp8_e4m3.*simulated", words="simulated formats are refused"
+    ),
+    **{
+        (field, name): cell
+        for name, says in SHARDED.items()
+        for field, cell in {
+            "params": Cell(
+                refused=("low",), says=says, mostly=True, words=f'{NO_MASTERS} (with `master="none"` they can)'
+            ),
+            "master": Cell(
+                refused=("master", "split", "kahan", "stochastic"),
+                says=says,
+                mostly=True,
+                words=f'{NO_MASTERS} (`"none"` works)',
+            ),
+            "grads": Cell(refused=("param", "fp32"), says=says, elsewhere=True, words=NO_MASTERS),
+        }.items()
+    },
+    **{
+        ("scale", name): Cell(instead={"scale": 1.0}, words="`prepare` without an optimizer makes no scaler")
+        for name in ("prepare, optimizer later", "fully_shard, own loop")
+    },
+    **{("reduce", entry.name): REDUCE for entry in ENTRIES},
+    ("reduce", "autocast"): dataclasses.replace(REDUCE, base=BF16, refused=("low",)),
+    ("reduce", "DDP"): dataclasses.replace(REDUCE, facts=None),
+    **{("reduce", name): dataclasses.replace(REDUCE, base=BF16, refused=("low",)) for name in SHARDED},
+}
+"""Every cell that does not simply work."""
+
+PENDING: Mapping[tuple[str, str], str] = {
+    ("grads", "prepare, own loop"): "gradients are summed in the parameters' format",
+    ("grads", "prepare, optimizer later"): "gradients are summed in the parameters' format",
+    ("grads", "prepare, scaler"): "gradients are summed in the parameters' format",
+    ("grads", "DDP"): "DistributedDataParallel refuses fp32 gradients of bf16 parameters",
+    **{("reduce", entry.name): "refused by NotImplementedError, which is no HalfstepError" for entry in ENTRIES},
+}
+"""Cells that do not hold yet, and why; their checks are expected to fail, strictly."""
+
+
+def cell_of(field: Field, entry: Entry) -> Cell:
+    """Return the cell of `field` at `entry`."""
+    return CELLS.get((field.name, entry.name), WORKS)
+
+
+def check(field: Field, entry: Entry, value: Value) -> None:
+    """Train with `value` at `entry`: the facts are those promised, or it is refused by name."""
+    cell = cell_of(field, entry)
+    policy = field.policy(value)
+    with entry.around():
+        if cell.refuses(field, value):
+            if cell.base is not None:
+                policy = cell.base.replace(**{field.name: value.given})
+            with pytest.raises(HalfstepError) as caught:
+                field.see(entry, policy)
+            assert re.search(cell.says or f"{field.name}=", str(caught.value)), str(caught.value)
+        else:
+            if cell.base is not None:
+                policy = cell.base.replace(**{field.name: value.given})
+            promised = cell.promised(value)
+            facts = field.see(entry, policy)
+            assert {name: facts[name] for name in promised} == promised
+
+
+class Dropping(Entry):
+    """A seeded fault: an entry point that loses one field of the policy on the way in."""
+
+    def __init__(self, entry: Entry, field: str) -> None:
+        self.entry, self.field = entry, field
+        self.name, self.repeats = entry.name, entry.repeats
+        self.around, self.watched = entry.around, entry.watched  # type: ignore[method-assign]
+
+    def __call__(self, policy: hs.Policy, job: Any) -> Any:
+        """Train `job` without the field."""
+        default = {value.name: value for value in hs.Policy.__dataclass_fields__.values()}[self.field].default
+        return self.entry(policy.replace(**{self.field: default}), job)

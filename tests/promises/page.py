@@ -1,0 +1,48 @@
+"""The page docs/promises.md, made of the cells that the tests check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.markdown import fill, table
+from tests.promises.entries import ENTRIES
+from tests.promises.fields import FIELDS
+from tests.promises.matrix import PENDING, cell_of
+from tests.promises.options import OPTIONS
+
+__all__ = ["PAGE", "made"]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "promises.md"
+
+
+def entry_points() -> str:
+    """Return fields x entry points of halfstep."""
+    rows = []
+    for field in FIELDS:
+        cells = []
+        for entry in ENTRIES:
+            pending = PENDING.get((field.name, entry.name))
+            cells.append(cell_of(field, entry).text() if pending is None else f"not yet: {pending}")
+        rows.append([f"`{field.name}`", *cells])
+    return table(["field", *(entry.name for entry in ENTRIES)], rows)
+
+
+def front_ends() -> str:
+    """Return fields x front-ends of other libraries."""
+    rows = [[f"`{field.name}`", *(OPTIONS[name][field.name].text() for name in OPTIONS)] for field in FIELDS]
+    return table(["field", *OPTIONS], rows)
+
+
+def tests() -> str:
+    """Return what is observed of each field, and for which values."""
+    rows = []
+    for field in FIELDS:
+        values = ", ".join(f"`{value.given!r}`" for value in field.values)
+        rows.append([f"`{field.name}`", field.says, values])
+    return table(["field", "what is observed", "values"], rows)
+
+
+def made() -> str:
+    """Return the page with its tables as the cells are."""
+    blocks = {"entry points": entry_points(), "front ends": front_ends(), "observed": tests()}
+    return fill(PAGE.read_text(encoding="utf-8"), blocks)
