@@ -80,14 +80,15 @@ class Later(Entry):
 
     def __call__(self, policy: hs.Policy, job: Job) -> Trained:
         """Train `job`."""
-        model = self.wrapped(hs.prepare(job.model, policy=policy))
+        inner = hs.prepare(job.model, policy=policy)
+        model = self.wrapped(inner)
         optimizer = job.optimizer(model.parameters())
         for window in job.windows:
             for batch in window:
                 (job.loss(model, *batch).float() / len(window)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return Trained(model, optimizer, len(job.windows), model, name=_told(model))
+        return Trained(inner, optimizer, len(job.windows), model, name=_told(inner))
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return `model` as it is trained."""
@@ -216,6 +217,18 @@ class Parallel(Ranks):
         return run(step, model, job.windows)
 
 
+class ParallelLoop(Later, Ranks):
+    """DistributedDataParallel around a prepared model, in a loop of one's own."""
+
+    name = "DDP, own loop"
+
+    def __init__(self) -> None: ...
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Wrap `model`."""
+        return nn.parallel.DistributedDataParallel(model)
+
+
 def sharded(model: nn.Module) -> nn.Module:
     """Shard `model`."""
     from torch.distributed.fsdp import fully_shard
@@ -259,6 +272,7 @@ ENTRIES: tuple[Entry, ...] = (
     Compiled("TrainStep, compile", "eager"),
     Captured("TrainStep, cuda_graph", cuda_graph=True),
     Parallel("DDP"),
+    ParallelLoop(),
     Sharded("fully_shard"),
     ShardedLoop(),
 )

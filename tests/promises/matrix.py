@@ -21,7 +21,7 @@ from tests.promises.entries import ENTRIES
 from tests.promises.fields import BF16, Field, Value
 from tests.promises.probe import Entry, Facts
 
-__all__ = ["CELLS", "PENDING", "Cell", "Dropping", "cell_of", "check"]
+__all__ = ["CELLS", "Cell", "Dropping", "cell_of", "check"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,12 @@ class Cell:
 WORKS = Cell()
 NO_MODEL = Cell(refused=None, base=BF16, facts=(), words="a region knows no model")
 NO_MASTERS = "low weights with masters cannot be sharded"
-SHARDED = {"fully_shard": "params='fp32'|has no fp32 master", "fully_shard, own loop": "has params='low'"}
-REDUCE = Cell(refused=None, facts=(), words="not built but for the gradients' own format")
+SHARDED = {
+    "fully_shard": "params='fp32'|has no fp32 master|grads='fp32' over low parameters",
+    "fully_shard, own loop": "has params='low'",
+}
+ALONE = Cell(instead={"summed": "nothing"}, words="one process sums nothing across processes")
+OWN_AVERAGES = "DistributedDataParallel averages in the parameters' format, and only TrainStep in another"
 OWN_SCALE = Cell(facts=("scale",), words="the scaler that `prepare` returns")
 
 CELLS: Mapping[tuple[str, str], Cell] = {
@@ -110,23 +114,23 @@ CELLS: Mapping[tuple[str, str], Cell] = {
     },
     **{
         ("scale", name): Cell(instead={"scale": 1.0}, words="`prepare` without an optimizer makes no scaler")
-        for name in ("prepare, optimizer later", "fully_shard, own loop")
+        for name in ("prepare, optimizer later", "DDP, own loop", "fully_shard, own loop")
     },
-    **{("reduce", entry.name): REDUCE for entry in ENTRIES},
-    ("reduce", "autocast"): dataclasses.replace(REDUCE, base=BF16, refused=("low",)),
-    ("reduce", "DDP"): dataclasses.replace(REDUCE, facts=None),
-    **{("reduce", name): dataclasses.replace(REDUCE, base=BF16, refused=("low",)) for name in SHARDED},
+    **{("reduce", entry.name): ALONE for entry in ENTRIES},
+    ("reduce", "autocast"): NO_MODEL,
+    ("reduce", "DDP"): WORKS,
+    **{
+        (field, "DDP, own loop"): Cell(refused=refused, mostly=field == "reduce", words=OWN_AVERAGES)
+        for field, refused in (("reduce", ("fp32", "low")), ("grads", ("fp32",)))
+    },
+    **{
+        ("reduce", name): Cell(
+            refused=("low",), base=BF16, facts=(), words="another format than the gradients' is refused"
+        )
+        for name in SHARDED
+    },
 }
 """Every cell that does not simply work."""
-
-PENDING: Mapping[tuple[str, str], str] = {
-    ("grads", "prepare, own loop"): "gradients are summed in the parameters' format",
-    ("grads", "prepare, optimizer later"): "gradients are summed in the parameters' format",
-    ("grads", "prepare, scaler"): "gradients are summed in the parameters' format",
-    ("grads", "DDP"): "DistributedDataParallel refuses fp32 gradients of bf16 parameters",
-    **{("reduce", entry.name): "refused by NotImplementedError, which is no HalfstepError" for entry in ENTRIES},
-}
-"""Cells that do not hold yet, and why; their checks are expected to fail, strictly."""
 
 
 def cell_of(field: Field, entry: Entry) -> Cell:

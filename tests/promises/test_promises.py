@@ -16,7 +16,7 @@ from halfstep.errors import HalfstepError, PolicyError
 from tests.promises.entries import ENTRIES, Compiled
 from tests.promises.fields import FIELDS, Field, Value
 from tests.promises.fronts import Front
-from tests.promises.matrix import CELLS, PENDING, Dropping, cell_of, check
+from tests.promises.matrix import CELLS, Dropping, cell_of, check
 from tests.promises.options import OPTIONS
 from tests.promises.page import PAGE, entry_points, front_ends, made
 from tests.promises.probe import Entry, Facts
@@ -27,7 +27,7 @@ COSTLY = "TrainStep, compile"
 """Each of its trainings is compiled; the default run checks one value of each field that is not the default."""
 
 
-CELL_WORDS = {"works", "refused", "fixed", "not yet"}
+CELL_WORDS = {"works", "refused", "fixed"}
 
 
 def cases() -> Iterator[object]:
@@ -35,22 +35,14 @@ def cases() -> Iterator[object]:
         for field in FIELDS:
             for number, value in enumerate(field.values):
                 marks: list[pytest.MarkDecorator] = []
-                if (field.name, entry.name) in PENDING and fails(field, entry, value):
-                    marks.append(pytest.mark.xfail(strict=True, reason=PENDING[field.name, entry.name]))
                 if entry.name == COSTLY and number != 1:
                     marks.append(pytest.mark.slow)
                 yield pytest.param(field, entry, value, marks=marks, id=f"{field.name}={value.given}-{entry.name}")
     autograd = Compiled(COSTLY, "aot_eager")  # forward and backward pass traced, as for inductor
     for field in FIELDS:
         for value in field.values:
-            if (field.name, COSTLY) not in PENDING:
-                name = f"{field.name}={value.given}-{COSTLY} aot"
-                yield pytest.param(field, autograd, value, marks=pytest.mark.slow, id=name)
-
-
-def fails(field: Field, entry: Entry, value: Value) -> bool:
-    """Return whether it is this value that a pending cell does not keep."""
-    return cell_of(field, entry).refuses(field, value) if field.name == "reduce" else value.given == "fp32"
+            name = f"{field.name}={value.given}-{COSTLY} aot"
+            yield pytest.param(field, autograd, value, marks=pytest.mark.slow, id=name)
 
 
 @pytest.mark.parametrize(("field", "entry", "value"), list(cases()))
@@ -88,7 +80,7 @@ def test_every_field_of_a_policy_has_a_row() -> None:
 
 def test_cells_are_of_fields_and_entries_that_exist() -> None:
     known = {(field.name, entry.name) for field in FIELDS for entry in ENTRIES}
-    assert CELLS.keys() <= known and PENDING.keys() <= known
+    assert CELLS.keys() <= known
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -115,7 +107,7 @@ TWINS = [
 def test_a_field_that_is_lost_on_the_way_in_is_noticed(field: Field, entry: Entry) -> None:
     """The twin with a seeded fault."""
     cell = cell_of(field, entry)
-    if (field.name, entry.name) in PENDING or cell.instead is not None or cell.elsewhere:
+    if cell.instead is not None or cell.elsewhere:
         pytest.skip("what is said here does not depend on this field")
     noticed = 0
     for value in field.values:

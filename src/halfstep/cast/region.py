@@ -117,6 +117,7 @@ def _refuse_what_needs_a_model(policy: Policy) -> None:
         "inputs": "casts a model's inputs",
         "grads": "sums gradients in fp32",
         "state": "keeps optimizer states low",
+        "reduce": "says in which format gradients are summed across processes",
     }
     for field, what in asked.items():
         value = getattr(policy, field)

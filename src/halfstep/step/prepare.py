@@ -175,7 +175,8 @@ def _refuse_sharded(model: nn.Module, plan: Plan) -> None:
     """Refuse to change the format of sharded parameters (DTensor): theirs is said when their parts are made."""
     for decision in plan.parameters:
         parameter = model.get_parameter(decision.name)
-        if hasattr(parameter, "device_mesh") and (decision.low or parameter.dtype is not DTYPES[decision.format]):
+        behind = decision.low and plan.policy.master != "none"
+        if hasattr(parameter, "device_mesh") and (behind or parameter.dtype is not DTYPES[decision.format]):
             raise BindError(
                 f"parameter {decision.name} is sharded (parallelize_module, distribute_tensor) and is to become "
                 f"{decision.format}; sharded parameters keep their format: load them in fp32 and use a policy with "

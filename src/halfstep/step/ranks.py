@@ -129,7 +129,7 @@ class Ranks:
             self._refuse_hook("gradients are averaged outside of the backward pass")
         parameters = list(self._parameters())
         there = [parameter.grad is not None for parameter in parameters]
-        used = torch.tensor(there, dtype=torch.float32, device=self.device)
+        used = torch.tensor(there, dtype=torch.int32, device=self.device)
         dist.all_reduce(used, group=self._group)
         sparse = _sparse(self._ddp.module)
         for parameter in parameters:
