@@ -26,7 +26,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from halfstep.cast.dispatch import RuleMode
 from halfstep.cast.layers import low_forward, unruled
-from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
+from halfstep.cast.opening import abandon, close_recipe, open_recipe, opened
+from halfstep.cast.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, WeightsError
@@ -205,14 +206,21 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if inside:
         result = forward(module, *args, **kwargs)
     else:
-        with opened(binding.recipe, depth=2):
+        region, failing = opened(binding.recipe), True
+        try:
+            open_recipe(binding.recipe, region, depth=3)
             state.bound = binding.recipe
+            result = forward(module, *args, **kwargs)
+            failing = False
+        except RuntimeError as error:
+            if (better := explained(error, (args, kwargs))) is None:
+                raise
+            raise better from error
+        finally:  # note [interrupts] of cast/opening.py
             try:
-                result = forward(module, *args, **kwargs)
-            except RuntimeError as error:
-                if (better := explained(error, (args, kwargs))) is None:
-                    raise
-                raise better from error
+                close_recipe(region, failing=failing)
+            finally:
+                abandon(region)
     return result if output is None else _cast_floats(result, output)
 
 
