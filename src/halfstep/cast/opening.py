@@ -15,7 +15,7 @@ import weakref
 from itertools import starmap
 from sys import _getframe
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import (
@@ -28,12 +28,16 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+from torch._C import _len_torch_function_stack, _push_on_torch_function_stack
 
 from halfstep.cast.recipe import Recipe, run_eagerly
 from halfstep.cast.recompute import hooks_over_this, remember
 from halfstep.cast.stack import depth_below, lay, take_off, take_out
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
+
+if TYPE_CHECKING:
+    from halfstep.cast.dispatch import RuleMode
 
 __all__ = ["abandon", "close_recipe", "open_recipe", "opened"]
 
@@ -51,36 +55,32 @@ class _Frame:
         mode: `STATE.mode` before.
         bound: `STATE.bound` before.
         states: (device type, whether autocast was on, its format), of each device entered.
-        entered: what torch's count of open regions, its own too, became; empty until it was counted up.
-        left: what it became when it was counted down again; empty until then.
+        counts: what torch's count of open regions became when this one was counted in and, after that, out.
     """
 
     __slots__ = (
         "bound",
         "cache",
         "code",
+        "counts",
         "depth",
-        "entered",
         "instruction",
         "laid",
-        "left",
         "mode",
         "owner",
         "states",
     )
 
-    def __init__(self, owner: object, caller: FrameType, recipe: Recipe) -> None:
+    def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None, depth: int) -> None:
         state = STATE
         self.owner = weakref.ref(owner, _orphaned)
         self.code = caller.f_code
         self.instruction = caller.f_lasti  # the line is worked out if it is asked for
-        self.laid = recipe.mode
-        self.depth = 0 if recipe.mode is None else depth_below(state.above)
+        self.laid, self.depth = laid, depth
         self.cache = is_autocast_cache_enabled()
         self.mode, self.bound = state.mode, state.bound
-        self.states = [(device, is_autocast_enabled(device), get_autocast_dtype(device)) for device, _, _ in recipe.devices]
-        self.entered: list[int] = []
-        self.left: list[int] = []
+        self.states: list[tuple[str, bool, torch.dtype]] = []
+        self.counts: list[int] = []
 
     @property
     def place(self) -> str:
@@ -89,7 +89,7 @@ class _Frame:
         return f"{self.code.co_filename}:{line} (in {self.code.co_name})"
 
 
-def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
+def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
     """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
     state = STATE
     frames = state.frames
@@ -97,23 +97,30 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> None:
         _put_back(frames[-1])
     if hooks_over_this(True) is not None:
         remember()
-    frame = _Frame(owner, _getframe(depth), recipe)
+    mode = recipe.mode
+    above = None if mode is None else state.above
+    below = _len_torch_function_stack() if above is None else depth_below(above)
+    frame = _Frame(owner, _getframe(depth), mode, below)
     try:
         frames.append(frame)
-        for (device, dtype, on), (_, _, before) in zip(recipe.devices, frame.states, strict=True):
+        for device, dtype, on in recipe.devices:
+            before = get_autocast_dtype(device)
+            frame.states.append((device, is_autocast_enabled(device), before))
             set_autocast_enabled(device, on)
             if dtype is not None and before is not dtype:
                 set_autocast_dtype(device, dtype)
                 torch.clear_autocast_cache()  # it does not look at the format
-        frame.entered.extend(starmap(autocast_increment_nesting, ONCE))
+        frame.counts.extend(starmap(autocast_increment_nesting, ONCE))
         if recipe.cache is not None and frame.cache is not recipe.cache:
             set_autocast_cache_enabled(recipe.cache)
-        state.mode = recipe.mode
-        if recipe.mode is not None:
-            lay(recipe.mode, state.above)
+        state.mode = mode
+        if above is not None:
+            lay(mode, above)
+        elif mode is not None:
+            _push_on_torch_function_stack(mode)
+        return frame
     except BaseException:
-        if frames and frames[-1] is frame:
-            _put_back(frame)
+        abandon(frame)
         raise
 
 
@@ -131,18 +138,17 @@ def close_recipe(owner: object, *, failing: bool = False) -> None:
     frame = frames[-1]
     try:
         foreign = _put_back(frame)
-    finally:  # again, should Ctrl-C have come in between
-        if frames and frames[-1] is frame:
-            _put_back(frame)
+    finally:
+        abandon(frame)
     if foreign:
         _refuse_foreign(frame, failing=failing)
 
 
-def abandon(owner: object) -> None:
-    """Leave the region that `owner` opened, if that is still the innermost one; a second call changes nothing."""
+def abandon(frame: _Frame | None) -> None:
+    """Leave a region that an interrupt kept open; one that is closed, or not the innermost, stays as it is."""
     frames = STATE.frames
-    if frames and frames[-1].owner() is owner:
-        _put_back(frames[-1])
+    if frames and frames[-1] is frame:
+        _put_back(frame)
 
 
 def _put_back(frame: _Frame) -> bool:
@@ -155,11 +161,13 @@ def _put_back(frame: _Frame) -> bool:
     if frame.laid is not None:
         take_off(frame.laid, frame.depth, state.above)
     state.mode, state.bound = frame.mode, frame.bound
-    if frame.entered and not frame.left:
-        frame.left.extend(starmap(autocast_decrement_nesting, ONCE))
-    foreign = bool(frame.left) and frame.left[0] != frame.entered[0] - 1
-    if frame.left and frame.left[0] == 0:
-        torch.clear_autocast_cache()
+    counts, foreign = frame.counts, False
+    if len(counts) == 1:
+        counts.extend(starmap(autocast_decrement_nesting, ONCE))
+    if counts:
+        foreign = counts[1] != counts[0] - 1
+        if counts[1] == 0:
+            torch.clear_autocast_cache()
     if not foreign:
         for device, on, before in frame.states:
             set_autocast_enabled(device, on)
@@ -185,16 +193,17 @@ class opened:
         depth: how many frames up from that block the user's line is.
     """
 
-    __slots__ = ("__weakref__", "depth", "recipe")
+    __slots__ = ("__weakref__", "depth", "frame", "recipe")
 
     def __init__(self, recipe: Recipe, *, depth: int = 1) -> None:
         self.recipe, self.depth = recipe, depth
+        self.frame: _Frame | None = None
 
     def __enter__(self) -> None:
         try:
-            open_recipe(self.recipe, self, depth=self.depth + 2)
+            self.frame = open_recipe(self.recipe, self, depth=self.depth + 2)
         except BaseException:
-            abandon(self)
+            abandon(self.frame)
             raise
 
     def __exit__(
@@ -203,7 +212,7 @@ class opened:
         try:
             close_recipe(self, failing=exc_type is not None)
         finally:
-            abandon(self)
+            abandon(self.frame)
 
 
 def _orphaned(owner: weakref.ref[object]) -> None:
@@ -247,7 +256,7 @@ def _take_out(index: int) -> None:
             later.depth -= later.laid is not None
     autocast_decrement_nesting()
     for later in frames[index:]:
-        later.entered[0] -= 1
+        later.counts[0] -= 1
     inner.states, inner.cache, inner.mode, inner.bound = frame.states, frame.cache, frame.mode, frame.bound
 
 

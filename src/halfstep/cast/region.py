@@ -74,13 +74,12 @@ class autocast:
         self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
 
     def __enter__(self) -> autocast:
-        outer = len(STATE.frames)
+        frame = None
         try:
-            open_recipe(self.recipe, self)
+            frame = open_recipe(self.recipe, self)
             return self
-        except BaseException:
-            if len(STATE.frames) > outer:  # Ctrl-C came after the region was open
-                abandon(self)
+        except BaseException:  # Ctrl-C after the region was open
+            abandon(frame)
             raise
 
     def __exit__(
@@ -127,14 +126,13 @@ class suspended:
     __slots__ = ("__weakref__",)
 
     def __enter__(self) -> suspended:
-        outer = len(STATE.frames)
+        frame = None
         try:
-            open_recipe(_nothing(default_device_types()), self)
+            frame = open_recipe(_nothing(default_device_types()), self)
             STATE.bound = SUSPENDED
             return self
         except BaseException:
-            if len(STATE.frames) > outer:
-                abandon(self)
+            abandon(frame)
             raise
 
     def __exit__(

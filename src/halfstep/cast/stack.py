@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.overrides import _get_current_function_mode_stack
 
 if TYPE_CHECKING:
@@ -19,7 +23,8 @@ __all__ = ["depth_below", "lay", "restack", "take_off", "take_out"]
 
 
 def _top() -> Any:
-    return torch.overrides._get_current_function_mode()
+    length = _len_torch_function_stack()
+    return _get_function_stack_at(length - 1) if length else None
 
 
 def depth_below(above: Any) -> int:
@@ -39,7 +44,8 @@ def lay(mode: RuleMode, above: Any) -> None:
 
 def take_off(mode: RuleMode, depth: int, above: Any) -> None:
     """Take off `mode`, which was laid on `depth` others, and leave those above it; a second call changes nothing."""
-    if depth_below(above) <= depth:
+    length = _len_torch_function_stack() if above is None else depth_below(above)
+    if length <= depth:
         return
     if _top() is mode:
         _pop_torch_function_stack()

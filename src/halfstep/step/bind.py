@@ -28,6 +28,7 @@ from halfstep.cast.dispatch import RuleMode
 from halfstep.cast.layers import low_forward, unruled
 from halfstep.cast.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.recipe import Recipe, call_traced, recipe_for, run_eagerly
+from halfstep.cast.recompute import hooks_over_this, remember
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, WeightsError
@@ -204,11 +205,13 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
     args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
     if inside:
+        if hooks_over_this(True) is not None:
+            remember()  # a checkpoint around it, which would find no region later
         result = forward(module, *args, **kwargs)
     else:
         region, failing = opened(binding.recipe), True
         try:
-            open_recipe(binding.recipe, region, depth=3)
+            region.frame = open_recipe(binding.recipe, region, depth=3)
             state.bound = binding.recipe
             result = forward(module, *args, **kwargs)
             failing = False
@@ -220,7 +223,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
             try:
                 close_recipe(region, failing=failing)
             finally:
-                abandon(region)
+                abandon(region.frame)
     return result if output is None else _cast_floats(result, output)
 
 
