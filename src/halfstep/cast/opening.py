@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from itertools import starmap
 from sys import _getframe
 from types import FrameType, TracebackType
@@ -73,7 +74,7 @@ class _Frame:
 
     def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None, depth: int) -> None:
         state = STATE
-        self.owner = weakref.ref(owner, _orphaned)
+        self.owner: Callable[[], object] = weakref.ref(owner, _orphaned)
         self.code = caller.f_code
         self.instruction = caller.f_lasti  # the line is worked out if it is asked for
         self.laid, self.depth = laid, depth
@@ -159,7 +160,8 @@ def _put_back(frame: _Frame) -> bool:
     state = STATE
     frames = state.frames
     if frame.laid is not None:
-        take_off(frame.laid, frame.depth, state.above)
+        others = 0 if len(frames) == 1 else sum(outer.laid is frame.laid for outer in frames[:-1])
+        take_off(frame.laid, frame.depth, state.above, others=others)
     state.mode, state.bound = frame.mode, frame.bound
     counts, foreign = frame.counts, False
     if len(counts) == 1:
@@ -181,8 +183,13 @@ def _put_back(frame: _Frame) -> bool:
             set_autocast_cache_enabled(frame.cache)
     if len(frames) == 1:
         state.casts.clear()
+    frame.owner = _gone  # the object may live on, or die without a word
     frames.pop()
     return foreign
+
+
+def _gone() -> None:
+    """Stand for the reference to an object that is no more."""
 
 
 class opened:

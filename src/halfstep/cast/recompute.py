@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch._C import _autograd
 from torch.autograd.graph import _engine_run_backward
+from torch.overrides import _get_current_function_mode_stack
 
 from halfstep.cast.stack import depth_below, lay, take_off
 from halfstep.cast.state import STATE
@@ -72,6 +73,7 @@ class _Again:
         before, bound, above = state.mode, state.bound, state.above
         depth = depth_below(above)
         laid = mode is not None and (before is not mode or not depth)
+        others = list(_get_current_function_mode_stack()).count(mode) if laid else 0
         try:
             state.mode, state.bound = mode, self.bound
             if laid:
@@ -79,14 +81,16 @@ class _Again:
             return self.function(*args, **kwargs)
         finally:
             try:
-                self._leave(before, bound, depth if laid else None, above)
+                if laid:
+                    take_off(mode, depth, above, others=others)  # type: ignore[arg-type]
+                self._leave(before, bound)
             finally:  # again, should Ctrl-C have come in between
-                self._leave(before, bound, depth if laid else None, above)
+                if laid:
+                    take_off(mode, depth, above, others=others)  # type: ignore[arg-type]
+                self._leave(before, bound)
 
-    def _leave(self, before: RuleMode | None, bound: Any, depth: int | None, above: Any) -> None:
+    def _leave(self, before: RuleMode | None, bound: Any) -> None:
         """Put the state of the thread back; a second call changes nothing."""
-        if depth is not None and self.mode is not None:
-            take_off(self.mode, depth, above)
         STATE.mode, STATE.bound = before, bound
         if not STATE.frames:  # as at the end of a region
             STATE.casts.clear()

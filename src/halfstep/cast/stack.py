@@ -6,6 +6,8 @@ operator it is off the stack. Only regions opened under such an instrument need 
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import chain, repeat, starmap
 from typing import TYPE_CHECKING, Any
 
 from torch._C import (
@@ -42,14 +44,19 @@ def lay(mode: RuleMode, above: Any) -> None:
         restack([*modes[:-1], mode, modes[-1]])
 
 
-def take_off(mode: RuleMode, depth: int, above: Any) -> None:
-    """Take off `mode`, which was laid on `depth` others, and leave those above it; a second call changes nothing."""
-    length = _len_torch_function_stack() if above is None else depth_below(above)
-    if length <= depth:
-        return
-    if _top() is mode:
+def take_off(mode: RuleMode, depth: int, above: Any, *, others: int = 0) -> None:
+    """Take off `mode`, which was laid on `depth` others, and leave those above it; a second call changes nothing.
+
+    Args:
+        mode: what `lay` laid.
+        depth: `depth_below` before.
+        above: the instrument above all regions, or None.
+        others: how many regions further out have laid the same mode.
+    """
+    length = _len_torch_function_stack()
+    if above is None and length == depth + 1 and _get_function_stack_at(depth) is mode:
         _pop_torch_function_stack()
-    else:
+    elif length and list(_get_current_function_mode_stack()).count(mode) > others:
         take_out(mode)
 
 
@@ -62,10 +69,9 @@ def take_out(mode: RuleMode) -> None:
 
 
 def restack(modes: list[Any]) -> None:
-    """Make `modes` the stack, outermost first."""
-    try:
-        while _len_torch_function_stack():
-            _pop_torch_function_stack()
-    finally:
-        for mode in modes[_len_torch_function_stack() :]:
-            _push_on_torch_function_stack(mode)
+    """Make `modes` the stack, outermost first, in one call of C, which no signal divides."""
+    changes = chain(
+        starmap(_pop_torch_function_stack, repeat((), _len_torch_function_stack())),
+        map(_push_on_torch_function_stack, modes),
+    )
+    deque(changes, maxlen=0)
