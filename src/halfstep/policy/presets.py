@@ -21,8 +21,11 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
         "mixed": Policy(name="mixed", table="mixed", outputs="fp32"),
         # Apex O2: low weights with fp32 masters, norms' parameters fp32, the model's stream low, fp32 at its end.
         "O2": Policy(name="O2", params="low", table="mixed", residual="low", inputs="low", outputs="fp32"),
-        # As O2, with norms' parameters and outputs low too.
-        "pure": Policy(name="pure", params="low", norms="low", table="mixed", residual="low", inputs="low"),
+        # As O2, with norms' parameters low too. Outputs are fp32 where a model is called outside a region: a loss outside
+        # would be computed in the low format, or meet an fp32 target, and the policy says fp32.
+        "pure": Policy(
+            name="pure", params="low", norms="low", table="mixed", residual="low", inputs="low", outputs="fp32"
+        ),
         # Everything low and no masters: the speed of light, not for training.
         "O3": Policy(
             name="O3",
@@ -36,6 +39,8 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
             scale=1.0,
         ),
         # As pure, with linear layers in fp8 where it pays; the rules for fp8 come with its engine.
-        "fp8": Policy(name="fp8", params="low", norms="low", table="mixed", residual="low", inputs="low"),
+        "fp8": Policy(
+            name="fp8", params="low", norms="low", table="mixed", residual="low", inputs="low", outputs="fp32"
+        ),
     }
 )
