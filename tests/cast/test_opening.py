@@ -1,4 +1,4 @@
-"""An exception at any line leaves autocast, and all that a thread knows of its regions, as they were before the region."""
+"""An exception at any line leaves autocast, and what a thread knows of its regions, as they were before the region."""
 
 from __future__ import annotations
 
@@ -170,7 +170,9 @@ def collected() -> Iterator[None]:
     assert ambient() == before
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # generators that are interrupted as they end
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # generators that are interrupted as they end
 @pytest.mark.parametrize("name", WORK)
 def test_an_interrupt_at_any_line_leaves_the_thread_as_it_was(name: str) -> None:
     if name == "below an instrument":  # torch itself loses modes of others where it lays them aside for one call

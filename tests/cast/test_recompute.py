@@ -242,9 +242,7 @@ def test_other_hooks_for_saved_tensors_may_lie_over_a_checkpoint() -> None:
         with torch.autograd.graph.save_on_cpu():
             return F.linear(x, w).softmax(-1)
 
-    assert same(
-        loss_of(function, "non-reentrant", region=region()), loss_of(FUNCTIONS["softmax"], "", region=region())
-    )
+    assert same(loss_of(function, "non-reentrant", region=region()), loss_of(FUNCTIONS["softmax"], "", region=region()))
 
 
 @pytest.mark.parametrize("kind", KINDS)

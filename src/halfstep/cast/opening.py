@@ -1,11 +1,11 @@
 """Opening: how a region is entered and left, and what it puts back.
 
-Note [interrupts]: Ctrl-C raises KeyboardInterrupt between any two instructions. A region is first written down, with all
-that it found, and then entered; leaving it puts back what is written down, and doing that twice changes nothing. So
-whoever opens a region closes it in `finally`, and again in a `finally` within, and one interrupt anywhere is survived.
-The depth of nesting, which torch counts and does not tell, is counted and written down in one call. What a `with`
-statement cannot catch is an interrupt at the first instructions of `__exit__`: the region is then closed when the object
-that entered it is gone, at the latest by the next region that its thread opens.
+Note [interrupts]: Ctrl-C raises KeyboardInterrupt between any two instructions. A region is first written down, with
+all that it found, and then entered; leaving it puts back what is written down, and doing that twice changes nothing. So
+what opens a region closes it in `finally`, and again in a `finally` within, and one interrupt anywhere is survived. The
+depth of nesting, which torch counts and does not tell, is counted and written down in one call of C. What a `with`
+statement cannot catch is an interrupt at the first instructions of `__exit__`: the region is then closed when the
+object that entered it is gone, or by the next region its thread opens after that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from itertools import starmap
 from sys import _getframe
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import (

@@ -3,16 +3,16 @@
 Activation checkpointing runs a function a second time in the backward pass, when the region is closed. torch's autocast
 state it brings back by itself; the region's mode, and what bound models know of the region they are in, it does not.
 
-Note [checkpoints]: torch.utils.checkpoint keeps the function it will run again where it can be found in the forward pass,
-and there a call of it is replaced by one in the region of the time (`_Again`); no function of torch is. Without
-re-entry torch hangs hooks for saved tensors over the function; the hooks' closure holds the checkpoint's frame with its
-`recompute_fn`. Hooks may lie over hooks, so all of them are looked at when the topmost has not been seen yet. With
-re-entry the function is kept by the node of the graph, `CheckpointFunction`'s `ctx`, which is found when that switches
-gradients off: torch reports this to modes. Both are looked for where the region begins to matter: at the first operator
-with a rule, and before a region is opened inside the function.
+Note [checkpoints]: torch.utils.checkpoint keeps the function it will run again where the forward pass can find it, and
+there it is replaced by one that runs it in the region of the time (`_Again`); no function of torch is. Without re-entry
+torch hangs hooks for saved tensors over the function, and the closure of the hooks holds the checkpoint's frame with
+its `recompute_fn`. Hooks may lie over hooks, so all are looked at when the topmost has not been seen yet. With re-entry
+the function is kept by the node of the graph, `CheckpointFunction`'s `ctx`, which is found when that switches gradients
+off: torch reports this to modes. Both are looked for where the region begins to matter: at the first operator with a
+rule, and before a region is opened inside the function.
 
-Note [other recomputation]: whatever else brings autocast's state back in a backward pass (`custom_bwd`, checkpointing of
-other libraries) says so to nothing that could be listened to. For these the mode of a training step's region lies on
+Note [other recomputation]: what else brings autocast's state back in a backward pass (`custom_bwd`, checkpointing of
+other libraries) reports it to no mode. For these the mode of a training step's region lies on
 torch's stack during its backward pass. Its rules hold where autocast is on (`RuleMode.active`), and there that is in
 recomputations alone. On a CUDA device the engine runs the backward pass in a thread of its own, into which torch brings
 the stack of modes and in which no region is open; `mode_here` finds the mode there.
@@ -140,9 +140,9 @@ def _remember_frame(pack: Callable[..., Any]) -> None:
                 frame.recompute_fn = _Again(frame.recompute_fn)
             return
     raise RegionError(
-        f"torch {torch.__version__} keeps the function of a checkpoint elsewhere than the versions this release knows, so "
-        "its recomputation could not follow the policy; checkpoint modules of a model under hs.prepare instead, or use "
-        "use_reentrant=True"
+        f"torch {torch.__version__} keeps the function of a checkpoint elsewhere than the versions this release knows, "
+        "so its recomputation could not follow the policy; checkpoint modules of a model under hs.prepare instead, or "
+        "use use_reentrant=True"
     )
 
 
@@ -157,8 +157,9 @@ def _remember_entered() -> None:
             function = getattr(node, "run_function", None)
             if function is None:
                 raise RegionError(
-                    f"torch {torch.__version__} keeps the function of a reentrant checkpoint elsewhere than the versions "
-                    "this release knows, so its recomputation could not follow the policy; use use_reentrant=False"
+                    f"torch {torch.__version__} keeps the function of a reentrant checkpoint elsewhere than the "
+                    "versions this release knows, so its recomputation could not follow the policy; use "
+                    "use_reentrant=False"
                 )
             if not isinstance(function, _Again):
                 node.run_function = _Again(function)
