@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import halfstep as hs
 from halfstep.cast import opening
@@ -68,7 +68,8 @@ def interrupted(
 ) -> list[str]:
     """Interrupt `work` at each place in turn; return the places after which the thread was not as before."""
     work()  # caches are filled
-    before, wrong, at = ambient(), [], 1
+    before, at = ambient(), 1
+    wrong: list[str] = []
     while True:
         tracer = Interrupt(at, instructions=instructions, traced=traced)
         sys.settrace(tracer)
@@ -252,10 +253,10 @@ def test_a_mode_left_on_the_stack_by_others_stays_there() -> None:
     left = Sees()
     try:
         with hs.autocast("cpu", policy=MIXED):
-            left.__enter__()
+            _push_mode(left)
         assert list(_get_current_function_mode_stack()) == [left]
     finally:
-        left.__exit__(None, None, None)
+        _pop_mode()
 
 
 def test_a_region_left_in_another_order_says_so_and_takes_its_mode_along() -> None:

@@ -20,8 +20,9 @@ Intended differences, and how each is kept out of a comparison:
     4. The oracle's bound: one ulp of fp16 at the exact result (a rounding is half of one; the rest is for fp32 results
        next to a tie), and n fp32 roundings of the sum of absolute products, n no less than its number of terms.
        Results beyond the largest fp16 number may be infinite.
-    5. A checkpoint with re-entry sums the gradients of what is used inside and outside in another order. In `rules` a
-       value is used once.
+    5. A checkpoint with re-entry sums the gradients of what is used inside and outside in another order, and hands on
+       gradients in another memory layout, in which kernels sum in another order. In `rules` a value is used once and
+       keeps its layout.
     6. CheckpointFunction with re-entry raises where nothing in it requires a gradient, or where the backward pass meets
        what `no_grad` made; torch's error is compared, not avoided.
 """

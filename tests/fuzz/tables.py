@@ -111,6 +111,6 @@ OPERATORS: dict[str, Operator] = {
 ONCE = sorted(
     set(OPERATORS)
     - {"attention", "mv", "sum", "mean", "var", "norm", "cross_entropy", "mse_loss", "bce_logits", "cosine", "cdist"}
-    - {"outer", "silu", "addcmul", "where"}
+    - {"outer", "silu", "addcmul", "where", "transpose"}
 )
-"""Operators that use their value once."""
+"""Operators that use their value once, and give it the memory layout it had."""

@@ -115,10 +115,8 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
         if recipe.cache is not None and frame.cache is not recipe.cache:
             set_autocast_cache_enabled(recipe.cache)
         state.mode = mode
-        if above is not None:
-            lay(mode, above)
-        elif mode is not None:
-            _push_on_torch_function_stack(mode)
+        if mode is not None:
+            _push_on_torch_function_stack(mode) if above is None else lay(mode, above)
         return frame
     except BaseException:
         abandon(frame)

@@ -107,7 +107,7 @@ class autocast:
         return wrapper
 
     def __repr__(self) -> str:
-        devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on else f"{d}: off" for d, t, on in self.recipe.devices)
+        devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on and t else f"{d}: off" for d, t, on in self.recipe.devices)
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 

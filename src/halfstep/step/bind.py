@@ -186,7 +186,7 @@ def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tupl
         policy = binding.policy
         if policy.inputs == "low":
             for _, dtype, on in binding.recipe.devices:
-                if on:
+                if on and dtype is not None:
                     args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
                     break
         if policy.outputs == "fp32" and outermost:
