@@ -1,4 +1,4 @@
-"""A checkpoint called by hand under amp changes no gradient, where casts belong to the process as where to the model."""
+"""A checkpoint called by hand under amp changes no gradient, whether casts belong to the process or to the model."""
 
 from __future__ import annotations
 
