@@ -208,6 +208,19 @@ def test_a_model_in_a_suspended_region_stays_in_fp32_when_it_runs_again(kind: st
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("how", ["method", "method, reentrant"])
+@pytest.mark.parametrize("rule", ["low", "keep", "fp32"])
+def test_a_checkpoint_in_a_module_with_a_rule_of_its_own_runs_again_under_that_rule(rule: str, how: str) -> None:
+    policy = POLICIES["mixed fp16"].with_modules({"0": rule})
+    found = []
+    for checkpointed in ("", how):
+        torch.manual_seed(0)
+        model = hs.prepare(nn.Sequential(Attends(checkpointed), nn.Linear(4, 4)), policy=policy)
+        model(torch.eye(4)).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_options_of_checkpoint(early_stop: bool) -> None:
     entered: list[str] = []
