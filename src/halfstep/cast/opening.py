@@ -32,7 +32,7 @@ from torch import (
 from torch._C import _len_torch_function_stack, _push_on_torch_function_stack
 
 from halfstep.cast.recipe import Recipe, run_eagerly
-from halfstep.cast.recompute import hooks_over_this, remember
+from halfstep.cast.recompute import again_in_region, hooks_over_this, remember
 from halfstep.cast.stack import depth_below, lay, take_off, take_out
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
@@ -280,5 +280,6 @@ def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon):
+for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon, remember):
     run_eagerly(_function)
+run_eagerly(again_in_region, below=False)  # what is computed again may be compiled

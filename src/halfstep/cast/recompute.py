@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from halfstep.cast.dispatch import RuleMode
     from halfstep.cast.recipe import Recipe
 
-__all__ = ["GRADIENTS_SWITCHED", "backward", "hooks_over_this", "recomputing", "remember"]
+__all__ = ["GRADIENTS_SWITCHED", "again_in_region", "backward", "hooks_over_this", "recomputing", "remember"]
 
 GRADIENTS_SWITCHED: Callable[..., Any] = torch._C._set_grad_enabled
 """What `CheckpointFunction` calls, by way of `torch.no_grad`, just before it runs its function."""
@@ -94,6 +94,9 @@ class _Again:
         STATE.mode, STATE.bound = before, bound
         if not STATE.frames:  # as at the end of a region
             STATE.casts.clear()
+
+
+again_in_region = _Again.__call__
 
 
 def remember(func: Callable[..., Any] | None = None) -> None:
