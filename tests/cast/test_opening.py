@@ -41,6 +41,7 @@ def ambient() -> tuple[Any, ...]:
         STATE.bound,
         list(STATE.frames),
         STATE.above,
+        STATE.visit,
         dict(STATE.casts._casts),
     )
 

@@ -55,6 +55,7 @@ class _Frame:
         cache: whether torch's cache of weight casts was on.
         mode: `STATE.mode` before.
         bound: `STATE.bound` before.
+        visit: `STATE.visit` before.
         states: (device type, whether autocast was on, its format), of each device entered.
         counts: what torch's count of open regions became when this one was counted in and, after that, out.
     """
@@ -70,6 +71,7 @@ class _Frame:
         "mode",
         "owner",
         "states",
+        "visit",
     )
 
     def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None, depth: int) -> None:
@@ -79,7 +81,7 @@ class _Frame:
         self.instruction = caller.f_lasti  # the line is worked out if it is asked for
         self.laid, self.depth = laid, depth
         self.cache = is_autocast_cache_enabled()
-        self.mode, self.bound = state.mode, state.bound
+        self.mode, self.bound, self.visit = state.mode, state.bound, state.visit
         self.states: list[tuple[str, bool, torch.dtype]] = []
         self.counts: list[int] = []
 
@@ -160,7 +162,7 @@ def _put_back(frame: _Frame) -> bool:
     if frame.laid is not None:
         others = 0 if len(frames) == 1 else sum(outer.laid is frame.laid for outer in frames[:-1])
         take_off(frame.laid, frame.depth, state.above, others=others)
-    state.mode, state.bound = frame.mode, frame.bound
+    state.mode, state.bound, state.visit = frame.mode, frame.bound, frame.visit
     counts, foreign = frame.counts, False
     if len(counts) == 1:
         counts.extend(starmap(autocast_decrement_nesting, ONCE))
@@ -262,7 +264,8 @@ def _take_out(index: int) -> None:
     autocast_decrement_nesting()
     for later in frames[index:]:
         later.counts[0] -= 1
-    inner.states, inner.cache, inner.mode, inner.bound = frame.states, frame.cache, frame.mode, frame.bound
+    inner.states, inner.cache, inner.visit = frame.states, frame.cache, frame.visit
+    inner.mode, inner.bound = frame.mode, frame.bound
 
 
 def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
