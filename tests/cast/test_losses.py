@@ -154,7 +154,6 @@ def test_pure_computes_the_loss_in_fp32_from_the_low_logits_it_keeps() -> None:
 
     policy = hs.Policy.of("pure", dtype="bf16")
     step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, policy=policy)
-    assert "outputs stay low" in str(hs.resolve(policy, model))
     assert all(p.dtype is BF16 for p in model.parameters())
     with SavedForBackward(model) as kept:
         loss = step(x, target).loss

@@ -1,22 +1,28 @@
-"""What activation checkpointing computes again follows the rules it followed first, in a training step's backward."""
+"""What activation checkpointing computes again follows the rules it followed first, whoever opened the region."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
+from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import halfstep as hs
+from halfstep.cast import recompute
 from halfstep.cast.dispatch import mode_here
 from halfstep.cast.recipe import recipe_for
 from halfstep.cast.recompute import recomputing
 from halfstep.cast.state import STATE
+from halfstep.errors import RegionError
+from tests.cast.checkpointed import FUNCTIONS, Function
 
 
 class Attends(nn.Module):
@@ -60,13 +66,263 @@ def test_a_checkpointed_function_trains_the_bits_of_one_that_is_not(name: str, d
     assert all(torch.equal(plain[key], recomputed[key]) for key in plain)
 
 
-def test_without_the_rules_the_recomputation_differs() -> None:
-    """The seeded fault: the backward pass of a loop written by hand, whose recomputation has torch's own lists."""
-    torch.manual_seed(0)
-    model = Attends("method")
-    hs.prepare(model, policy=hs.Policy.of("O1", dtype="fp16"))
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        model(torch.randn(4, 4)).float().sum().backward()
+POLICIES = {
+    f"{name} {dtype}": hs.Policy.of(name, dtype=dtype, emulate="always", scale="none")
+    for name in ("torch", "mixed", "O1")
+    for dtype in ("bf16", "fp16")
+}
+KINDS = {"reentrant": True, "non-reentrant": False}
+
+
+class Calls(nn.Module):
+    """A weight and a function of it and an input, checkpointed or not."""
+
+    def __init__(self, function: Function, reentrant: bool | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))
+        self.function, self.reentrant = function, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.function(x, self.weight)
+        return cast("Tensor", checkpoint(self.function, x, self.weight, use_reentrant=self.reentrant))
+
+
+def by_hand(model: Calls, x: Tensor, policy: hs.Policy) -> None:
+    with hs.autocast("cpu", policy=policy):
+        loss = model(x).float().square().mean()
+    loss.backward()
+
+
+def in_a_loop(model: Calls, x: Tensor, policy: hs.Policy) -> None:
+    hs.prepare(model, policy=policy)
+    model(x).float().square().mean().backward()
+
+
+def in_a_step(model: Calls, x: Tensor, policy: hs.Policy) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    hs.TrainStep(model, optimizer, lambda m, z: m(z).float().square().mean(), policy=policy)(x)
+
+
+def gradients(
+    run: Callable[[Calls, Tensor, hs.Policy], None], policy: hs.Policy, function: Function, reentrant: bool | None
+) -> list[Tensor | None]:
+    """Return the gradients of input and weight; of the weight what a step of SGD with rate 1 subtracted, if it did."""
+    model = Calls(function, reentrant)
+    before = model.weight.detach().clone()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    run(model, x, policy)
+    assert STATE.mode is None and not STATE.casts._casts and _len_torch_function_stack() == 0
+    return [x.grad, before - model.weight.detach(), model.weight.grad]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("run", [by_hand, in_a_loop, in_a_step])
+def test_gradients_of_every_function_are_those_without_a_checkpoint(
+    run: Callable[[Calls, Tensor, hs.Policy], None], name: str
+) -> None:
+    wrong = []
+    for called, function in FUNCTIONS.items():
+        plain = gradients(run, POLICIES[name], function, None)
+        for kind, reentrant in KINDS.items():
+            again = gradients(run, POLICIES[name], function, reentrant)
+            if not all(a is b or torch.equal(a, b) for a, b in zip(plain, again, strict=True)):  # type: ignore[arg-type]
+                wrong.append(f"{called}, {kind}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_rules_gradients_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeded fault of the test above: what torch computes again has torch's own lists."""
+
+    def torn() -> bool:
+        try:
+            again = gradients(by_hand, POLICIES["O1 bf16"], FUNCTIONS["softmax"], KINDS[kind])
+        except torch.utils.checkpoint.CheckpointError:
+            return True
+        return not torch.equal(again[2], plain[2])  # type: ignore[arg-type]
+
+    plain = gradients(by_hand, POLICIES["O1 bf16"], FUNCTIONS["softmax"], None)
+    assert not torn()
+    monkeypatch.setattr(recompute._Again, "__call__", lambda self, *args, **kwargs: self.function(*args, **kwargs))
+    assert torn()
+
+
+def loss_of(function: Function, kind: str, *, region: Any, **how: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of input and weight of a checkpointed function called in `region`."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    w = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with region:
+        y = checkpoint(function, x, w, use_reentrant=KINDS[kind], **how) if kind else function(x, w)
+    y.float().square().mean().backward()
+    assert x.grad is not None and w.grad is not None
+    return x.grad, w.grad
+
+
+def region(name: str = "O1 bf16") -> hs.autocast:
+    return hs.autocast("cpu", policy=POLICIES[name])
+
+
+def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outer", POLICIES)
+@pytest.mark.parametrize("inner", [*POLICIES, "off", "suspended"])
+def test_a_region_opened_in_the_function_opens_again_inside_the_outer_one(outer: str, inner: str, kind: str) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        opened = hs.suspended() if inner == "suspended" else hs.autocast("cpu", enabled=False)
+        with opened if inner in {"off", "suspended"} else region(inner):
+            h = F.linear(x, w).softmax(-1)
+        return h.float() @ w.softmax(-1)
+
+    assert same(loss_of(function, kind, region=region(outer)), loss_of(function, "", region=region(outer)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", KINDS)
+def test_checkpoints_in_checkpoints(kind: str, inner: str) -> None:
+    """The inner function holds every operator: the outer one is seen by its hooks alone."""
+
+    def nested(x: Tensor, w: Tensor) -> Tensor:
+        return cast("Tensor", checkpoint(FUNCTIONS["softmax"], x, w, use_reentrant=KINDS[inner]))
+
+    for name in POLICIES:
+        expected = loss_of(FUNCTIONS["softmax"], "", region=region(name))
+        assert same(loss_of(nested, kind, region=region(name)), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_in_a_suspended_region_stays_in_fp32_when_it_runs_again(kind: str) -> None:
+    """Without the region's memory the model would open its own when it is computed again."""
+    found = []
+    for reentrant in (None, KINDS[kind]):
+        torch.manual_seed(0)
+        model = hs.prepare(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4)), policy=POLICIES["O1 bf16"])
+        x = torch.ones(2, 4, requires_grad=True)
+        with hs.suspended():
+            y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+        y.square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("how", ["method", "method, reentrant"])
+@pytest.mark.parametrize("rule", ["low", "keep", "fp32"])
+def test_a_checkpoint_in_a_module_with_a_rule_of_its_own_runs_again_under_that_rule(rule: str, how: str) -> None:
+    policy = POLICIES["mixed fp16"].with_modules({"0": rule})
+    found = []
+    for checkpointed in ("", how):
+        torch.manual_seed(0)
+        model = hs.prepare(nn.Sequential(Attends(checkpointed), nn.Linear(4, 4)), policy=policy)
+        model(torch.eye(4)).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_options_of_checkpoint(early_stop: bool) -> None:
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def told(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    expected = loss_of(FUNCTIONS["softmax"], "", region=region())
+    how: dict[str, Any] = {"context_fn": lambda: (told("forward"), told("again")), "early_stop": early_stop}
+    assert same(loss_of(FUNCTIONS["softmax"], "non-reentrant", region=region(), **how), expected)
+    assert entered == ["forward", "again"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_sequential(kind: str) -> None:
+    found = []
+    for segments in (0, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)) for _ in range(4)])
+        x = torch.ones(2, 4, requires_grad=True)
+        with region("O1 fp16"):
+            y = checkpoint_sequential(model, segments, x, use_reentrant=KINDS[kind]) if segments else model(x)
+        y.float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_other_hooks_for_saved_tensors_may_lie_over_a_checkpoint() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return F.linear(x, w).softmax(-1)
+
+    assert same(loss_of(function, "non-reentrant", region=region()), loss_of(FUNCTIONS["softmax"], "", region=region()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_backward_pass_may_run_in_another_thread_or_region_and_twice(kind: str) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    w = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with region():
+        plain = FUNCTIONS["softmax"](x, w).square().mean()
+    with region():
+        again = checkpoint(FUNCTIONS["softmax"], x, w, use_reentrant=KINDS[kind]).square().mean()
+
+    def gradient(loss: Tensor, around: Callable[[], Any]) -> Tensor:
+        w.grad = torch.zeros(4, 4)
+        with around():  # what autograd itself computes there is lowered, as under torch.autocast
+            loss.backward(retain_graph=True)
+        return w.grad
+
+    for around in (contextlib.nullcontext, lambda: region("mixed fp16"), region, hs.suspended):
+        expected = gradient(plain, around)
+        assert torch.equal(gradient(again, around), expected)
+        there: list[Tensor] = []
+        thread = threading.Thread(target=lambda around=around, to=there: to.append(gradient(again, around)))
+        thread.start()
+        thread.join()
+        assert torch.equal(there[0], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_for_an_operator_of_ones_own_holds_again(kind: str) -> None:
+    @hs.operator("low", name="checkpointed::product")
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    for rule in ("low", "fp32"):
+        policy = hs.Policy.of("torch", dtype="bf16").with_ops(**{rule: ["checkpointed::product"]})
+        opened = hs.autocast("cpu", policy=policy)
+        assert same(loss_of(product, kind, region=opened), loss_of(product, "", region=opened))
+
+
+def test_a_checkpoint_of_an_unknown_torch_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than computed again by other rules."""
+
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    pack.__module__ = "torch.utils.checkpoint"
+    x = torch.ones(2, 2, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, pack)
+    with region(), hooks, pytest.raises(RegionError, match="use use_reentrant=True|keeps the function of a checkpoint"):
+        torch.softmax(x, -1)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_an_error_in_what_is_computed_again_leaves_nothing_behind() -> None:
+    calls: list[int] = []
+
+    def fails(x: Tensor, w: Tensor) -> Tensor:
+        calls.append(1)
+        h = F.linear(x, w).softmax(-1)
+        if len(calls) % 2 == 0:
+            raise ValueError("on purpose")
+        return h.exp()
+
+    for kind in KINDS:
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(fails, kind, region=region())
+        assert STATE.mode is None and STATE.bound is None and _len_torch_function_stack() == 0
 
 
 def test_an_error_in_the_backward_pass_takes_the_mode_off() -> None:

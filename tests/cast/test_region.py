@@ -266,12 +266,67 @@ def test_weights_changed_in_place_inside_a_region_are_seen(policy: str) -> None:
         assert torch.equal(norm(X), before * 2)
 
 
+def formats_within(region: Any, suspended: Any) -> list[Any]:
+    """Return the state of autocast and the format of a product in regions opened in regions that are off."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), mm_dtype()))
+
+    def nest(*regions: Any) -> None:
+        if not regions:
+            look()
+            return
+        with regions[0]():
+            look()
+            nest(*regions[1:])
+
+    default = lambda: region("cpu")  # noqa: E731
+    for outer in (HALF, BF16, FP32, torch.float64):
+        for inner in (None, HALF, BF16, FP32, torch.float64):
+            off = lambda inner=inner: region("cpu", inner, enabled=False)  # noqa: E731
+            on = lambda inner=inner: region("cpu", inner)  # noqa: E731
+            nest(lambda outer=outer: region("cpu", outer), off, default)
+            nest(lambda outer=outer: region("cpu", outer), on, default, suspended, default)
+    made_outside = [region("cpu"), region("cpu", enabled=False)]
+    for made in made_outside:
+        nest(lambda: region("cpu", HALF), lambda made=made: made, default)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:hs.autocast.dtype=torch.float64")
+def test_regions_that_are_off_set_their_format_as_torch_does() -> None:
+    """Whatever ran in the process before: recipes are kept, the state of a moment is not."""
+    expected = formats_within(torch.autocast, lambda: torch.autocast("cpu", enabled=False))
+    for _ in range(2):
+        assert formats_within(hs.autocast, hs.suspended) == expected
+        assert formats_within(torch.autocast, hs.suspended) == expected
+
+
+def test_a_policy_that_is_off_sets_its_low_format_and_one_without_any_leaves_it() -> None:
+    with torch.autocast("cpu", dtype=HALF):
+        with hs.autocast("cpu", policy=hs.Policy.of("mixed", dtype="bf16"), enabled=False):
+            assert torch.get_autocast_dtype("cpu") is BF16
+        for policy in ("O0", hs.Policy.of("mixed", dtype="fp32")):
+            with hs.autocast("cpu", policy=policy):
+                assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, HALF)
+
+
+def test_a_float64_region_casts_nothing_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="casts nothing, as in torch.autocast"), hs.autocast("cpu", torch.float64):
+        assert mm_dtype() is FP32
+    with hs.autocast("cpu", torch.float64, enabled=False), hs.autocast("cpu"):  # was switched off: no word
+        assert mm_dtype() is FP32
+    with pytest.raises(PolicyError, match="torch.float64 is not a format"):
+        hs.autocast("cpu", torch.float64, policy="mixed")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ((), "needs a device_type"),
         ((3,), "must be a string"),
-        (("cpu", torch.float64), "torch.float64 is not a format a region can lower to"),
+        (("cpu", torch.int32), "torch.int32 is not a format a region can lower to"),
         (("cpu", torch.float8_e4m3fn), "use torch.bfloat16 or torch.float16"),
         (("meta",), "does not exist for device_type 'meta'"),
     ],

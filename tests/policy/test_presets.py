@@ -43,9 +43,9 @@ def test_cannot_be_changed() -> None:
             "O2",
             {"params": "low", "norms": "fp32", "master": "auto", "inputs": "low", "outputs": "fp32", "residual": "low"},
         ),
-        ("pure", {"params": "low", "norms": "low", "master": "auto", "outputs": "keep", "residual": "low"}),
+        ("pure", {"params": "low", "norms": "low", "master": "auto", "outputs": "fp32", "residual": "low"}),
         ("O3", {"params": "low", "norms": "low", "master": "none", "table": "all-low", "scale": 1.0, "loss": "keep"}),
-        ("fp8", {"params": "low", "norms": "low", "master": "auto", "outputs": "keep", "residual": "low"}),
+        ("fp8", {"params": "low", "norms": "low", "master": "auto", "outputs": "fp32", "residual": "low"}),
     ],
 )
 def test_says_what_the_design_says(name: str, fields: dict[str, object]) -> None:

@@ -758,3 +758,26 @@ def test_states_are_low_also_of_an_optimizer_that_is_made_after_prepare(params: 
     hs.unprepare(model)
     assert _moments(optimizer) == {torch.float32}
     assert _moments(_trained_later(model)) == {torch.float32}, "of a model that is not prepared any more"
+
+
+@pytest.mark.parametrize("name", ["O2", "pure"])
+def test_a_loss_outside_the_region_is_computed_in_fp32_as_the_policy_says(name: str) -> None:
+    """Low outputs would meet an fp32 target in a loss that takes one format, or be a loss in the low format."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    policy = hs.Policy.of(name, dtype="bf16")
+    assert policy.loss == "fp32"
+    hs.prepare(model, policy=policy)
+    output, target = model(torch.rand(2, 4)), torch.rand(2, 1)
+    for loss in (nn.BCELoss(), nn.MSELoss(), nn.SmoothL1Loss()):
+        assert loss(output, target).dtype is torch.float32
+    nn.BCELoss()(output, target).backward()
+    with hs.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.rand(2, 4)).dtype is torch.float32
+
+
+def test_outputs_that_are_to_stay_low_stay_low() -> None:
+    policy = hs.Policy.of("pure", dtype="bf16", outputs="keep")
+    model = nn.Linear(4, 2)
+    assert "outputs stay low" in str(hs.resolve(policy, model))
+    assert hs.prepare(model, policy=policy)(torch.rand(2, 4)).dtype is torch.bfloat16

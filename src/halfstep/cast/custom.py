@@ -22,7 +22,8 @@ from torch.autograd import Function
 from halfstep.cast.dispatch import FLOATS, RuleMode, cast_tensor, mode_here, run
 from halfstep.cast.emulate import widened
 from halfstep.cast.handlers import target_of
-from halfstep.cast.recipe import Recipe, opened, recipe_for
+from halfstep.cast.opening import opened
+from halfstep.cast.recipe import Recipe, recipe_for
 from halfstep.cast.simulate import simulated
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.custom import CustomOperator, custom_rule, register

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from halfstep.cast.recompute import GRADIENTS_SWITCHED, hooks_over_this, remember
 from halfstep.cast.state import STATE
 from halfstep.formats import Format
 
@@ -109,7 +111,7 @@ class RuleMode(TorchFunctionMode):
 
     Attributes:
         devices: device types of the region.
-        handlers: callable -> handler, as `handlers` makes them.
+        handlers: callable -> handler, as `handlers` makes them; with them what checkpoints are recognised by.
         how: how low operators are carried out.
         overrides: rules for custom operators.
     """
@@ -123,7 +125,7 @@ class RuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
-        self.handlers = handlers
+        self.handlers = {GRADIENTS_SWITCHED: _as_called, **handlers}
         self.how = how
         self.overrides = overrides
 
@@ -131,8 +133,12 @@ class RuleMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = self.handlers.get(func)
-        if handler is None or STATE.mode is not self:  # most calls: keep this path short
-            if handler is not None and _elsewhere():
+        if handler is None:  # most calls: keep this path short
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if not is_dynamo_compiling() and (hooks_over_this(True) is not None or func is GRADIENTS_SWITCHED):
+            remember(func)
+        if STATE.mode is not self:
+            if _elsewhere():
                 return _uncached(handler, self, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs or {})
@@ -145,6 +151,10 @@ class RuleMode(TorchFunctionMode):
         return None
 
 
+def _as_called(mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 def _elsewhere() -> bool:
     """Return whether this is a backward pass in a thread of the engine, where modes are and regions are not."""
     if STATE.mode is not None or STATE.frames or torch.compiler.is_compiling():
@@ -155,8 +165,8 @@ def _elsewhere() -> bool:
 def _uncached(handler: Handler, mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a handler in a thread where no end of a region would ever let go of low copies."""
     enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     try:
+        torch.set_autocast_cache_enabled(False)
         return handler(mode, func, args, kwargs)
     finally:
         torch.set_autocast_cache_enabled(enabled)
@@ -165,6 +175,8 @@ def _uncached(handler: Handler, mode: RuleMode, func: Callable[..., Any], args: 
 def mode_here() -> RuleMode | None:
     """Return the mode of the innermost region, or of the one whose operators a backward pass computes again."""
     if not _elsewhere():
+        if not is_dynamo_compiling() and hooks_over_this(True) is not None:
+            remember()
         return STATE.mode
     stack = torch.overrides._get_current_function_mode_stack()
     return next((mode for mode in reversed(stack) if isinstance(mode, RuleMode)), None)
@@ -175,8 +187,8 @@ def run(device: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         with torch.autocast(device, enabled=False):
             return func(*args, **kwargs)
-    torch.set_autocast_enabled(device, False)
     try:
+        torch.set_autocast_enabled(device, False)
         return func(*args, **kwargs)
     finally:
-        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_enabled(device, True)  # should Ctrl-C come before it, the end of the region puts it right

@@ -14,8 +14,10 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import get_autocast_dtype
 
+from halfstep.cast.dispatch import RuleMode
 from halfstep.cast.explained import explained
-from halfstep.cast.recipe import DTYPES, Recipe, call_traced, close_recipe, open_recipe, recipe_for, run_eagerly
+from halfstep.cast.opening import abandon, close_recipe, open_recipe, opened
+from halfstep.cast.recipe import DTYPES, Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
 from halfstep.policy.policy import Policy
@@ -41,7 +43,9 @@ class autocast:
 
     Args:
         device_type: "cpu", "cuda", ...; may be left out with `policy`.
-        dtype: torch.float16 or torch.bfloat16; default: torch's for the device, or what the policy says.
+        dtype: torch.float16 or torch.bfloat16; default: that of the region this object is made in, or torch's for the
+            device, or what the policy says. As in torch.autocast, torch.float32 and torch.float64 make a region that is
+            off, and so does the default inside one of these.
         enabled: False opens a region in which nothing is cast.
         cache_enabled: whether low copies of weights may be kept until the outermost region that keeps any ends.
         policy: a preset's name, the path of a TOML file or a `Policy`.
@@ -51,7 +55,7 @@ class autocast:
         RegionError: at exit, if regions were not left in the opposite order they were entered in.
     """
 
-    __slots__ = ("recipe",)
+    __slots__ = ("__weakref__", "recipe")
 
     def __init__(
         self,
@@ -66,16 +70,23 @@ class autocast:
             policy = Policy.of(policy)  # a file may change; what is cached below is its content
         if dtype is None and policy is None:
             dtype = _dtype_here(device_type)
+        elif dtype is torch.float64 and policy is None and enabled:
+            warnings.warn("hs.autocast(dtype=torch.float64) casts nothing, as in torch.autocast", stacklevel=2)
         self.recipe = _recipe(device_type, dtype, enabled, cache_enabled, policy)
 
     def __enter__(self) -> autocast:
-        open_recipe(self.recipe, self)
-        return self
+        frame = None
+        try:
+            frame = open_recipe(self.recipe, self)
+            return self
+        except BaseException:  # Ctrl-C after the region was open
+            abandon(frame)
+            raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        close_recipe(self.recipe, self, failing=exc_type is not None)
+        close_recipe(self, failing=exc_type is not None)
         if exc is not None and (better := explained(exc)) is not None:
             raise better from exc
 
@@ -93,13 +104,13 @@ class autocast:
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
                 return call_traced(self.recipe, func, args, kwargs)  # type: ignore[no-any-return]
-            with self:
+            with opened(self.recipe):
                 return func(*args, **kwargs)
 
         return wrapper
 
     def __repr__(self) -> str:
-        devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on else f"{d}: off" for d, t, on in self.recipe.devices)
+        devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on and t else f"{d}: off" for d, t, on in self.recipe.devices)
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 
@@ -148,25 +159,29 @@ class suspended:
     region opened inside casts again.
     """
 
-    __slots__ = ("_recipes",)
-
-    def __init__(self) -> None:
-        self._recipes: list[Recipe] = []
+    __slots__ = ("__weakref__",)
 
     def __enter__(self) -> suspended:
-        recipe = recipe_for(_NOTHING, default_device_types(), enabled=False)
-        open_recipe(recipe, self)
-        STATE.bound = SUSPENDED
-        self._recipes.append(recipe)
-        return self
+        frame = None
+        try:
+            frame = open_recipe(_nothing(default_device_types()), self)
+            STATE.bound = SUSPENDED
+            return self
+        except BaseException:
+            abandon(frame)
+            raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        close_recipe(self._recipes.pop(), self, failing=exc_type is not None)
+        close_recipe(self, failing=exc_type is not None)
 
 
-_NOTHING = Policy(name="suspended", dtype="fp32", table="none", loss="keep", scale="none")
+@functools.lru_cache(maxsize=8)
+def _nothing(device_types: tuple[str, ...]) -> Recipe:
+    """Return the recipe of `suspended`; its mode has no rules and looks out for checkpoints alone."""
+    off = Policy(name="suspended", dtype="fp32", table="none", loss="keep", scale="none")
+    return dataclasses.replace(recipe_for(off, device_types, enabled=False), mode=RuleMode((), {}))
 
 
 for _function in (autocast.__enter__, autocast.__exit__, suspended.__enter__, suspended.__exit__):
@@ -176,7 +191,7 @@ for _function in (autocast.__enter__, autocast.__exit__, suspended.__enter__, su
 def _dtype_here(device_type: str | None) -> torch.dtype | None:
     """Return the format torch.autocast would take here and now: that of an outer region, or the device's default."""
     try:
-        return get_autocast_dtype(device_type)  # type: ignore[arg-type]
+        return get_autocast_dtype(torch.device(device_type).type)  # type: ignore[arg-type]
     except (RuntimeError, TypeError):  # `_recipe` says what is wrong
         return None
 
@@ -200,19 +215,23 @@ def _recipe(
     for device in devices:
         if not torch.amp.is_autocast_available(device):
             raise PolicyError(f"torch.autocast does not exist for device_type {device!r}; use 'cpu' or an accelerator")
-    if dtype is not None and dtype not in NAMES:
+    wide = dtype in {torch.float32, torch.float64} and policy is None  # the region is off, and its format is set
+    if dtype is not None and dtype not in NAMES and not wide:
         raise PolicyError(
             f"dtype={dtype} is not a format a region can lower to; use torch.bfloat16 or torch.float16 "
-            "(torch.float32 switches the region off)"
+            "(torch.float32 and, without a policy, torch.float64 switch the region off)"
         )
     if policy is None:
         if device_type == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn("hs.autocast('cuda') on a machine without CUDA does nothing", stacklevel=4)
             enabled = False
-        chosen = Policy.of("torch", dtype=NAMES[dtype or torch.get_autocast_dtype(devices[0])])
+        chosen = Policy.of("torch", dtype="fp32" if wide else NAMES[dtype or get_autocast_dtype(devices[0])])
     else:
         chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=NAMES[dtype])
         require_engine(chosen)
         if enabled:
             _refuse_what_needs_a_model(chosen)
-    return recipe_for(chosen, devices, enabled=enabled, cache=cache_enabled)
+    recipe = recipe_for(chosen, devices, enabled=enabled, cache=cache_enabled)
+    if wide:
+        return dataclasses.replace(recipe, devices=tuple((device, dtype, on) for device, _, on in recipe.devices))
+    return recipe

@@ -26,6 +26,7 @@ class _State(threading.local):
         casts: the weight casts of the open regions.
         copies: the low weights of the training step that runs in this thread, or None.
         above: a function mode that stays above those of all regions (it sees operators as they are called), or None.
+        seen: the hooks for saved tensors that `recompute.remember` has looked at last, by reference.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class _State(threading.local):
         self.casts = WeightCasts()
         self.copies: Copies | None = None
         self.above: Any = None
+        self.seen: Callable[[], Any] | None = None
 
 
 STATE = _State()

@@ -33,7 +33,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from halfstep.cast.dispatch import RuleMode
 from halfstep.cast.explained import EXPLAINED, explained
 from halfstep.cast.layers import low_forward, unruled
-from halfstep.cast.recipe import Recipe, call_traced, opened, recipe_for, run_eagerly
+from halfstep.cast.opening import abandon, close_recipe, open_recipe, opened
+from halfstep.cast.recipe import Recipe, call_traced, recipe_for, run_eagerly
+from halfstep.cast.recompute import hooks_over_this, remember
 from halfstep.cast.region import SUSPENDED
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
@@ -218,7 +220,7 @@ def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tupl
         policy = binding.policy
         if policy.inputs == "low":
             for _, dtype, on in binding.recipe.devices:
-                if on:
+                if on and dtype is not None:
                     args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
                     break
         if policy.outputs == "fp32" and outermost:
@@ -261,17 +263,26 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
     args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
     if inside:
+        if hooks_over_this(True) is not None:
+            remember()  # a checkpoint around it, which would find no region later
         result = forward(module, *args, **kwargs)
     else:
         refuse_fx(binding.recipe, (args, kwargs))
-        with opened(binding.recipe, depth=2):
+        region, failing = opened(binding.recipe), True
+        try:
+            region.frame = open_recipe(binding.recipe, region, depth=3)
             state.bound = binding.recipe
+            result = forward(module, *args, **kwargs)
+            failing = False
+        except EXPLAINED as error:
+            if (better := explained(error, (args, kwargs))) is None:
+                raise
+            raise better from error
+        finally:  # note [interrupts] of cast/opening.py
             try:
-                result = forward(module, *args, **kwargs)
-            except EXPLAINED as error:
-                if (better := explained(error, (args, kwargs))) is None:
-                    raise
-                raise better from error
+                close_recipe(region, failing=failing)
+            finally:
+                abandon(region.frame)
     return result if output is None else _cast_floats(result, output)
 
 

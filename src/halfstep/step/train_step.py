@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.cast.copies import Copies
 from halfstep.cast.explained import EXPLAINED, explained
-from halfstep.cast.recipe import Recipe, opened, run_eagerly
+from halfstep.cast.opening import opened
+from halfstep.cast.recipe import Recipe, run_eagerly
 from halfstep.cast.recompute import backward
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
