@@ -31,11 +31,13 @@ from torch import Tensor, nn
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult
+from halfstep.step.arguments import check_rates
 from halfstep.step.baked import Rates, facts_of
 from halfstep.step.capturable import REMEDY, kind_of, place_of
 from halfstep.step.culprits import Culprits
 from halfstep.step.pinned import Pins
 from halfstep.step.prepare import unwrap
+from halfstep.step.progress import REST, UPDATE, WINDOW
 from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.trees import map_tensors
 
@@ -124,9 +126,7 @@ class Graphs:
         else:
             self.replays += 1
         self._bring(graph, found, updates=updates)
-        assert graph.replay is not None
-        graph.replay()
-        return self._done(graph, updates=updates)
+        return self._replayed(graph, updates=updates)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
@@ -198,6 +198,7 @@ class Graphs:
                     lambda: _packed(self._pinned_step(batch, named), updates=updates), generators
                 )
         except BaseException as error:
+            step._progress.phase = WINDOW
             step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads = before
             for parameter, gradient in held:
                 parameter.grad = gradient
@@ -216,6 +217,7 @@ class Graphs:
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         graph.open = step._statistics.open
         step._step, step._window = before[:2]  # `_done` counts
+        step._progress.phase = WINDOW
         self.captures += 1
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, [*map(_shape, found)])
 
@@ -230,14 +232,30 @@ class Graphs:
             for static, tensor in zip(graph.inputs, found, strict=True):
                 static.copy_(tensor, non_blocking=True)
         if updates:
+            check_rates(self._step.optimizer, self._step._rates)
             self._rates.fill(self._step.optimizer)
+
+    def _replayed(self, graph: _Graph, *, updates: bool) -> StepResult:
+        """Replay `graph`; with an update that is the critical part of a step (note [cut off] in `progress`)."""
+        step = self._step
+        assert graph.replay is not None
+        if not updates:
+            graph.replay()
+            return self._done(graph, updates=False)
+        with step._progress.critical:
+            step._progress.phase = UPDATE
+            graph.replay()
+            result = self._done(graph, updates=True)
+            step._progress.phase = REST
+        step.scaler.heed(step.optimizer)
+        return result
 
     def _done(self, graph: _Graph, *, updates: bool) -> StepResult:
         """Do on the host what a replay does not, and return copies of its results."""
         step, static = self._step, graph.outputs
         assert static is not None and graph.numbers is not None and graph.skipped is not None
-        step._step += 1
-        step._window = 0 if updates else step._window + 1
+        number = step._step + step._window + 1
+        step._step, step._window = (number, 0) if updates else (step._step, step._window + 1)
         step._statistics.open = graph.open
         for parameter in self._model.parameters() if updates else ():
             parameter.grad = None
@@ -249,7 +267,7 @@ class Graphs:
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
         result = StepResult(
-            step=step._step,
+            step=number,
             loss=loss,
             aux=map_tensors(static.aux, lambda tensor: tensor.detach().clone()),
             scale=numbers[0],
@@ -261,7 +279,6 @@ class Graphs:
             if isinstance(static.find_culprits, Culprits):
                 result.find_culprits = replace(static.find_culprits, norms=numbers[2:-1])
             step._pending = result.skipped
-            step.scaler.heed(step.optimizer)
             self._mark_written()
         return result
 

@@ -49,6 +49,7 @@ class Sums:
 
     def begin(self) -> None:
         """Begin a window."""
+        self._on = False
         self._totals.clear()
 
     def backward(self, loss: Tensor, seed: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
