@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 __all__ = ["FUZZERS", "checker", "sample"]
 
-FUZZERS: tuple[str, ...] = ()
+FUZZERS: tuple[str, ...] = ("interrupts",)
 """Names of modules of this folder."""
 
 

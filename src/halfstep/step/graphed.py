@@ -113,8 +113,8 @@ class Graphs:
         generators: list[torch.Generator] = []
         kind = (kind_of((batch, named), found, generators), self._modes())
         self._check_facts()
-        graph = self._graph_of(kind)
-        if graph is None or graph.calls < WARM_UPS:
+        graph, watched = self._graph_of(kind), self._watched()
+        if graph is None or graph.calls < WARM_UPS or watched:
             batch, named = map_tensors((batch, named), self._moved)
             result = self._recorder.warm(lambda: self._pinned_step(batch, named))
             if graph is not None:
@@ -127,6 +127,20 @@ class Graphs:
             self.replays += 1
         self._bring(graph, found, updates=updates)
         return self._replayed(graph, updates=updates)
+
+    def _watched(self) -> bool:
+        """Return whether a watcher wants to look at the coming update, which then must not be a replay.
+
+        Raises:
+            StepError: a watcher that cannot say so.
+        """
+        for watcher in self._step.watchers:
+            if not hasattr(watcher, "wants_update") or not hasattr(watcher, "pass_update"):
+                raise StepError(
+                    f"cuda_graph=True replays updates that a watcher cannot see, and {type(watcher).__name__} in "
+                    f"step.watchers does not say which ones it wants; give it wants_update and pass_update, or {REMEDY}"
+                )
+        return any([watcher.wants_update() for watcher in self._step.watchers])
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
@@ -191,6 +205,7 @@ class Graphs:
         batch, named = map_tensors((batch, named), lambda tensor: next(following))
         before = (step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads)
         held = [(p, p.grad) for p in self._model.parameters()]
+        watchers, step.watchers = step.watchers, []  # what they do is not part of a step
         self._clear_casts()
         try:
             with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
@@ -212,6 +227,7 @@ class Graphs:
                 f"trained on this batch. torch says: {type(error).__name__}: {str(error).strip()}"
             ) from error
         finally:
+            step.watchers = watchers
             self._clear_casts()  # those made in a capture hold nothing yet
         graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
@@ -247,6 +263,8 @@ class Graphs:
             graph.replay()
             result = self._done(graph, updates=True)
             step._progress.phase = REST
+        for watcher in step.watchers:
+            watcher.pass_update()
         step.scaler.heed(step.optimizer)
         return result
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.step.signals import Deferral
@@ -34,6 +36,7 @@ class Progress:
     """The phase of one training step.
 
     Attributes:
+        grad: whether gradients were recorded where the call came from.
         phase: which part of a call is under way, or was cut off; `REST` between calls.
         marks: what the optimizer had written before this update; None: not known.
         scheduler: the scheduler before the step it is making.
@@ -41,10 +44,11 @@ class Progress:
         cause: what ended a part that cannot be undone.
     """
 
-    __slots__ = ("cause", "critical", "marks", "phase", "scheduler")
+    __slots__ = ("cause", "critical", "grad", "marks", "phase", "scheduler")
 
     def __init__(self) -> None:
         self.phase = REST
+        self.grad = True
         self.marks: Marks | None = None
         self.scheduler: SchedulerCopy | None = None
         self.critical = Deferral()
@@ -57,6 +61,8 @@ class Progress:
             step: whose phase it is.
             error: what cut it off; None: not known.
         """
+        if error is not None:
+            torch._C._set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
         if STATE.visit is step._visit:
             STATE.visit = None
         if self.phase == ADVANCE and self.scheduler is not None:
@@ -79,6 +85,10 @@ class Progress:
         step._sums.begin()
         step._window = 0  # its gradients are partial, and dropped by the next call
         self.phase, self.marks = REST, None
+
+    def forget(self) -> None:
+        """Begin anew: a checkpoint has been loaded."""
+        self.phase, self.marks, self.scheduler, self.cause = REST, None, None, ""
 
     def refuse(self, step: TrainStep) -> None:
         """Undo what an earlier call has left, or refuse to go on.

@@ -102,6 +102,7 @@ class Statistics:
         with torch.no_grad():
             for kind in self.open:
                 kind.restore()
+        self.open = []
 
 
 def _good_on_cpu(bad: Tensor) -> bool:

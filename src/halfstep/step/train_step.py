@@ -178,6 +178,7 @@ class TrainStep:
         progress = self._progress
         if progress.phase:
             progress.refuse(self)
+        progress.grad = torch.is_grad_enabled()
         self._settle()
         last = self._window + 1 == self.accumulate
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own: left by a call that was cut off
@@ -311,6 +312,7 @@ class TrainStep:
         progress = self._progress
         if progress.phase:
             progress.refuse(self)
+        progress.grad = torch.is_grad_enabled()
         self._settle()
         if self._window == 0:
             return None
@@ -548,12 +550,16 @@ class TrainStep:
         return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step, weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; validated before anything changes.
+        """Restore what `state_dict` returned; all of it is validated before anything changes.
+
+        A step that was cut off, and refuses to go on, goes on from there.
 
         Raises:
-            StepError: missing or unknown keys, or a state saved under another policy.
+            StepError: a piece that is missing, unknown or malformed, by its path, or a state saved under another policy.
+            ScaleError, WeightsError, PolicyError: what their pieces say of themselves.
         """
-        self._pending = None
+        if self._progress.phase:
+            self._progress.undo(self)
         load_step(self, state)
         if self._graphs is not None:
             self._graphs.reset()
