@@ -20,15 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch.nn import functional as F
+from torch.overrides import _pop_mode
 
 import halfstep as hs
+from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 
 HERE = str(Path(hs.__file__).parent)
 TRACED = (HERE, str(Path(torch.optim.__file__).parent))
 
-ELSEWHERE = ("cast/recipe.py", "cast/region.py")  # opening and closing regions, which has tests of its own
+ELSEWHERE = ("cast/recipe.py", "cast/region.py", "cast/recompute.py")  # opening and closing regions, which has tests of its own
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -126,9 +129,9 @@ def plain(tree: Any) -> Any:
     return repr(tree)
 
 
-def _leaves_a_block(frame: FrameType) -> bool:
-    """Return whether this may be where a ``with`` calls ``__exit__``, before which Python handles no signal."""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+def _is_instant(frame: FrameType) -> bool:
+    """Return whether Python handles no signal before this line: at a ``try:``, or where a ``with`` calls ``__exit__``."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
 
 
 @dataclass
@@ -159,7 +162,7 @@ class Knife:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(TRACED) or frame.f_code.co_filename.endswith(ELSEWHERE):
             return None
-        if event == "call" or (event == "line" and not _leaves_a_block(frame)):
+        if event == "call" or (event == "line" and not _is_instant(frame)):
             self._see(frame, event)
         return self._trace
 
@@ -204,6 +207,9 @@ def cut_run(run: Run, states: list[dict[str, Any]], micro: int, with_: Knife | s
             return f"cut at {knife.where}: {error}"
     if not knife.where:
         return ""
+    if _len_torch_function_stack() or STATE.frames or torch.is_autocast_enabled("cpu"):
+        _close_regions()
+        return f"cut at {knife.where}: a region stays open"
     if signal.getsignal(signal.SIGINT) is not handlers:
         return f"cut at {knife.where}: the handler of SIGINT is another one"
     before = micro // run.accumulate
@@ -243,6 +249,14 @@ def cut_run(run: Run, states: list[dict[str, Any]], micro: int, with_: Knife | s
         parts = [key for key in there if there[key] != states[-1][key]]
         return f"cut at {knife.where} ({outcomes[-1]}): training on ends in another state; {parts}"
     return ""
+
+
+def _close_regions() -> None:
+    while _len_torch_function_stack():
+        _pop_mode()
+    torch.set_autocast_enabled("cpu", False)
+    STATE.frames.clear()
+    STATE.mode = STATE.bound = STATE.above = None
 
 
 class Nick:

@@ -77,10 +77,10 @@ class Progress:
         if store is not None:
             store.heal(write_back=not whole)
             store.drop(step.optimizer)
+        if self.marks is not None:
+            self.marks.put_back() if whole else self.marks.end()
         if not whole:
             return
-        if self.marks is not None:
-            self.marks.put_back()
         step._statistics.restore()
         step._sums.begin()
         step._window = 0  # its gradients are partial, and dropped by the next call

@@ -419,6 +419,8 @@ class TrainStep:
 
         def carry_out() -> None:
             self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
+            if self._progress.marks is not None:
+                self._progress.marks.end()
             if self._store is not None:
                 self._store.heal()  # what an optimizer whose step does not call its hooks has left
                 self._store.drop(self.optimizer)

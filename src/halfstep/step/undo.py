@@ -5,6 +5,7 @@ Tensors are not copied: torch counts the writes to each in its `_version`. A sch
 
 from __future__ import annotations
 
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -28,7 +29,7 @@ class Marks:
         store: what stands behind its low parameters, or None.
     """
 
-    __slots__ = ("_attributes", "_optimizer", "_parts", "_states")
+    __slots__ = ("_attributes", "_entered", "_handle", "_optimizer", "_parts", "_states")
 
     def __init__(self, optimizer: Optimizer, store: WeightStore | None) -> None:
         self._optimizer = optimizer
@@ -43,12 +44,26 @@ class Marks:
         ]
         own = vars(optimizer)
         self._attributes = {name: own[name] for name in ATTRIBUTES if name in own}
+        # the last of its hooks before the step; without hooks its code is entered at once
+        replaced = "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched")
+        self._entered = replaced or not getattr(type(optimizer).step, "hooked", False)
+        self._handle = None if self._entered else optimizer.register_step_pre_hook(self._enter)
+
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._entered = True
+
+    def end(self) -> None:
+        """Take the hook off the optimizer."""
+        if self._handle is not None:
+            self._handle.remove()
 
     def moved(self) -> bool:
         """Return whether the step has changed anything, or may have done so unseen.
 
         States that it made do not count: `put_back` removes them.
         """
+        if not self._entered:
+            return False
         if not _counts_writes(self._optimizer) or any(part._version != version for part, version in self._parts):
             return True
         return any(
@@ -59,6 +74,7 @@ class Marks:
 
     def put_back(self) -> None:
         """Remove what a step that has not moved anything has made: states, and attributes for scaled steps."""
+        self.end()
         known = {id(state): before for state, before, _ in self._states}
         for parameter, state in list(self._optimizer.state.items()):
             if id(state) not in known:
@@ -78,17 +94,19 @@ def _same(now: Any, before: Any) -> bool:
 def _counts_writes(optimizer: Optimizer) -> bool:
     """Return whether torch's counters tell what `optimizer` has written.
 
-    Writes through ``.data`` and those of kernels that are no torch operators are not counted.
+    Writes through ``.data``, those of torch's fused forms (2.13) and of kernels that are no torch operators are not.
     """
     own = vars(optimizer)
     if "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"):
         return False  # replaced by a function that may do anything
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return False
     kinds = type(optimizer).__mro__
     root = kinds[kinds.index(Optimizer) - 1]
     if not root.__module__.startswith(COUNTED):
         return False
     others = [kind for kind in kinds[: kinds.index(root)] if not kind.__module__.startswith(COUNTED)]
-    functions = [f for kind in others for f in vars(kind).values() if isinstance(f, FunctionType)]
+    functions = [unwrap(f) for kind in others for f in vars(kind).values() if isinstance(f, FunctionType)]
     return all("data" not in function.__code__.co_names for function in functions)
 
 
