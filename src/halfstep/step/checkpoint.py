@@ -61,11 +61,14 @@ def load_rounding(step: TrainStep, state: dict[str, Any]) -> None:
 
     Raises:
         WeightsError: it is no such state; nothing was changed.
+        StepError: there is nothing that rounds by chance; nothing was changed.
     """
     if step._states is not None:
         step._states.draws.load_state(state)
     elif step._store is not None:
         step._store.load_state(state)
+    elif state:
+        raise StepError(f"weights: nothing is rounded by chance here, and the state has {sorted(map(str, state))}")
 
 
 def load_step(step: TrainStep, state: object) -> None:
