@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
+from operator import is_, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from halfstep.errors import StepError
 from halfstep.kernels.host import number
 from halfstep.scale.scaler import GradScaler
 
-__all__ = ["check_arguments", "check_rates", "evidence_folder", "limit", "rates_of"]
+__all__ = ["RatesCheck", "check_arguments", "check_rates", "evidence_folder", "limit"]
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -113,11 +114,6 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
 
 
-def rates_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the numbers that `check_rates` looks at in the groups of `optimizer`."""
-    return tuple(name for name in RATES if any(name in group for group in optimizer.param_groups))
-
-
 def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
     """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing.
 
@@ -136,6 +132,33 @@ def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
                 sound = kind is int or value is None
             if not sound:
                 _check_rate(optimizer, group, name, value)
+
+
+class RatesCheck:
+    """Does what `check_rates` does at every update, and looks closer only where a number is another object than before.
+
+    Args:
+        optimizer: whose groups it looks at.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        names = [name for name in RATES if all(name in group for group in optimizer.param_groups)]
+        self._get = itemgetter(*names, *names) if names else lambda group: ()  # twice: of one name it is no tuple
+        self._sound: list[tuple[Any, ...]] = []
+
+    def __call__(self) -> None:
+        """Check.
+
+        Raises:
+            StepError: as `check_rates`.
+        """
+        found = [self._get(group) for group in self._optimizer.param_groups]
+        if len(found) == len(self._sound) and all([all(map(is_, *pair)) for pair in zip(found, self._sound, strict=True)]):
+            return
+        check_rates(self._optimizer)
+        tensors = any(isinstance(value, (Tensor, list)) for values in found for value in values)  # change in place
+        self._sound = [] if tensors else found
 
 
 def _check_rate(optimizer: Optimizer, group: dict[str, Any], name: str, value: Any) -> None:

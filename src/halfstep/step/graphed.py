@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult
-from halfstep.step.arguments import check_rates
 from halfstep.step.baked import Rates, facts_of
 from halfstep.step.capturable import REMEDY, kind_of, place_of
 from halfstep.step.culprits import Culprits
@@ -248,7 +247,7 @@ class Graphs:
             for static, tensor in zip(graph.inputs, found, strict=True):
                 static.copy_(tensor, non_blocking=True)
         if updates:
-            check_rates(self._step.optimizer, self._step._rates)
+            self._step._check_rates()
             self._rates.fill(self._step.optimizer)
 
     def _replayed(self, graph: _Graph, *, updates: bool) -> StepResult:

@@ -14,6 +14,7 @@ import signal
 import threading
 from _thread import get_ident
 from collections.abc import Callable
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -32,21 +33,29 @@ class Deferral:
     critical part it puts the handler it stands for back and calls it, so that nothing is lost.
     """
 
-    __slots__ = ("_handlers", "_on", "_waiting")
+    __slots__ = ("_found", "_handlers", "_mine", "_on", "_waiting")
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Handler] = {}  # what `_defer` stands for
+        self._mine = self._defer  # one object, by which it is known
+        self._found: list[Any] = []  # the handlers there were when it was entered last
+        self._handlers: dict[int, Handler] = {}  # those of them that `_defer` stands for
         self._waiting: list[tuple[int, FrameType | None]] = []
         self._on = False
 
     def __enter__(self) -> None:
         if get_ident() != threading.main_thread().ident:
             return
-        for number in NUMBERS:
-            handler = _signal.getsignal(number)
-            if callable(handler) and getattr(handler, "__self__", None) is not self:
-                self._handlers[number] = handler
-                _signal.signal(number, self._defer)
+        found = [*map(_signal.getsignal, NUMBERS)]
+        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
+            known = self._handlers  # also for what is left behind
+            self._handlers = {
+                number: known[number] if handler is self._mine else handler
+                for number, handler in zip(NUMBERS, found, strict=True)
+                if callable(handler)
+            }
+            self._found = found
+        for number in self._handlers:
+            _signal.signal(number, self._mine)
         self._on = True
 
     def __exit__(self, *raised: object) -> None:
@@ -54,7 +63,7 @@ class Deferral:
             return
         self._on = False
         for number, handler in self._handlers.items():
-            if getattr(_signal.getsignal(number), "__self__", None) is self:
+            if _signal.getsignal(number) is self._mine:
                 _signal.signal(number, handler)
         if self._waiting:
             self._deliver()

@@ -30,7 +30,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
-from halfstep.step.arguments import check_arguments, check_rates, evidence_folder, limit, rates_of
+from halfstep.step.arguments import RatesCheck, check_arguments, evidence_folder, limit
 from halfstep.step.bind import binding_of, explained
 from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
@@ -121,7 +121,7 @@ class TrainStep:
         self.watchers: list[StepWatcher] = []
         self.generic = ""
         self._progress = Progress()
-        self._rates = rates_of(optimizer)
+        self._check_rates = RatesCheck(optimizer)
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         self._step = self._window = 0  # micro-batches of updates made, and of the window under way
         self._scale = torch.ones(())
@@ -341,7 +341,7 @@ class TrainStep:
         self._heed(wait=True)  # after this update the parameters are no longer those of the last one
         self._sums.finish()
         parameters = self._with_gradients()
-        check_rates(self.optimizer, self._rates)
+        self._check_rates()
         device = parameters[0].device
         divisor = self._scale.to(device) if self.scaler.is_enabled() else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
