@@ -31,7 +31,11 @@ from halfstep.errors import StepError
 HERE = str(Path(hs.__file__).parent)
 TRACED = (HERE, str(Path(torch.optim.__file__).parent))
 
-ELSEWHERE = ("cast/recipe.py", "cast/region.py", "cast/recompute.py")  # opening and closing regions, which has tests of its own
+ELSEWHERE = (
+    "cast/recipe.py",
+    "cast/region.py",
+    "cast/recompute.py",
+)  # opening and closing regions, which has tests of its own
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -129,8 +133,14 @@ def plain(tree: Any) -> Any:
     return repr(tree)
 
 
+def _is_elsewhere(frame: FrameType) -> bool:
+    """Return whether a frame, or what it was called by, is not to be cut."""
+    above = frame.f_back
+    return any(f is not None and f.f_code.co_filename.endswith(ELSEWHERE) for f in (frame, above))
+
+
 def _is_instant(frame: FrameType) -> bool:
-    """Return whether Python handles no signal before this line: at a ``try:``, or where a ``with`` calls ``__exit__``."""
+    """Return whether Python handles no signal before a line: a ``try:``, or where a ``with`` calls ``__exit__``."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
 
 
@@ -160,7 +170,7 @@ class Knife:
         signal.signal(signal.SIGINT, self._before)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(TRACED) or frame.f_code.co_filename.endswith(ELSEWHERE):
+        if not frame.f_code.co_filename.startswith(TRACED) or _is_elsewhere(frame):
             return None
         if event == "call" or (event == "line" and not _is_instant(frame)):
             self._see(frame, event)
@@ -205,6 +215,9 @@ def cut_run(run: Run, states: list[dict[str, Any]], micro: int, with_: Knife | s
     except StepError as error:
         if not isinstance(error.__cause__, knife.raises):
             return f"cut at {knife.where}: {error}"
+    except Exception as error:
+        _close_regions()
+        return f"cut at {knife.where}: {type(error).__name__}: {error}"
     if not knife.where:
         return ""
     if _len_torch_function_stack() or STATE.frames or torch.is_autocast_enabled("cpu"):
@@ -223,7 +236,9 @@ def cut_run(run: Run, states: list[dict[str, Any]], micro: int, with_: Knife | s
             there = plain(saved)
             if there not in (states[before], states[before + 1]):
                 parts = [k for k in there if there[k] not in (states[before][k], states[before + 1][k])]
-                return f"cut at {knife.where}: the state is neither that before nor that after; torn: {parts or 'mixed'}"
+                return (
+                    f"cut at {knife.where}: the state is neither that before nor that after; torn: {parts or 'mixed'}"
+                )
             outcomes.append("after" if there == states[before + 1] else "before")
     except StepError as error:
         if "cut off" not in str(error):

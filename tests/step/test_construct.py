@@ -26,7 +26,10 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     own = {k: v for k, v in vars(optimizer).items() if k not in {"param_groups", "state", "defaults"}}
     hooks = {k: len(v) for k, v in own.items() if k.endswith("hooks")}
     rest = {k: repr(v) for k, v in own.items() if k not in hooks}
-    parameters = [(n, p.dtype, p.grad_dtype, p.tolist(), p._post_accumulate_grad_hooks or None) for n, p in model.named_parameters()]
+    parameters = [
+        (n, p.dtype, p.grad_dtype, p.tolist(), p._post_accumulate_grad_hooks or None)
+        for n, p in model.named_parameters()
+    ]
     kinds = [(type(m).__name__, sorted(k for k in vars(m) if "halfstep" in k)) for m in model.modules()]
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     return repr((parameters, kinds, copy.deepcopy(optimizer.state_dict()), optimizer.defaults, hooks, rest, held))

@@ -23,7 +23,9 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()  # type: ignore[no-any-return]
 
 
-def made(policy: str = "mixed", optimizer: Any = torch.optim.AdamW, scheduler: Any = None, **named: Any) -> hs.TrainStep:
+def made(
+    policy: str = "mixed", optimizer: Any = torch.optim.AdamW, scheduler: Any = None, **named: Any
+) -> hs.TrainStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model.register_buffer("mask", torch.tensor([0.0, -INF]))
@@ -54,7 +56,10 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "policy None": (lambda s: s.update(policy=None), "policy: a NoneType, expected the text"),
     "policy, no TOML": (lambda s: s.update(policy="]["), "TOML"),
     "model None": (lambda s: s.update(model=None), "model: None, expected a dict of tensors"),
-    "model, a name": (lambda s: s["model"].update({"0.wait": s["model"].pop("0.weight")}), "'0.weight' is missing and "),
+    "model, a name": (
+        lambda s: s["model"].update({"0.wait": s["model"].pop("0.weight")}),
+        "'0.weight' is missing and ",
+    ),
     "model, unknown": (lambda s: s["model"].update(more=X), "model: 'more' is unknown"),
     "weight of text": (lambda s: s["model"].update({"0.weight": "x"}), r"model\['0.weight'\]: 'x', expected a tensor"),
     "weight, shape": (
@@ -74,14 +79,26 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "scheduler of text": (lambda s: s.update(scheduler="x"), "scheduler: 'x', expected what state_dict"),
     "scheduler None": (lambda s: s.update(scheduler=None), "saved with a scheduler and this TrainStep has none"),
     "scheduler, last_epoch": (lambda s: s["scheduler"].pop("last_epoch"), "scheduler: 'last_epoch' is missing"),
-    "scheduler, text": (lambda s: s["scheduler"].update(last_epoch="x"), r"scheduler\['last_epoch'\]: 'x', expected a n"),
-    "scheduler, nan": (lambda s: s["scheduler"].update(gamma=NAN), r"scheduler\['gamma'\]: nan, expected a finite number"),
-    "scheduler, groups": (lambda s: s["scheduler"].update(base_lrs=[1, 2]), r"\['base_lrs'\]: a list, expected a list of 1"),
+    "scheduler, text": (
+        lambda s: s["scheduler"].update(last_epoch="x"),
+        r"scheduler\['last_epoch'\]: 'x', expected a n",
+    ),
+    "scheduler, nan": (
+        lambda s: s["scheduler"].update(gamma=NAN),
+        r"scheduler\['gamma'\]: nan, expected a finite number",
+    ),
+    "scheduler, groups": (
+        lambda s: s["scheduler"].update(base_lrs=[1, 2]),
+        r"\['base_lrs'\]: a list, expected a list of 1",
+    ),
     "scheduler, other": (lambda s: s["scheduler"].update(T_max=3), "'T_max' is no field of this scheduler"),
     "optimizer None": (lambda s: s.update(optimizer=None), "is not what state_dict\\(\\) of a torch optimizer returns"),
     "states in a list": (lambda s: s["optimizer"].update(state=[1]), "optimizer.state: a list, expected a dict"),
     "groups in a dict": (lambda s: s["optimizer"].update(param_groups={}), "is not what state_dict"),
-    "a group of text": (lambda s: s["optimizer"].update(param_groups=["x"]), r"param_groups\[0\]: 'x', expected a dict"),
+    "a group of text": (
+        lambda s: s["optimizer"].update(param_groups=["x"]),
+        r"param_groups\[0\]: 'x', expected a dict",
+    ),
     "no lr": (lambda s: group(s).pop("lr"), r"optimizer.param_groups\[0\]: 'lr' is missing"),
     "no betas": (lambda s: group(s).pop("betas"), r"optimizer.param_groups\[0\]: 'betas' is missing"),
     "lr of text": (lambda s: group(s).update(lr="x"), r"optimizer.param_groups\[0\]\['lr'\]: 'x', expected a number"),
@@ -93,21 +110,36 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda s: entry(s).update(exp_avg=torch.ones(3)),
         r"optimizer.state\[0\].exp_avg: shape \(3,\), expected \(4, 4\)",
     ),
-    "a moment of text": (lambda s: entry(s).update(exp_avg="x"), r"optimizer.state\[0\].exp_avg: 'x', expected a tensor"),
-    "integer moment": (lambda s: entry(s).update(exp_avg=torch.ones(4, 4).int()), r"state\[0\].exp_avg: torch.int32, exp"),
+    "a moment of text": (
+        lambda s: entry(s).update(exp_avg="x"),
+        r"optimizer.state\[0\].exp_avg: 'x', expected a tensor",
+    ),
+    "integer moment": (
+        lambda s: entry(s).update(exp_avg=torch.ones(4, 4).int()),
+        r"state\[0\].exp_avg: torch.int32, exp",
+    ),
     "nan in a moment": (lambda s: entry(s, 2)["exp_avg"].fill_(NAN), r"optimizer.state\[2\].exp_avg holds nan"),
     "moment missing": (lambda s: entry(s).pop("exp_avg_sq"), r"optimizer.state\[0\]: 'exp_avg_sq' is missing"),
     "moment None": (lambda s: entry(s).update(exp_avg_sq=None), r"optimizer.state\[0\]: 'exp_avg_sq' is missing"),
     "count missing": (lambda s: entry(s).pop("step"), r"optimizer.state\[0\]: 'step' is missing"),
     "count of text": (lambda s: entry(s).update(step="x"), r"optimizer.state\[0\].step: 'x', expected one number"),
-    "count below 0": (lambda s: entry(s).update(step=-1), r"optimizer.state\[0\].step: -1.0, expected a finite number from"),
+    "count below 0": (
+        lambda s: entry(s).update(step=-1),
+        r"optimizer.state\[0\].step: -1.0, expected a finite number from",
+    ),
     "count of many": (lambda s: entry(s).update(step=X), r"optimizer.state\[0\].step: a Tensor, expected one number"),
     "of SGD": (
         lambda s: s["optimizer"].update(state={0: {"momentum_buffer": torch.ones(4, 4)}}),
         r"optimizer.state\[0\].momentum_buffer: AdamW has no such state, only exp_avg, ",
     ),
-    "of no parameter": (lambda s: s["optimizer"]["state"].update({9: entry(s)}), r"optimizer.state\[9\]: there is no such"),
-    "an entry of text": (lambda s: s["optimizer"]["state"].update({1: "x"}), r"optimizer.state\[1\]: 'x', expected a dict"),
+    "of no parameter": (
+        lambda s: s["optimizer"]["state"].update({9: entry(s)}),
+        r"optimizer.state\[9\]: there is no such",
+    ),
+    "an entry of text": (
+        lambda s: s["optimizer"]["state"].update({1: "x"}),
+        r"optimizer.state\[1\]: 'x', expected a dict",
+    ),
     "a key": (lambda s: s.update(more=1), "a TrainStep state has the keys"),
 }
 
@@ -240,7 +272,7 @@ def test_a_model_that_fails_half_way_refuses_to_go_on_until_a_state_is_loaded() 
     state = copy.deepcopy(step.state_dict())
     step(X)
     moments = repr(optimizer.state_dict())
-    model[1].fail = True
+    vars(model[1])["fail"] = True
     with pytest.raises(MemoryError):
         step.load_state_dict(state)
     assert repr(optimizer.state_dict()) == moments  # what can be put back is
@@ -248,7 +280,7 @@ def test_a_model_that_fails_half_way_refuses_to_go_on_until_a_state_is_loaded() 
         step(X)
     with pytest.raises(StepError, match="cut off"):
         step.state_dict()
-    model[1].fail = False
+    vars(model[1])["fail"] = False
     step.load_state_dict(state)
     assert repr(step.state_dict()) == repr(state)
     step(X)

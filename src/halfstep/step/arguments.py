@@ -47,7 +47,7 @@ def check_arguments(
         raise StepError(f"model must be a torch.nn.Module and is {_shown(model)}")
     if not callable(loss_fn):
         raise StepError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
-    if not isinstance(accumulate, Integral) or isinstance(accumulate, bool) or accumulate < 1:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, Integral) or accumulate < 1:
         raise StepError(f"accumulate must be a whole number of micro-batches from 1 and is {accumulate!r}")
     if not isinstance(cuda_graph, bool):
         raise StepError(f"cuda_graph must be True or False and is {cuda_graph!r}")
@@ -78,7 +78,7 @@ def limit(name: str, value: Any) -> float | None:
     given = value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool:
         given = value.item()
-    if not isinstance(given, Real) or isinstance(given, bool) or not 0 < given < float("inf"):
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < float("inf"):
         raise StepError(f"{name} must be a positive finite number or None and is {value!r}")
     return float(given)
 
@@ -122,11 +122,11 @@ def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
     """
     for group in optimizer.param_groups:
         for name in names:
-            value = group.get(name)
+            value: Any = group.get(name)
             kind = type(value)
             if kind is float:
                 sound = value * 0.0 == 0.0  # nan and infinities, times 0, are nan
-            elif kind is tuple and all([type(one) is float for one in value]):
+            elif kind is tuple and all(type(one) is float for one in value):
                 sound = sum(value) * 0.0 == 0.0
             else:
                 sound = kind is int or value is None
@@ -154,7 +154,9 @@ class RatesCheck:
             StepError: as `check_rates`.
         """
         found = [self._get(group) for group in self._optimizer.param_groups]
-        if len(found) == len(self._sound) and all([all(map(is_, *pair)) for pair in zip(found, self._sound, strict=True)]):
+        if len(found) == len(self._sound) and all(
+            all(map(is_, *pair)) for pair in zip(found, self._sound, strict=True)
+        ):
             return
         check_rates(self._optimizer)
         tensors = any(isinstance(value, (Tensor, list)) for values in found for value in values)  # change in place

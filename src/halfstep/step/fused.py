@@ -197,7 +197,7 @@ def _states(
     dtype: torch.dtype,
     made: Made,
 ) -> list[list[Tensor]]:
-    """Return a list for each of the optimizer's states; those to be put into it, made as torch makes them, in `made`."""
+    """Return a list for each of the optimizer's states; those that it lacks, made as torch makes them, go into `made`."""
     if "momentum" in group and not group["momentum"]:
         none: list[list[Tensor]] = [[]]
         return none

@@ -139,7 +139,7 @@ class Graphs:
                     f"cuda_graph=True replays updates that a watcher cannot see, and {type(watcher).__name__} in "
                     f"step.watchers does not say which ones it wants; give it wants_update and pass_update, or {REMEDY}"
                 )
-        return any([watcher.wants_update() for watcher in self._step.watchers])
+        return any(watcher.wants_update() for watcher in self._step.watchers)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)

@@ -61,7 +61,7 @@ def check_step(value: object) -> int:
     Raises:
         StepError: it is no whole number from 0.
     """
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise _refuse("step", value, "a whole number of micro-batches from 0")
     return int(value)
 
@@ -183,7 +183,9 @@ def _check_group(path: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -
         if name not in saved:
             if name == "initial_lr":  # schedulers put it there
                 continue
-            raise StepError(f"{path}: {name!r} is missing, expected as in this optimizer ({value!r}); nothing was loaded")
+            raise StepError(
+                f"{path}: {name!r} is missing, expected as in this optimizer ({value!r}); nothing was loaded"
+            )
         got = _numbers(saved[name])
         if len(got) != len(_numbers(value)):
             raise _refuse(f"{path}[{name!r}]", saved[name], "a number" if len(_numbers(value)) == 1 else "two numbers")
@@ -198,7 +200,7 @@ def _numbers(value: object) -> list[float]:
         return [part[0] for part in parts] if all(len(part) == 1 for part in parts) else []
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return [float(value)]
-    return [float(value)] if isinstance(value, Real) and not isinstance(value, bool) else []
+    return [] if isinstance(value, bool) or not isinstance(value, Real) else [float(value)]
 
 
 def _check_names(path: str, optimizer: Optimizer, group: Mapping[str, Any], entry: Mapping[Any, Any]) -> None:
@@ -271,7 +273,7 @@ def _check_fields(path: str, mine: Mapping[str, Any], saved: object) -> None:
 
 
 def _check_field(path: str, mine: object, saved: object) -> None:
-    if isinstance(mine, Real) and not isinstance(mine, bool):
+    if not isinstance(mine, bool) and isinstance(mine, Real):
         numbers = [] if isinstance(saved, bool) else _numbers(saved)
         if len(numbers) != 1 or isinstance(saved, (list, tuple)):
             raise _refuse(path, saved, "a number")

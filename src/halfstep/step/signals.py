@@ -1,6 +1,6 @@
 """Signals that wait for the end of a critical part: Ctrl-C never falls between weights and what belongs to them.
 
-Python calls a signal's handler between two bytecodes of the main thread. Inside a `Deferral` a signal that has a handler
+Python calls a signal's handler between two bytecodes of the main thread. Inside a `Deferral` a signal whose handler is
 in Python is remembered, and its handler is called where the critical part ends. A second signal of the same number is
 not deferred: a part that hangs can still be interrupted. Signals without a handler in Python do what they do.
 

@@ -104,9 +104,7 @@ class TrainStep:
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
     ) -> None:
-        accumulate = check_arguments(
-            model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph=cuda_graph
-        )
+        accumulate = check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph=cuda_graph)
         self.clip_norm, self.clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
         self._evidence = evidence_folder(blackbox)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
@@ -403,7 +401,9 @@ class TrainStep:
             LOG.debug("%s: %s", type(self.optimizer).__name__, reason or "updated by halfstep's own operators")
         return bool(reason)
 
-    def _generic(self, parameters: list[nn.Parameter], divisor: Tensor | None) -> tuple[tail.Verdict, Callable[[], None]]:
+    def _generic(
+        self, parameters: list[nn.Parameter], divisor: Tensor | None
+    ) -> tuple[tail.Verdict, Callable[[], None]]:
         """Judge gradients in fp32; return what steps through ``optimizer.step()``, which reads them."""
         if self._store is None:
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -485,8 +485,8 @@ class TrainStep:
                         raise  # the next call tries again
                     self._pending = None
                     raise StepError(
-                        f"{type(self.scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where it "
-                        "was before, one update behind; leave it out (step.scheduler = None) or give TrainStep another"
+                        f"{type(self.scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where "
+                        "it was before, one update behind; leave it out (step.scheduler = None) or give TrainStep another"
                     ) from error
         self._pending = None
 
@@ -557,7 +557,7 @@ class TrainStep:
         A step that was cut off, and refuses to go on, goes on from there.
 
         Raises:
-            StepError: a piece that is missing, unknown or malformed, by its path, or a state saved under another policy.
+            StepError: a piece that is missing, unknown or malformed, by its path, or a state of another policy.
             ScaleError, WeightsError, PolicyError: what their pieces say of themselves.
         """
         if self._progress.phase:
