@@ -140,8 +140,12 @@ def _is_elsewhere(frame: FrameType) -> bool:
 
 
 def _is_instant(frame: FrameType) -> bool:
-    """Return whether Python handles no signal before a line: a ``try:``, or where a ``with`` calls ``__exit__``."""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
+    """Return whether Python handles no signal right before a line.
+
+    That is a ``try:``, where a ``with`` calls ``__exit__``, and the first line of a ``finally``.
+    """
+    above, line = (linecache.getline(frame.f_code.co_filename, frame.f_lineno - n).lstrip() for n in (1, 0))
+    return line.startswith(("with ", "try:")) or above.startswith("finally:")
 
 
 @dataclass

@@ -197,7 +197,7 @@ def _states(
     dtype: torch.dtype,
     made: Made,
 ) -> list[list[Tensor]]:
-    """Return a list for each of the optimizer's states; those that it lacks, made as torch makes them, go into `made`."""
+    """Return a list for each of the optimizer's states; what it lacks is made as by torch, and put into `made`."""
     if "momentum" in group and not group["momentum"]:
         none: list[list[Tensor]] = [[]]
         return none

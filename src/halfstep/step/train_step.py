@@ -486,7 +486,7 @@ class TrainStep:
                     self._pending = None
                     raise StepError(
                         f"{type(self.scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where "
-                        "it was before, one update behind; leave it out (step.scheduler = None) or give TrainStep another"
+                        "it was before, one update behind; leave it out: step.scheduler = None"
                     ) from error
         self._pending = None
 
