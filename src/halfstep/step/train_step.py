@@ -375,6 +375,7 @@ class TrainStep:
         with progress.critical:
             progress.phase = UPDATE
             carry_out()
+            progress.marks = None  # what follows belongs to the update, also to one that was not applied
             self._statistics.put_back(bad)
             torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
             if self.scaler.is_enabled():
@@ -386,7 +387,7 @@ class TrainStep:
             self._pending = bad
             self._step += count
             self._window = 0
-            progress.phase, progress.marks = REST, None
+            progress.phase = REST
         if alarm is not None:
             raise alarm
 
