@@ -139,7 +139,7 @@ def _is_elsewhere(frame: FrameType) -> bool:
     return any(f is not None and f.f_code.co_filename.endswith(ELSEWHERE) for f in (frame, above))
 
 
-def _is_instant(frame: FrameType) -> bool:
+def is_instant(frame: FrameType) -> bool:
     """Return whether Python handles no signal right before a line.
 
     That is a ``try:``, where a ``with`` calls ``__exit__``, and the first line of a ``finally``.
@@ -176,7 +176,7 @@ class Knife:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(TRACED) or _is_elsewhere(frame):
             return None
-        if event == "call" or (event == "line" and not _is_instant(frame)):
+        if event == "call" or (event == "line" and not is_instant(frame)):
             self._see(frame, event)
         return self._trace
 
