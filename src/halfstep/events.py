@@ -88,7 +88,16 @@ class StepResult:
 
 
 class StepWatcher(Protocol):
-    """Who looks on while a training step updates its parameters; it changes nothing and waits for nothing."""
+    """Who looks on while a training step updates its parameters; it changes nothing and waits for nothing.
+
+    A captured step (``cuda_graph=True``) runs eagerly where a watcher wants to look, and is replayed where none does.
+    """
+
+    def wants_update(self) -> bool:
+        """Say whether the next update is one to look at; the same answer until that update."""
+
+    def pass_update(self) -> None:
+        """Take note of an update that this watcher did not want to look at, and did not see."""
 
     def before_update(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Look at what is about to be updated: parameters with their gradients, which are scaled."""

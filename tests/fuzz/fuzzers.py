@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 __all__ = ["FUZZERS", "checker", "sample"]
 
-FUZZERS: tuple[str, ...] = ("programs", "scaler", "policies")
+FUZZERS: tuple[str, ...] = ("programs", "scaler", "interrupts", "policies")
 """Names of modules of this folder."""
 
 

@@ -64,6 +64,12 @@ class Looker:
         self.names = {id(p): n for n, p in step.model.named_parameters()}
         step.watchers.append(self)
 
+    def wants_update(self) -> bool:
+        return True
+
+    def pass_update(self) -> None:
+        raise AssertionError("every update is looked at")
+
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         self.gradients.append({self.names[id(p)]: p.grad.clone() for p in parameters if p.grad is not None})
 

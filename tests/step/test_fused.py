@@ -114,8 +114,8 @@ def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str)
     for factor in noise:
         gradient = (low.detach() - target).mul_(1 + 0.5 * factor).to(torch.bfloat16)
         wide.grad, low.grad = gradient.float(), gradient
-        fused.update(optimizers[0], None, None, one, good)
-        fused.update(optimizers[1], store, None, one, good)
+        fused.Update(optimizers[0], None, None, one, good).carry_out()
+        fused.Update(optimizers[1], store, None, one, good).carry_out()
     assert torch.equal(store.read(low), wide.detach())
     assert torch.equal(low.detach(), split_bf16(wide.detach())[0])
 

@@ -339,6 +339,39 @@ def test_metrics_and_a_shared_scaler() -> None:
     assert str(told[0]) == str(told[1])
 
 
+@pytest.mark.parametrize("case", ["fp16", "O2", "windows of 2"])
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_a_monitor_sees_what_it_sees_of_eager_training(case: str, every: int) -> None:
+    """Samples are due before, at and after the capture, and between replays, with bad steps among them."""
+
+    def records(step: hs.TrainStep) -> list[str]:
+        monitor = hs.Monitor(step, every=every, activations=True)
+        found: list[str] = []
+        for i in range(24):
+            step(*batch(i))
+            found += map(repr, monitor.poll())  # as text: nan is nan
+        return found
+
+    eager, captured = pair(**CASES[case])
+    seen = records(captured)
+    assert seen == records(eager) and len(seen) == 24 // eager.accumulate // every
+    assert same(eager, captured)
+    assert bool(graphs(captured).replays) is (every > 1)
+
+
+def test_a_watcher_that_cannot_say_which_updates_it_wants_is_refused() -> None:
+    step = trained(True)
+
+    class Looker:
+        def before_update(self, parameters: Any) -> None: ...
+
+        def after_update(self, bad: Tensor) -> None: ...
+
+    step.watchers.append(Looker())  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="Looker in step.watchers does not say which ones it wants"):
+        step(*batch(0))
+
+
 def test_a_scale_at_its_floor_warns_in_replays_too() -> None:
     step = trained(True, scaler=hs.GradScaler("cpu", init_scale=4.0, floor=2.0))
     x, y = batch(0)

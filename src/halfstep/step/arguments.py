@@ -3,57 +3,176 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from operator import is_, itemgetter
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.errors import StepError
+from halfstep.kernels.host import number
 from halfstep.scale.scaler import GradScaler
 
-__all__ = ["check_arguments", "evidence_folder"]
+__all__ = ["RatesCheck", "check_arguments", "check_rates", "evidence_folder", "limit"]
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
+RATES = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "rho", "lambd", "lr_decay")
+"""Names under which torch's optimizers keep numbers that enter every update; other names may hold infinities."""
+
+
 def check_arguments(
+    model: object,
     loss_fn: object,
-    clip_norm: float | None,
-    clip_value: float | None,
-    accumulate: int,
+    accumulate: object,
     scaler: object,
     scheduler: object,
     optimizer: object,
-) -> None:
-    """Refuse arguments of `TrainStep` that make no sense, alone or together.
+    *,
+    cuda_graph: object,
+) -> int:
+    """Refuse arguments of `TrainStep` that make no sense, alone or together; return `accumulate` as an int.
 
     Raises:
         StepError: which one, and what to give instead.
     """
+    if not isinstance(model, nn.Module):
+        raise StepError(f"model must be a torch.nn.Module and is {_shown(model)}")
     if not callable(loss_fn):
         raise StepError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
-    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-            raise StepError(f"{name} must be a positive finite number or None and is {value!r}")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, Integral) or accumulate < 1:
         raise StepError(f"accumulate must be a whole number of micro-batches from 1 and is {accumulate!r}")
+    if not isinstance(cuda_graph, bool):
+        raise StepError(f"cuda_graph must be True or False and is {cuda_graph!r}")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
     if not isinstance(optimizer, Optimizer):
-        raise StepError(f"optimizer must be a torch optimizer and is {type(optimizer).__name__}")
+        raise StepError(f"optimizer must be a torch optimizer and is {_shown(optimizer)}")
     if inspect.signature(optimizer.step).parameters.get("closure", NOTHING).default is inspect.Parameter.empty:
         raise StepError(
             f"{type(optimizer).__name__} evaluates the loss itself, through a closure, and TrainStep hands it "
             "gradients; prepare the model with hs.prepare(model, optimizer, policy=...) in bf16 or fp32 and call "
             "optimizer.step(closure) yourself"
         )
-    if isinstance(scheduler, ReduceLROnPlateau):
+    check_rates(optimizer)
+    if scheduler is not None:
+        _check_scheduler(scheduler, optimizer)
+    return int(accumulate)
+
+
+def limit(name: str, value: Any) -> float | None:
+    """Return a limit of gradients, given as any real number or a tensor of one element, as a float; None for none.
+
+    Raises:
+        StepError: it is no positive finite number.
+    """
+    if value is None:
+        return None
+    given = value
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool:
+        given = value.item()
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < float("inf"):
+        raise StepError(f"{name} must be a positive finite number or None and is {value!r}")
+    return float(given)
+
+
+def _check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
+    methods = [getattr(scheduler, name, None) for name in ("step", "state_dict", "load_state_dict")]
+    if isinstance(scheduler, (type, Optimizer)) or not all(callable(method) for method in methods):
         raise StepError(
-            "ReduceLROnPlateau needs a metric at each step; leave it out of TrainStep and call scheduler.step(metric) "
-            "yourself after each evaluation"
+            f"scheduler must be a learning-rate scheduler, an object with step(), state_dict() and load_state_dict(), "
+            f"and is {_shown(scheduler)}; build one, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, "
+            "T_max=...)"
         )
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    needed = [p.name for p in inspect.signature(scheduler.step).parameters.values() if _is_needed(p)]  # type: ignore[attr-defined]
+    if isinstance(scheduler, ReduceLROnPlateau) or needed:
+        what = "a metric" if isinstance(scheduler, ReduceLROnPlateau) else " and ".join(map(repr, needed))
+        raise StepError(
+            f"{type(scheduler).__name__} needs {what} at each step; leave it out of TrainStep and call "
+            "scheduler.step(metric) yourself after each evaluation"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise StepError("the scheduler belongs to another optimizer than the one this TrainStep steps")
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    several = parameter.kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return parameter.default is inspect.Parameter.empty and not several
+
+
+def _shown(value: object) -> str:
+    """Return a value that may be large as an error shows it."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+
+
+def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
+    """Refuse numbers of an optimizer's groups that no weight survives; waits for nothing.
+
+    Raises:
+        StepError: which one, of which group.
+    """
+    for group in optimizer.param_groups:
+        for name in names:
+            value: Any = group.get(name)
+            kind = type(value)
+            if kind is float:
+                sound = value * 0.0 == 0.0  # nan and infinities, times 0, are nan
+            elif kind is tuple and all(type(one) is float for one in value):
+                sound = sum(value) * 0.0 == 0.0
+            else:
+                sound = kind is int or value is None
+            if not sound:
+                _check_rate(optimizer, group, name, value)
+
+
+class RatesCheck:
+    """Does what `check_rates` does at every update, and looks closer only where a number is another object than before.
+
+    Args:
+        optimizer: whose groups it looks at.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        names = [name for name in RATES if all(name in group for group in optimizer.param_groups)]
+        self._get = itemgetter(*names, *names) if names else lambda group: ()  # twice: of one name it is no tuple
+        self._sound: list[tuple[Any, ...]] = []
+
+    def __call__(self) -> None:
+        """Check.
+
+        Raises:
+            StepError: as `check_rates`.
+        """
+        found = [self._get(group) for group in self._optimizer.param_groups]
+        if len(found) == len(self._sound) and all(
+            all(map(is_, *pair)) for pair in zip(found, self._sound, strict=True)
+        ):
+            return
+        check_rates(self._optimizer)
+        tensors = any(isinstance(value, (Tensor, list)) for values in found for value in values)  # change in place
+        self._sound = [] if tensors else found
+
+
+def _check_rate(optimizer: Optimizer, group: dict[str, Any], name: str, value: Any) -> None:
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        if type(one) is Tensor and one.device.type == "cpu" and one.numel() == 1 and not one.is_complex():
+            one = number(one)
+        if isinstance(one, Real) and not math.isfinite(one):
+            place = next(i for i, other in enumerate(optimizer.param_groups) if other is group)
+            raise StepError(
+                f"{type(optimizer).__name__}.param_groups[{place}]['{name}'] is {value!r}, and an update with it would "
+                "leave no weight finite; set it to a finite number, and look at what has changed it (a scheduler?)"
+            )
 
 
 def evidence_folder(blackbox: object) -> Path | None:

@@ -56,6 +56,9 @@ def compile_options(compile: object, *, accumulate: int, cuda_graph: bool) -> di
             near = did_you_mean(str(name), OPTIONS)
             raise StepError(f"compile={{{name!r}: ...}}: torch.compile takes {', '.join(sorted(OPTIONS))}{near}")
     options = dict(compile)
+    backend = options.get("backend", "")
+    if not isinstance(backend, str) and not callable(backend):
+        raise StepError(f"compile={{'backend': {backend!r}}}: a backend is a name or a function")
     if accumulate > 1 and _uses_graphs(options):
         raise StepError(
             f"compile={compile!r} with accumulate={accumulate}: torch's own CUDA graphs overwrite the gradients of "
@@ -100,12 +103,25 @@ class CompiledLoss:
     Each has a code object of its own, by which Dynamo counts recompilations: training steps with one loss function do
     not use up each other's.
 
+    Args:
+        loss_fn: the user's.
+        options: arguments of torch.compile.
+
+    Raises:
+        StepError: torch.compile refuses them.
+
     Attributes:
         breaks: why Dynamo broke the graph while it compiled `loss_fn`, each reason once; () if it is one graph.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        self._run = torch.compile(_twin(loss_fn), **options)
+        try:
+            self._run = torch.compile(_twin(loss_fn), **options)
+        except Exception as error:  # of several kinds: an unknown backend, mode or option
+            raise StepError(
+                f"compile={dict(options)!r} is refused by torch.compile: {str(error).strip()} (backends: "
+                f"{', '.join(torch.compiler.list_backends())})"
+            ) from error
         self._overwritten = _uses_graphs(options)
         self.breaks: tuple[str, ...] = ()
 

@@ -8,7 +8,8 @@ same numbers. `refusal` says why an optimizer is stepped the generic way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from halfstep.optim import Lion
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["refusal", "suits", "update"]
+__all__ = ["Update", "refusal", "suits"]
 
 KNOWN: dict[type[Optimizer], tuple[str, ...]] = {
     Adam: ("exp_avg", "exp_avg_sq"),
@@ -32,6 +33,9 @@ KNOWN: dict[type[Optimizer], tuple[str, ...]] = {
     Lion: ("exp_avg",),
 }
 """Optimizer -> names of its states; subclasses have steps of their own, which nobody knows."""
+
+NONE: Mapping[str, Any] = MappingProxyType({})  # the state of a parameter that has not been stepped
+Made = list[tuple[nn.Parameter, str, Tensor]]  # states that an update begins with: parameter, name, value
 
 
 # ------------------------------------------------------------------ which optimizers
@@ -114,47 +118,65 @@ def _special(group: dict[str, Any]) -> str:
 # ------------------------------------------------------------------ the update
 
 
-@torch.no_grad()
-def update(
-    optimizer: Optimizer, store: WeightStore | None, states: LowStates | None, factor: Tensor, bad: Tensor
-) -> None:
-    """Step `optimizer` with ``gradient * factor`` for every parameter that has one, unless `bad`; waits for nothing.
+class Update:
+    """An update of all parameters that have gradients, gathered before anything is written.
 
     Args:
         optimizer: one that `refusal` says nothing against.
         store: what stands behind its low parameters, or None.
         states: what keeps its states in bf16, or None for fp32 states.
-        factor: 0-dim fp32 on the parameters' device.
+        factor: 0-dim fp32 on the parameters' device: gradients are multiplied by it.
         bad: 0-dim bool on it: parameters, states and step counts stay as they are.
     """
-    names = KNOWN[type(optimizer)]
-    draws = states.draws if states is not None else getattr(store, "draws", None)
-    bits = None if draws is None else draws.on(factor.device)
-    wanted = torch.float32 if states is None else torch.bfloat16
-    lists: list[Sequence[Tensor]] = []
-    start = 0
-    for group in optimizer.param_groups:
-        for form, parameters in _by_form(group["params"], store):
-            weights, beside = [], []
-            for parameter in parameters:
-                weight, other = (parameter, None) if store is None or form == "plain" else store.parts(parameter)
-                weights.append(weight)
-                if other is not None:
-                    beside.append(other)
-            gradients = [_like(p.grad, w) for p, w in zip(parameters, weights, strict=True)]  # type: ignore[arg-type]
-            held = _states(optimizer, group, names, parameters, weights, wanted)
-            rate = group["lr"]
-            tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
-            given = (gradients, factor, bad, bits, start, form, tensor, 0.0 if tensor is not None else float(rate))
-            _call(optimizer, group, (weights, beside), held, given)
-            lists += [weights, beside, *held]
-            start += len(parameters)
-    increment_version([tensor for tensors in lists for tensor in tensors])
-    if draws is not None:
-        draws.advance(factor.device, ~bad)
-    if store is not None:
-        store.stepped(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it before they advance
+
+    def __init__(
+        self, optimizer: Optimizer, store: WeightStore | None, states: LowStates | None, factor: Tensor, bad: Tensor
+    ) -> None:
+        self._optimizer, self._store, self._factor, self._bad = optimizer, store, factor, bad
+        self._draws = states.draws if states is not None else getattr(store, "draws", None)
+        self._calls: list[tuple[Any, ...]] = []
+        self._made: Made = []
+        with torch.no_grad():
+            self._gather(torch.float32 if states is None else torch.bfloat16)
+
+    def _gather(self, dtype: torch.dtype) -> None:
+        optimizer, store, factor = self._optimizer, self._store, self._factor
+        bits = None if self._draws is None else self._draws.on(factor.device)
+        names = KNOWN[type(optimizer)]
+        start = 0
+        for group in optimizer.param_groups:
+            for form, parameters in _by_form(group["params"], store):
+                weights, beside = [], []
+                for parameter in parameters:
+                    weight, other = (parameter, None) if store is None or form == "plain" else store.parts(parameter)
+                    weights.append(weight)
+                    if other is not None:
+                        beside.append(other)
+                gradients = [_like(p.grad, w) for p, w in zip(parameters, weights, strict=True)]  # type: ignore[arg-type]
+                held = _states(optimizer, group, names, parameters, weights, dtype, self._made)
+                rate = group["lr"]
+                tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
+                number = 0.0 if tensor is not None else float(rate)
+                given = (gradients, factor, self._bad, bits, start, form, tensor, number)
+                self._calls.append((group, (weights, beside), held, given))
+                start += len(parameters)
+
+    @torch.no_grad()
+    def carry_out(self) -> None:
+        """Write weights, states and step counts; waits for nothing."""
+        optimizer, store = self._optimizer, self._store
+        for parameter, name, value in self._made:
+            optimizer.state[parameter][name] = value
+        lists: list[Sequence[Tensor]] = []
+        for group, values, held, given in self._calls:
+            _call(optimizer, group, values, held, given)
+            lists += [*values, *held]
+        increment_version([tensor for tensors in lists for tensor in tensors])
+        if self._draws is not None:
+            self._draws.advance(self._factor.device, ~self._bad)
+        if store is not None:
+            store.stepped(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it before they advance
 
 
 def _by_form(parameters: Sequence[nn.Parameter], store: WeightStore | None) -> list[tuple[str, list[nn.Parameter]]]:
@@ -173,28 +195,33 @@ def _states(
     parameters: Sequence[nn.Parameter],
     weights: Sequence[Tensor],
     dtype: torch.dtype,
+    made: Made,
 ) -> list[list[Tensor]]:
-    """Return a list for each of the optimizer's states, made as torch makes them where there are none yet."""
+    """Return a list for each of the optimizer's states; what it lacks is made as by torch, and put into `made`."""
     if "momentum" in group and not group["momentum"]:
         none: list[list[Tensor]] = [[]]
         return none
     counts = "eps" in group  # of the optimizers here only Adam and AdamW count their steps
     lists = [list[Tensor]() for _ in range(len(names) + counts)]
     for parameter, weight in zip(parameters, weights, strict=True):
-        state = optimizer.state[parameter]
+        state = optimizer.state.get(parameter, NONE)
         for name, some in zip(names, lists, strict=False):
             value = state.get(name)
             if value is None:
-                value = state[name] = torch.zeros_like(weight, dtype=dtype)
+                value = torch.zeros_like(weight, dtype=dtype)
+                made.append((parameter, name, value))
             elif value.dtype is not dtype or value.stride() != weight.stride():
-                value = state[name] = torch.empty_like(weight, dtype=dtype).copy_(value)
+                value = torch.empty_like(weight, dtype=dtype).copy_(value)
+                made.append((parameter, name, value))
             some.append(value)
         if counts:
             count = state.get("step")
             if count is None:
-                count = state["step"] = torch.zeros((), device=weight.device)
+                count = torch.zeros((), device=weight.device)
+                made.append((parameter, "step", count))
             elif count.device != weight.device or count.dtype is not torch.float32:
-                count = state["step"] = count.to(weight.device, torch.float32)
+                count = count.to(weight.device, torch.float32)
+                made.append((parameter, "step", count))
             lists[-1].append(count)
     return lists
 

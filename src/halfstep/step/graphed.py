@@ -36,6 +36,7 @@ from halfstep.step.capturable import REMEDY, kind_of, place_of
 from halfstep.step.culprits import Culprits
 from halfstep.step.pinned import Pins
 from halfstep.step.prepare import unwrap
+from halfstep.step.progress import REST, UPDATE, WINDOW
 from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.trees import map_tensors
 
@@ -111,8 +112,8 @@ class Graphs:
         generators: list[torch.Generator] = []
         kind = (kind_of((batch, named), found, generators), self._modes())
         self._check_facts()
-        graph = self._graph_of(kind)
-        if graph is None or graph.calls < WARM_UPS:
+        graph, watched = self._graph_of(kind), self._watched()
+        if graph is None or graph.calls < WARM_UPS or watched:
             batch, named = map_tensors((batch, named), self._moved)
             result = self._recorder.warm(lambda: self._pinned_step(batch, named))
             if graph is not None:
@@ -124,9 +125,21 @@ class Graphs:
         else:
             self.replays += 1
         self._bring(graph, found, updates=updates)
-        assert graph.replay is not None
-        graph.replay()
-        return self._done(graph, updates=updates)
+        return self._replayed(graph, updates=updates)
+
+    def _watched(self) -> bool:
+        """Return whether a watcher wants to look at the coming update, which then must not be a replay.
+
+        Raises:
+            StepError: a watcher that cannot say so.
+        """
+        for watcher in self._step.watchers:
+            if not hasattr(watcher, "wants_update") or not hasattr(watcher, "pass_update"):
+                raise StepError(
+                    f"cuda_graph=True replays updates that a watcher cannot see, and {type(watcher).__name__} in "
+                    f"step.watchers does not say which ones it wants; give it wants_update and pass_update, or {REMEDY}"
+                )
+        return any(watcher.wants_update() for watcher in self._step.watchers)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
@@ -191,6 +204,7 @@ class Graphs:
         batch, named = map_tensors((batch, named), lambda tensor: next(following))
         before = (step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads)
         held = [(p, p.grad) for p in self._model.parameters()]
+        watchers, step.watchers = step.watchers, []  # what they do is not part of a step
         self._clear_casts()
         try:
             with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
@@ -198,6 +212,7 @@ class Graphs:
                     lambda: _packed(self._pinned_step(batch, named), updates=updates), generators
                 )
         except BaseException as error:
+            step._progress.phase = WINDOW
             step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads = before
             for parameter, gradient in held:
                 parameter.grad = gradient
@@ -211,11 +226,13 @@ class Graphs:
                 f"trained on this batch. torch says: {type(error).__name__}: {str(error).strip()}"
             ) from error
         finally:
+            step.watchers = watchers
             self._clear_casts()  # those made in a capture hold nothing yet
         graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         graph.open = step._statistics.open
         step._step, step._window = before[:2]  # `_done` counts
+        step._progress.phase = WINDOW
         self.captures += 1
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, [*map(_shape, found)])
 
@@ -230,14 +247,32 @@ class Graphs:
             for static, tensor in zip(graph.inputs, found, strict=True):
                 static.copy_(tensor, non_blocking=True)
         if updates:
+            self._step._check_rates()
             self._rates.fill(self._step.optimizer)
+
+    def _replayed(self, graph: _Graph, *, updates: bool) -> StepResult:
+        """Replay `graph`; with an update that is the critical part of a step (note [cut off] in `progress`)."""
+        step = self._step
+        assert graph.replay is not None
+        if not updates:
+            graph.replay()
+            return self._done(graph, updates=False)
+        with step._progress.critical:
+            step._progress.phase = UPDATE
+            graph.replay()
+            result = self._done(graph, updates=True)
+            step._progress.phase = REST
+        for watcher in step.watchers:
+            watcher.pass_update()
+        step.scaler.heed(step.optimizer)
+        return result
 
     def _done(self, graph: _Graph, *, updates: bool) -> StepResult:
         """Do on the host what a replay does not, and return copies of its results."""
         step, static = self._step, graph.outputs
         assert static is not None and graph.numbers is not None and graph.skipped is not None
-        step._step += 1
-        step._window = 0 if updates else step._window + 1
+        number = step._step + step._window + 1
+        step._step, step._window = (number, 0) if updates else (step._step, step._window + 1)
         step._statistics.open = graph.open
         for parameter in self._model.parameters() if updates else ():
             parameter.grad = None
@@ -249,7 +284,7 @@ class Graphs:
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
         result = StepResult(
-            step=step._step,
+            step=number,
             loss=loss,
             aux=map_tensors(static.aux, lambda tensor: tensor.detach().clone()),
             scale=numbers[0],
@@ -261,7 +296,6 @@ class Graphs:
             if isinstance(static.find_culprits, Culprits):
                 result.find_culprits = replace(static.find_culprits, norms=numbers[2:-1])
             step._pending = result.skipped
-            step.scaler.heed(step.optimizer)
             self._mark_written()
         return result
 

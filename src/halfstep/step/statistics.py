@@ -62,11 +62,11 @@ class Statistics:
         """Look after the statistics of `model` from now on: the step's own, or another one that its loss calls."""
         if id(model) in self._models:
             return
-        self._models[id(model)] = model
         found = {m: None for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None}
         new = [norm for norm in found if norm not in self._norms]
-        self._norms.update(found)
         self.open = [*self.open, *map(_Kind, _by_kind(_buffers(new)))]
+        self._norms.update(found)
+        self._models[id(model)] = model  # last: if this is cut off, the next visit does it again
 
     def keep(self) -> None:
         """Remember the statistics of the norms that are in training mode."""
@@ -75,10 +75,10 @@ class Statistics:
         found = _buffers(self._norms)
         if len(found) != len(self._found) or any(new is not old for new, old in zip(found, self._found, strict=True)):
             self._kinds, self._found = [*map(_Kind, _by_kind(found))], found
-        self.open = self._kinds
         with torch.no_grad():
             for kind in self._kinds:
                 kind.keep()
+        self.open = self._kinds  # last: `restore` puts back what is complete
 
     def kept(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Return (norm, name, value) of what the last `keep` saw; the values are written to by the next one."""
@@ -98,9 +98,11 @@ class Statistics:
                 kind.put_back(bad)
 
     def restore(self) -> None:
-        """Restore what `keep` saw."""
-        for kind in self.open:
-            kind.restore()
+        """Restore what `keep` saw; nothing if it was cut off, or a verdict has come since."""
+        with torch.no_grad():
+            for kind in self.open:
+                kind.restore()
+        self.open = []
 
 
 def _good_on_cpu(bad: Tensor) -> bool:

@@ -49,6 +49,7 @@ class Sums:
 
     def begin(self) -> None:
         """Begin a window; gradients were dropped."""
+        self._on = False
         self._totals.clear()
         self._widen()
 

@@ -26,26 +26,29 @@ from halfstep.cast.opening import opened
 from halfstep.cast.recipe import Recipe, run_eagerly
 from halfstep.cast.recompute import backward
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError
+from halfstep.errors import ScaleError, StepError
 from halfstep.events import StepResult, StepWatcher, Verdict
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
-from halfstep.step.arguments import check_arguments, evidence_folder
+from halfstep.step.arguments import RatesCheck, check_arguments, evidence_folder, limit
 from halfstep.step.bind import binding_of
 from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
+from halfstep.step.construct import unchanged_on_failure
 from halfstep.step.culprits import Culprits
 from halfstep.step.graphed import Graphs
 from halfstep.step.memory import Memory
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
+from halfstep.step.progress import ADVANCE, REST, UPDATE, WINDOW, Progress
 from halfstep.step.ranks import ranks_of
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
+from halfstep.step.undo import Marks, SchedulerCopy
 from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.weights.states import LowStates
 
@@ -108,61 +111,64 @@ class TrainStep:
         blackbox: bool | str | Path = True,
     ) -> None:
         optimizer = unwrap_optimizer(optimizer)
-        check_arguments(loss_fn, clip_norm, clip_value, accumulate, scaler, scheduler, optimizer)
-        evidence = evidence_folder(blackbox)
+        accumulate = check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph=cuda_graph)
+        self.clip_norm, self.clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
+        self._evidence = evidence_folder(blackbox)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
         if options is not None:
             refuse_untraceable(wanted)
-        ranks = ranks_of(model, wanted)
-        one_pass = clip_value is None and fused.suits(optimizer)
-        _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
-        binding = binding_of(unwrap(model))
-        assert binding is not None
-        self.model = model
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
-        self.policy = resolved(wanted, binding.device_types[0])
-        self.scaler = own_scaler if scaler is None else scaler
-        if self.scaler.is_enabled():
-            self.scaler.name_parameters(unwrap(model).named_parameters())
-        self.scheduler = scheduler
-        self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
+        self._ranks = ranks_of(model, wanted)
+        self._compiled = None if options is None else CompiledLoss(loss_fn, options)
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
         self.host_reads = 0
         self.watchers: list[StepWatcher] = []
         self.generic = ""
-        self.compile, self.cuda_graph = compile, cuda_graph
+        self._progress = Progress()
+        self._check_rates = RatesCheck(optimizer)
+        self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
+        self._step = self._window = 0  # micro-batches of updates made, and of the window under way
+        self._scale = torch.ones(())
+        self._pending: Tensor | None = None
+        self._metrics: Metrics | None = None
+        self._box: Any = None  # made by the first step that is not finite
+        with unchanged_on_failure(model, optimizer):
+            self._prepare(wanted, scaler)
+            # what a graph repeats is not seen by Python, which could not run it again
+            self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
+            self._graphs = None if graph_device is None else Graphs(self, graph_device)
+            self._refuse_replaced_parameters()
+            if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
+                tail.prefer_fused(optimizer, self._stepped_parameters())
+            if self.scaler.is_enabled():
+                self.scaler.name_parameters(unwrap(model).named_parameters())
+
+    def _prepare(self, wanted: Policy, scaler: GradScaler | None) -> None:
+        """Prepare model and optimizer, and what looks after their low weights, gradients and statistics."""
+        model, optimizer = self.model, self.optimizer
+        one_pass = self.clip_value is None and fused.suits(optimizer)
+        _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
+        binding = binding_of(unwrap(model))
+        assert binding is not None
+        self.policy = resolved(wanted, binding.device_types[0])
+        self.scaler = own_scaler if scaler is None else scaler
         self._binding = binding
-        self._compiled = None if options is None else CompiledLoss(loss_fn, options)
         self._store = store_of(model)
         if self._store is not None:
             self.policy = self.policy.replace(master=self._store.name)
-        self._ranks = ranks
         self._states = LowStates.of(optimizer)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))
         self._visit = self._statistics.visit
-        self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
-        self._step = self._window = 0
-        self._scale = torch.ones(())
-        self._pending: Tensor | None = None
-        self._metrics: Metrics | None = None
         wide = self._stepped_parameters() if self._store is None else ()
-        windows = accumulate > 1 and not cuda_graph  # what is added by Python is not repeated by a graph
+        windows = self.accumulate > 1 and not self.cuda_graph  # what is added by Python is not repeated by a graph
         self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
         low = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
         # DistributedDataParallel's hooks want to find each gradient in its place; in no_sync they look at none
-        hooked = (self._no_sync is None or (self._ranks is not None and self._ranks.own)) and not cuda_graph
+        hooked = (self._no_sync is None or (self._ranks is not None and self._ranks.own)) and not self.cuda_graph
         self._sums = Sums(low, hooked=hooked, windows=windows)
-        # what a graph repeats is not seen by Python, which could not run it again
-        self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
-        self._evidence = evidence
-        self._box: Any = None  # made by the first step that is not finite
-        self._refuse_replaced_parameters()
-        if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
-            tail.prefer_fused(optimizer, self._stepped_parameters())
-        self._graphs = None if graph_device is None else Graphs(self, graph_device)
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -174,14 +180,20 @@ class TrainStep:
         Raises:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
         """
+        progress = self._progress
+        if progress.phase:
+            progress.refuse(self)
+        progress.grad = torch.is_grad_enabled()
         self._settle()
         last = self._window + 1 == self.accumulate
-        copies, STATE.copies = STATE.copies, self.copies  # in the backward pass too, which may compute forward again
+        copies = STATE.copies if STATE.copies is not self.copies else None  # its own: left by a call that was cut off
         try:
+            STATE.copies = self.copies  # in the backward pass too, which may compute forward again
+            progress.phase = WINDOW
             result = self._micro(batch, named) if self._graphs is None else self._graphs(batch, named)
-        except BaseException:
-            self._window = 0  # its gradients are partial, and dropped by the next call
-            self._statistics.restore()
+            progress.phase = REST
+        except BaseException as error:
+            progress.undo(self, error)
             raise
         finally:
             STATE.copies = copies
@@ -193,22 +205,22 @@ class TrainStep:
         """Do one micro-batch, and the update if it is due."""
         if self._window == 0:
             self._begin_window()
-        kept = None if self._memory is None else self._memory.keep(self._step + 1, batch, named)
+        number = self._step + self._window + 1
+        kept = None if self._memory is None else self._memory.keep(number, batch, named)
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
             loss, aux = self._forward(self.model, batch, named)
             scale, seed = self._backward(loss)
-        self._step += 1
-        self._window += 1
         shown = loss.detach()
         if kept is not None:
             kept.loss, kept.seed = shown, seed
         if last:
             norm, bad, culprits = self._update(self.accumulate)
-            return StepResult(self._step, shown, aux, scale, norm, bad, True, culprits)
+            return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
-        return StepResult(self._step, shown, aux, scale, unknown, nothing, False)
+        self._window += 1
+        return StepResult(number, shown, aux, scale, unknown, nothing, False)
 
     def _begin_window(self) -> None:
         self._drop_gradients()
@@ -235,8 +247,8 @@ class TrainStep:
         """Return (loss, aux), computed in the step's region or, by `recipe`, in another one."""
         recipe, visit = recipe or self._binding.recipe, STATE.visit
         with opened(recipe, depth=2):
-            STATE.bound, STATE.visit = recipe, self._visit
             try:
+                STATE.bound, STATE.visit = recipe, self._visit
                 # a replay looks at operators one by one, which compiled code has none of
                 run = self._compiled if self._compiled is not None and STATE.above is None else self.loss_fn
                 returned = run(model, *batch, **named)
@@ -252,6 +264,11 @@ class TrainStep:
             raise StepError(
                 f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; "
                 "reduce it with .mean() or .sum()"
+            )
+        if loss.is_complex():
+            raise StepError(
+                f"loss_fn returned a complex loss ({loss.dtype}), of which no direction is down; return a real number "
+                "of it, such as loss.abs() or loss.real"
             )
         if not loss.requires_grad:
             raise StepError(
@@ -306,14 +323,16 @@ class TrainStep:
         Raises:
             StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
         """
+        progress = self._progress
+        if progress.phase:
+            progress.refuse(self)
+        progress.grad = torch.is_grad_enabled()
         self._settle()
         count: float = self._window
+        scale = self._scale
         if self._ranks is not None and self.accumulate > 1:
             count, scale = self._ranks.agree(self._window, self._scale)
             self.host_reads += 1
-            if count and not self._window:
-                self._begin_window()
-                self._scale = scale
         elif count and self._no_sync is not None and torch.distributed.is_initialized():
             raise StepError(
                 f"flush() of {self._window} of {self.accumulate} micro-batches: {type(self.model).__name__} has put "
@@ -322,7 +341,16 @@ class TrainStep:
             )
         if not count:
             return None
-        norm, bad, culprits = self._update(count, averaged=False)
+        try:
+            progress.phase = WINDOW
+            if not self._window:  # other ranks have micro-batches left
+                self._begin_window()
+                self._scale = scale
+            norm, bad, culprits = self._update(count, averaged=False)
+            progress.phase = REST
+        except BaseException as error:
+            progress.undo(self, error)
+            raise
         loss = torch.full((), float("nan"), device=norm.device)
         return StepResult(self._step, loss, None, self._scale, norm, bad, True, culprits)
 
@@ -333,36 +361,25 @@ class TrainStep:
         if self._ranks is not None and (self._ranks.own or not averaged):
             self.host_reads += self._ranks.average(self._store)
         parameters = self._with_gradients()
-        self._window = 0
+        self._check_rates()
         device = parameters[0].device
-        scaling = self.scaler.is_enabled()
-        divisor = self._scale.to(device) if scaling else None
+        divisor = self._scale.to(device) if self.scaler.is_enabled() else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
         for watcher in self.watchers:
             watcher.before_update(parameters)
-        try:
-            if self._refused(parameters):
-                verdict = self._update_generic(parameters, divisor)
-            else:
-                verdict = tail.judge([p.grad for p in parameters], divisor, self.clip_norm)  # type: ignore[misc]
-                fused.update(self.optimizer, self._store, self._states, verdict.factor, verdict.bad)
-        finally:
-            if self._store is not None:
-                self._store.heal()
-                self._store.drop(self.optimizer)
-        if scaling:
-            self.scaler.record(verdict.bad, optimizer=self.optimizer)
-            self.scaler.update()
-        self._statistics.put_back(verdict.bad)
+        if self._refused(parameters):
+            verdict, carry_out = self._generic(parameters, divisor)
+        else:
+            verdict = tail.judge([p.grad for p in parameters], divisor, self.clip_norm)  # type: ignore[misc]
+            carry_out = fused.Update(self.optimizer, self._store, self._states, verdict.factor, verdict.bad).carry_out
+        self._apply(carry_out, verdict.bad, self._window + averaged)
         for watcher in self.watchers:
             watcher.after_update(verdict.bad)
-        torch.clear_autocast_cache()  # its low copies of weights, where a region is open around the step, are stale now
         for parameter in parameters:
             parameter.grad = None
         self._sums.free()
-        self._pending = verdict.bad
         culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
         if self._memory is not None:
             self._memory.end(verdict.bad, self._scale, watched=self._box is not None)
@@ -371,6 +388,32 @@ class TrainStep:
         if device.type == "cpu":
             keep_pages(self)
         return verdict.norm, verdict.bad, culprits
+
+    def _apply(self, carry_out: Callable[[], None], bad: Tensor, count: int) -> None:
+        """Change weights, and all that says so: the critical part of a step, in which signals wait; note [cut off].
+
+        Raises:
+            ScaleError: the scale's alarm, if its rule raises: then all has been counted.
+        """
+        progress, alarm = self._progress, None
+        with progress.critical:
+            progress.phase = UPDATE
+            carry_out()
+            progress.marks = None  # what follows belongs to the update, also to one that was not applied
+            self._statistics.put_back(bad)
+            torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
+            if self.scaler.is_enabled():
+                self.scaler.record(bad, optimizer=self.optimizer)
+                try:
+                    self.scaler.update()
+                except (ScaleError, Warning) as error:
+                    alarm = error
+            self._pending = bad
+            self._step += count
+            self._window = 0
+            progress.phase = REST
+        if alarm is not None:
+            raise alarm
 
     def _refused(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether the optimizer's own step must run, and keep why."""
@@ -383,8 +426,10 @@ class TrainStep:
             LOG.debug("%s: %s", type(self.optimizer).__name__, reason or "updated by halfstep's own operators")
         return bool(reason)
 
-    def _update_generic(self, parameters: list[nn.Parameter], divisor: Tensor | None) -> tail.Verdict:
-        """Judge and step through ``optimizer.step()``, which reads fp32 gradients."""
+    def _generic(
+        self, parameters: list[nn.Parameter], divisor: Tensor | None
+    ) -> tuple[tail.Verdict, Callable[[], None]]:
+        """Judge gradients in fp32; return what steps through ``optimizer.step()``, which reads them."""
         if self._store is None:
             gradients = [p.grad for p in parameters if p.grad is not None]
         else:
@@ -394,8 +439,18 @@ class TrainStep:
         if self.clip_value is not None:
             tail.clip_values_(gradients, divisor, self.clip_value)
             factor = factor * divisor if factor is not None and divisor is not None else factor
-        self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
-        return verdict
+        if self._states is None:  # else its states are made anew around each step
+            self._progress.marks = Marks(self.optimizer, self._store)
+
+        def carry_out() -> None:
+            self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
+            if self._progress.marks is not None:
+                self._progress.marks.end()
+            if self._store is not None:
+                self._store.heal()  # what an optimizer whose step does not call its hooks has left
+                self._store.drop(self.optimizer)
+
+        return verdict, carry_out
 
     def _abandon_update(self) -> None:
         """Put the host's side of an update that failed half way in order; nothing on the device was changed."""
@@ -442,13 +497,26 @@ class TrainStep:
         """Read the verdict of the last update and advance the scheduler if it was applied."""
         if self._no_sync is None:  # ranks look together: at one place of a step, never when one happens to know first
             self._heed(wait=False)
-        if self._pending is None:
-            return
-        bad, self._pending = self._pending, None
-        if self.scheduler is not None:
+        bad, progress = self._pending, self._progress
+        if bad is not None and self.scheduler is not None:
             self.host_reads += 1
             if not bool(bad):
-                self.scheduler.step()
+                try:
+                    progress.scheduler = SchedulerCopy(self.scheduler, self.optimizer)
+                    progress.phase = ADVANCE
+                    self.scheduler.step()
+                    self._pending = None
+                    progress.phase = REST
+                except BaseException as error:
+                    progress.undo(self)
+                    if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                        raise  # the next call tries again
+                    self._pending = None
+                    raise StepError(
+                        f"{type(self.scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where "
+                        "it was before, one update behind; leave it out: step.scheduler = None"
+                    ) from error
+        self._pending = None
 
     # ------------------------------------------------------------------ explanations
 
@@ -491,6 +559,8 @@ class TrainStep:
         Raises:
             StepError: in the middle of an accumulation window (gradients are not part of the state).
         """
+        if self._progress.phase:
+            self._progress.refuse(self)
         self._settle()
         return save_step(self)
 
@@ -500,6 +570,8 @@ class TrainStep:
         Raises:
             StepError: in the middle of an accumulation window.
         """
+        if self._progress.phase:
+            self._progress.refuse(self)
         self._settle()
         refuse_window(self, "a copy")
         named = {name: getattr(self, name) for name in KEPT}
@@ -508,12 +580,16 @@ class TrainStep:
         return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step, weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; validated before anything changes.
+        """Restore what `state_dict` returned; all of it is validated before anything changes.
+
+        A step that was cut off, and refuses to go on, goes on from there.
 
         Raises:
-            StepError: missing or unknown keys, or a state saved under another policy.
+            StepError: a piece that is missing, unknown or malformed, by its path, or a state of another policy.
+            ScaleError, WeightsError, PolicyError: what their pieces say of themselves.
         """
-        self._pending = None
+        if self._progress.phase:
+            self._progress.undo(self)
         load_step(self, state)
         if self._graphs is not None:
             self._graphs.reset()

@@ -75,31 +75,32 @@ class Attachment:
     # ------------------------------------------------------------------ substitution
 
     def substitute(self, optimizer: Optimizer) -> None:
-        """Put masters into the optimizer's groups and re-key its state."""
+        """Put masters into the optimizer's groups and re-key its state.
+
+        In an order from which `restore` finds its way back wherever an exception ends it.
+        """
         self.store.heal()
         self.own = {}
+        self.store.substituted.append((self, optimizer))
         for group in optimizer.param_groups:
             for i, parameter in enumerate(group["params"]):
                 if parameter in self.store:
-                    master = group["params"][i] = self.store.master(parameter)
-                    master.grad = self.gradients.get(id(parameter))
+                    master = self.store.master(parameter)
                     self.own[master] = parameter
-                    if parameter in optimizer.state:
-                        optimizer.state[master] = optimizer.state.pop(parameter)
-        self.store.substituted.append((self, optimizer))
+                    master.grad = self.gradients.get(id(parameter))
+                    group["params"][i] = master
+                    _rename(optimizer, parameter, master)
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Put the model's own parameters back."""
-        if self.own is None:
-            return
-        for group in optimizer.param_groups:  # masters of another store may be among them, and stay
-            group["params"][:] = [self.own.get(p, p) for p in group["params"]]
-        for master, parameter in self.own.items():
+        """Put the model's own parameters back; may be called again where an exception has ended it."""
+        own = self.own or {}
+        for group in optimizer.param_groups if own else ():  # masters of another store may be among them, and stay
+            group["params"][:] = [own.get(p, p) for p in group["params"]]
+        for master, parameter in own.items():
             master.grad = None
-            if master in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(master)
+            _rename(optimizer, master, parameter)
         self.own = None
-        self.store.substituted.remove((self, optimizer))
+        self.store.substituted[:] = [entry for entry in self.store.substituted if entry[0] is not self]
 
     def recover(self, optimizer: Optimizer) -> None:
         """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
@@ -200,11 +201,10 @@ class Attachment:
         return evaluate
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = self.own or {}  # holds the masters until they are written back
+        if not _skipped(optimizer):  # first: until they are written back, what an optimizer has done is in the masters
+            self.store.write_back([p for p in (self.own or {}).values() if p.grad is not None], stepped=True)
         self.restore(optimizer)
         self.drop()
-        if not _skipped(optimizer):
-            self.store.write_back([p for p in own.values() if p.grad is not None], stepped=True)
 
     def _before_state(self, optimizer: Optimizer) -> None:
         self.substitute(optimizer)
@@ -247,6 +247,13 @@ def nested(outer: Optimizer, inner: Optimizer) -> str:
 
 def _is_closure(argument: object) -> bool:
     return callable(argument) and not isinstance(argument, (nn.Module, Optimizer))
+
+
+def _rename(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give the state of `old` to `new`; at any moment one of them has it."""
+    if old in optimizer.state:
+        optimizer.state[new] = optimizer.state[old]
+        del optimizer.state[old]
 
 
 def _skipped(optimizer: Optimizer) -> bool:

@@ -40,11 +40,14 @@ class Draws:
         """Return (seed, count), (2,) int64 on `device`: the same tensor every time."""
         found = self._counters.get(device)
         if found is None:
-            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-            replicas = distributed and torch.distributed.get_world_size() > 1
-            found = torch.tensor([0 if replicas else self._seed, 0], device=device)
-            self._counters[device] = found
+            found = self._counters[device] = torch.tensor(self._first(), device=device)
         return found
+
+    def _first(self) -> list[int]:
+        """Return (seed, count) before the first update."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        replicas = distributed and torch.distributed.get_world_size() > 1
+        return [0 if replicas else self._seed, 0]
 
     def bits(self, tensor: int, stream: int, like: Tensor) -> Tensor:
         """Return 16 bits for every element of `like`, int64, in its shape and memory order."""
@@ -57,8 +60,9 @@ class Draws:
         self.on(device)[1].add_(applied)
 
     def state(self) -> dict[str, Any]:
-        """Return the seed and the count on each device."""
-        return {"seed": self._seed, "counts": {str(d): [int(n) for n in c] for d, c in self._counters.items()}}
+        """Return the seed and the count on each device that has trained."""
+        counts = {str(device): [int(n) for n in counter] for device, counter in self._counters.items()}
+        return {"seed": self._seed, "counts": {device: counter for device, counter in counts.items() if counter[1]}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on with the bits that come after `state`.
@@ -77,5 +81,6 @@ class Draws:
                 f"count for each device that trained. {type(error).__name__}: {error}"
             ) from error
         self._seed = seed
-        for device, counter in counters.items():
-            self.on(device).copy_(counter)  # in place: a captured update reads this tensor
+        for device in set(counters) | set(self._counters):
+            counter = self.on(device)  # changed in place: a captured update reads this tensor
+            counter.copy_(counters[device] if device in counters else torch.tensor(self._first(), device=device))

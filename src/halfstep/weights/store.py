@@ -304,14 +304,18 @@ class WeightStore(ByHand):
         """Forget the lifted gradients: the step they were for is over, or was skipped."""
         self._attached[id(optimizer)].drop()
 
-    def heal(self) -> bool:
-        """Put the model's parameters back into optimizers whose step raised; return whether there were any."""
+    def heal(self, *, write_back: bool = True) -> bool:
+        """Put the model's parameters back into optimizers whose step raised; return whether there were any.
+
+        Args:
+            write_back: whether to round masters into low weights: not if nothing has been written to them.
+        """
         if not self.substituted:
             return False
         for attachment, optimizer in list(self.substituted):
-            own = attachment.own or {}
+            if write_back:  # before the masters go
+                self.write_back((attachment.own or {}).values())
             attachment.recover(optimizer)
-            self.write_back(own.values())
         return True
 
     def free_buffers(self) -> None:

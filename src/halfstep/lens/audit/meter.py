@@ -96,6 +96,13 @@ class Meter:
             held = self._sums.get(name)
             self._sums[name] = gradient.float() if held is None else held.add_(gradient)
 
+    def wants_update(self) -> bool:
+        """Say that every update is one to look at."""
+        return True
+
+    def pass_update(self) -> None:
+        """Do nothing: there is no update that it does not see."""
+
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note what the update is meant to do, unless it will be skipped or cannot be foreseen."""
         self._intended = None

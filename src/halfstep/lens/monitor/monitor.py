@@ -121,30 +121,36 @@ class Monitor:
         self._handles, self._hooks = [], []
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_due():
+        if self.wants_update():
             self.before_update([p for p in self._sampler.parameters if p.grad is not None])
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = getattr(optimizer, "found_inf", None) if self._is_due() else None
+        found = getattr(optimizer, "found_inf", None) if self.wants_update() else None
         self.after_update(None if found is None else found.reshape(()) != 0)
 
-    def _is_due(self) -> bool:
+    def wants_update(self) -> bool:
+        """Say whether the next update is one to sample."""
         return (self._updates + 1) % self.every == 0
+
+    def pass_update(self) -> None:
+        """Count an update that ran where Python sees nothing: a replay of a CUDA graph."""
+        self._updates += 1
+        self._arm()
 
     def _arm(self) -> None:
         """Put hooks on leaf modules if the next update is one to sample, take them off if not."""
-        if not self._sampler.activations or bool(self._hooks) == self._is_due():
+        if not self._sampler.activations or bool(self._hooks) == self.wants_update():
             return
         for handle in self._hooks:
             handle.remove()
-        self._hooks = self._sampler.hooks() if self._is_due() else []
+        self._hooks = self._sampler.hooks() if self.wants_update() else []
 
     # ------------------------------------------------------------------ a sample
 
     @torch.no_grad()
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients, and copy what the update will change, if this update is one to sample."""
-        if self._is_due():
+        if self.wants_update():
             self._scale = self._current_scale()
             unscaled = self._step is None and getattr(self._optimizer, "grad_scale", None) is None
             self._sampler.before(parameters, self._scale if unscaled else None)

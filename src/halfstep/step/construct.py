@@ -1,0 +1,64 @@
+"""A training step that cannot be built leaves model and optimizer as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.step.bind import binding_of
+from halfstep.step.prepare import unprepare, unwrap
+from halfstep.weights import WeightStore
+
+__all__ = ["unchanged_on_failure"]
+
+MARKER = "_step_supports_amp_scaling"  # torch's, of its fused optimizers
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Undo what a block does to `model` and `optimizer` if it raises: binding, low weights, hooks, forms of the step.
+
+    A model that was prepared before stays prepared. Without masters (a policy's master="none") low weights come back
+    rounded, since their fp32 values are gone.
+    """
+    inner = unwrap(model)
+    fresh = all(binding_of(module) is None for module in inner.modules())
+    groups = [(group, dict(group)) for group in (optimizer.defaults, *optimizer.param_groups)]
+    marker = {name: value for name, value in vars(optimizer).items() if name == MARKER}
+    loading = set(optimizer._optimizer_load_state_dict_pre_hooks)
+    gradients = [(p, p.grad_dtype, set(_hooks(p))) for p in inner.parameters()]
+    try:
+        yield
+    except BaseException:
+        if fresh:
+            _release(inner)
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+        vars(optimizer).pop(MARKER, None)
+        vars(optimizer).update(marker)
+        for key in set(optimizer._optimizer_load_state_dict_pre_hooks) - loading:
+            del optimizer._optimizer_load_state_dict_pre_hooks[key]
+        for parameter, dtype, hooks in gradients:
+            if parameter.grad_dtype is not dtype:
+                parameter.grad_dtype = dtype
+            for key in set(_hooks(parameter)) - hooks:
+                del _hooks(parameter)[key]
+        raise
+
+
+def _hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def _release(model: nn.Module) -> None:
+    """Take binding and low weights off `model`, also if preparing it was cut off."""
+    behind = {id(store): store for p in model.parameters() if (store := WeightStore.behind(p)) is not None}
+    if binding_of(model) is not None:
+        unprepare(model)
+    for store in behind.values():
+        store.release(model.parameters())
