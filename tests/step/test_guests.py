@@ -184,3 +184,20 @@ def test_a_copy_of_a_guest_is_a_guest() -> None:
     assert torch.equal(second(X), before(X)) and torch.equal(twin(X), first(X))
     hs.unprepare(twin)
     assert type(twin[1]) is Records
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_guest_that_is_prepared_by_itself_has_a_policy_of_its_own(released: bool) -> None:
+    """Whether `hs.unprepare` of it came first or not: it is the module that the user names."""
+    first, second = twins(Records())
+    for model in (first, second):
+        hs.prepare(model, policy=policy("O1"))
+    guest = first[1]
+    if released:
+        hs.unprepare(guest)
+    given: list[torch.dtype] = []
+    guest.register_forward_hook(lambda module, args, output: given.append(output.dtype))
+    first(X)
+    hs.prepare(guest, policy=hs.Policy(dtype="bf16", table="none", ops=(("softmax", "low"),)))
+    first(X)
+    assert given == [torch.float32, torch.bfloat16]

@@ -15,7 +15,7 @@ import torch
 from torch import get_autocast_dtype
 
 from halfstep.cast.dispatch import RuleMode
-from halfstep.cast.explained import explained
+from halfstep.cast.explained import EXPLAINED, explained
 from halfstep.cast.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.recipe import DTYPES, Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
@@ -104,8 +104,13 @@ class autocast:
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
                 return call_traced(self.recipe, func, args, kwargs)  # type: ignore[no-any-return]
-            with opened(self.recipe):
-                return func(*args, **kwargs)
+            try:
+                with opened(self.recipe):
+                    return func(*args, **kwargs)
+            except EXPLAINED as error:
+                if (better := explained(error)) is None:
+                    raise
+                raise better from error
 
         return wrapper
 

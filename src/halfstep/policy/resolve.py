@@ -166,8 +166,8 @@ def _require_low_parameters(policy: Policy) -> None:
         return
     if policy.grads == "fp32":
         raise PolicyError(
-            f"policy {policy.name!r}: grads='fp32' sums gradients for an optimizer that steps fp32 values, and under "
-            "master='none' it steps low weights, by low gradients; choose another master, or leave grads out"
+            f"policy {policy.name!r}: grads='fp32' under master='none', where optimizers step low weights by gradients "
+            "of their format; use master='stochastic', which keeps nothing either, or leave grads out"
         )
     if policy.state == "low":
         raise PolicyError(

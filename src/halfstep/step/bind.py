@@ -43,7 +43,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
-from halfstep.step.presented import graph_methods, plain_forward, presented_as, refuse_fx, refuse_script
+from halfstep.step.presented import graph_methods, meet_fx, plain_forward, presented_as, refuse_script
 from halfstep.step.ranks import refuse_own_loop
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
@@ -267,7 +267,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
             remember()  # a checkpoint around it, which would find no region later
         result = forward(module, *args, **kwargs)
     else:
-        refuse_fx(binding.recipe, (args, kwargs))
+        meet_fx(binding.recipe, store, (args, kwargs))
         region, failing = opened(binding.recipe), True
         try:
             region.frame = open_recipe(binding.recipe, region, depth=3)

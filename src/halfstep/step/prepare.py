@@ -94,7 +94,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     plans = [_validate(model, wanted, concrete, devices) for model in model_list]
     _validate_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
-    fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, concrete)]
+    fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, wanted, concrete)]
     store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
     for model, plan in fresh:
         _bind(model, wanted, devices, plan, store)
@@ -157,7 +157,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
     plan = resolve(policy, inner, devices[0])
     refuse_own_forwards(ruled(inner, plan))
     refuse_rules(inner, policy, ruled(inner, plan))
-    if not _is_done(model, concrete):
+    if not _is_done(model, policy, concrete):
         _refuse_sharded(inner, plan)
         low = {p.name for p in plan.parameters if p.low}
         for name, parameter in inner.named_parameters():
@@ -233,10 +233,15 @@ def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *
                     )
 
 
-def _is_done(model: nn.Module, concrete: Policy) -> bool:
-    """Return whether `model` is prepared; the copy of a prepared model still lacks its low parameters."""
+def _is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
+    """Return whether `model` is prepared with `wanted`; the copy of a prepared model still lacks its low parameters.
+
+    A guest of a model with another policy is not: from now on it is a model of its own.
+    """
     known = binding_of(unwrap(model))
-    return known is not None and (known.store is not None or concrete.params != "low")
+    if known is None or (known.home is not None and known.policy != wanted):
+        return False
+    return known.store is not None or concrete.params != "low"
 
 
 def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStore | None:
@@ -349,7 +354,7 @@ def unprepare(model: ModelT) -> ModelT:
         mine = binding_of(module)
         if mine is not None:
             mine.holders.difference_update(modules)
-            if not mine.holders:  # else a guest of another prepared model
+            if module is inner or not mine.holders:  # else a guest of another prepared model
                 bind_class(module, on=False)
                 del module.__dict__[KEY]
     LowStates.release({id(p) for p in inner.parameters()})

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.cast.recipe import Recipe
 from halfstep.errors import BindError
+from halfstep.weights import WeightStore
 
-__all__ = ["graph_methods", "plain_forward", "presented_as", "refuse_fx", "refuse_script"]
+__all__ = ["graph_methods", "meet_fx", "plain_forward", "presented_as", "refuse_script"]
 
 DYNAMO = "_torchdynamo"  # what torch.compile notes on a function: it would run that in the place of ours
 
@@ -75,17 +76,22 @@ def graph_methods(original: type[nn.Module]) -> dict[str, Any]:
     return {"recompile": recompile}
 
 
-def refuse_fx(recipe: Recipe, tree: Any) -> None:
-    """Refuse to be traced by torch.fx in the region of `recipe`, unless that does nothing.
+def meet_fx(recipe: Recipe, store: WeightStore | None, tree: Any) -> None:
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless that does nothing, or by tensors, as `make_fx`.
 
     Args:
         recipe: what is about to be opened.
+        store: the precise weights behind low parameters, or None. `make_fx` takes parameters of torch's own class only.
         tree: the inputs; `make_fx` traces with tensors, and sees the casts.
 
     Raises:
         BindError: the graph would lack the region.
     """
-    if not is_fx_symbolic_tracing() or not any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
+    if not is_fx_symbolic_tracing():
+        return
+    if not any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
+        if store is not None:
+            store.unwatch()
         return
     if recipe.mode is not None or any(on for _, _, on in recipe.devices):
         raise BindError(

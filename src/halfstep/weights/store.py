@@ -330,6 +330,11 @@ class WeightStore(ByHand):
         for attachment in self._attached.values():
             yield from attachment.buffers.values()
 
+    def unwatch(self) -> None:
+        """Let the low parameters be of torch's own class again; writes through ``.data`` are noticed no more."""
+        for parameter in self.parameters():
+            unwatch(parameter, self)
+
     def release(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Give parameters (default: all) their fp32 values back, in place; without any left, let go of optimizers."""
         self.heal()

@@ -34,6 +34,21 @@ def stepped(amp: Any) -> Any:
     return [*seen, {key: value for key, value in scaler.state_dict().items() if key in KEYS}]
 
 
+def looked_into(amp: Any) -> Any:
+    """Return what optimizers that take the scaler in `step` ask it for: the scale, and flags by device."""
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    seen = []
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        flags = scaler._check_inf_per_device(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        seen += [{str(device): float(flag) for device, flag in each.items()} for each in (flags, found)]
+    return [*seen, float(scaler._get_scale_async())]
+
+
 def loaded(amp: Any) -> Any:
     scaler = amp.GradScaler("cpu")
     saved = {"scale": 4.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 5}
@@ -60,6 +75,9 @@ PROGRAMS: dict[str, Program] = {
     "amp.grad_scaler.OptState": lambda amp: [
         state.name for state in importlib.import_module(amp.__name__ + ".grad_scaler").OptState
     ],
+    "amp.GradScaler._check_inf_per_device": looked_into,
+    "amp.GradScaler._found_inf_per_device": looked_into,
+    "amp.GradScaler._get_scale_async": looked_into,
     "amp.GradScaler.get_scale": stepped,
     "amp.GradScaler.is_enabled": stepped,
     "amp.GradScaler.state_dict": stepped,

@@ -131,7 +131,7 @@ def test_what_torch_refuses_is_refused_with_the_remedy() -> None:
             call(True)
     with pytest.raises(PolicyError, match="expected a string"):
         torch_amp.custom_bwd(device_type=3)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(PolicyError, match="'nothing' is no device"):
         torch_amp.autocast("nothing")
     with pytest.raises(TypeError, match="device_type"):
         torch_amp.autocast()  # type: ignore[call-arg]
