@@ -105,7 +105,7 @@ class autocast:
             if torch.compiler.is_compiling():
                 return call_traced(self.recipe, func, args, kwargs)  # type: ignore[no-any-return]
             try:
-                with opened(self.recipe):
+                with decorated(self.recipe):
                     return func(*args, **kwargs)
             except EXPLAINED as error:
                 if (better := explained(error)) is None:
@@ -117,6 +117,12 @@ class autocast:
     def __repr__(self) -> str:
         devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on and t else f"{d}: off" for d, t, on in self.recipe.devices)
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
+
+
+class decorated(opened):
+    """The region of one call of a function that `autocast` decorates; the function may call itself."""
+
+    __slots__ = ()
 
 
 def _refuse_what_needs_a_model(policy: Policy) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 __all__ = ["WITH_KERNELS", "fused_works"]
@@ -26,7 +27,9 @@ def fused_works(kind: type[Optimizer], parameter: Tensor) -> bool:
         return True
     if parameter.dtype in _LOWS and issubclass(kind, SGD):
         return False
-    return parameter.layout is not torch.strided or parameter.is_contiguous() or _has_no_gaps(parameter)
+    if parameter.layout is not torch.strided or is_lazy(parameter):  # what is made later has no gaps
+        return True
+    return parameter.is_contiguous() or _has_no_gaps(parameter)
 
 
 def _has_no_gaps(parameter: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.cast.region import autocast
+from halfstep.cast.region import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
 from halfstep.policy.operators import canonical, known, name_of
@@ -91,8 +91,8 @@ def pointwise(op: str) -> bool:
 
 def region_here() -> Policy | None:
     """Return the policy of the `hs.autocast` that is the innermost region here, None if another is or none."""
-    owner = STATE.frames[-1].owner if STATE.frames else None
-    return owner.recipe.policy if isinstance(owner, autocast) else None
+    owner = STATE.frames[-1].owner() if STATE.frames else None
+    return owner.recipe.policy if isinstance(owner, (autocast, decorated)) else None
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.cast.region import autocast
+from halfstep.cast.region import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import Verdict
@@ -257,9 +257,9 @@ class BlackBox(Box):
 
 def _regions_here() -> list[AbstractContextManager[Any]]:
     """Return what opens the region that is open here again: halfstep's or torch's."""
-    owner = STATE.frames[-1].owner if STATE.frames else None
-    if isinstance(owner, autocast):
-        return [owner]
+    owner = STATE.frames[-1].owner() if STATE.frames else None
+    if isinstance(owner, (autocast, decorated)):
+        return [decorated(owner.recipe)]
     on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in on]
 
