@@ -506,3 +506,12 @@ def test_a_cure_that_a_region_cannot_carry_out_is_one_for_prepare() -> None:
     made = cure.text.partition("hs.prepare(model, policy=")[2].partition(")\n")[0]
     assert eval(made, {"hs": hs}) == base.replace(grads="fp32")
     assert "hs.autocast" not in cure.text
+
+
+def test_a_decorated_loss_is_replayed_under_other_policies() -> None:
+    model = transformer()
+    box = hs.BlackBox(model, hs.autocast("cpu", torch.float16)(loss_in(nullcontext)))
+    box(*batch()).backward()
+    verdict = box.explain()
+    assert (verdict.kind, verdict.op) == ("overflow", "matmul")
+    assert verdict.cures[0].verified and "matmul in fp32" in verdict.cures[0].text
