@@ -71,7 +71,10 @@ class TestRefusals:
             ({"ops": [("cnv*", "fp32")]}, r"operator pattern 'cnv\*' matches no operator"),
             ({"ops": [("softmax", "fp23")]}, r"rule of 'softmax' in ops='fp23'; expected .*did you mean 'fp32'\?"),
             ({"ops": "softmax"}, r"policy: ops='softmax'; expected pairs of \(pattern, rule\)"),
-            ({"ops": [("softmax",)]}, r"policy: ops contains \('softmax',\); expected a pair of \(pattern, rule\)"),
+            (
+                {"ops": [("softmax",)]},
+                r"policy: ops contains \('softmax',\); expected a pair of strings \(pattern, rule\)",
+            ),
             (
                 {"modules": [("head", "widest")]},
                 "rule of 'head' in modules='widest'; expected one of 'low', 'fp32', 'keep'",

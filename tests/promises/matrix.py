@@ -77,7 +77,7 @@ SHARDED = {
     "fully_shard, own loop": "has params='low'",
 }
 ALONE = Cell(instead={"summed": "nothing"}, words="one process sums nothing across processes")
-OWN_AVERAGES = "DistributedDataParallel averages in the parameters' format, and only TrainStep in another"
+OWN_AVERAGES = "what is not the parameters' own format, in which DistributedDataParallel averages; TrainStep can"
 OWN_SCALE = Cell(facts=("scale",), words="the scaler that `prepare` returns")
 
 CELLS: Mapping[tuple[str, str], Cell] = {
@@ -120,7 +120,7 @@ CELLS: Mapping[tuple[str, str], Cell] = {
     ("reduce", "autocast"): NO_MODEL,
     ("reduce", "DDP"): WORKS,
     **{
-        (field, "DDP, own loop"): Cell(refused=refused, mostly=field == "reduce", words=OWN_AVERAGES)
+        (field, "DDP, own loop"): Cell(refused=refused, mostly=True, words=OWN_AVERAGES)
         for field, refused in (("reduce", ("fp32", "low")), ("grads", ("fp32",)))
     },
     **{

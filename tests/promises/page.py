@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from benchmarks.markdown import fill, table
@@ -15,16 +16,29 @@ __all__ = ["PAGE", "made"]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "promises.md"
 
 
+def _noted(columns: list[str], rows: list[list[str]]) -> str:
+    """Return a table whose cells are single words, with what else they say in numbered notes below it."""
+    notes: dict[str, int] = {}
+
+    def short(cell: str) -> str:
+        word, mark, words = re.split(r"([:;] |$)", cell, maxsplit=1)
+        return f"{word} ({notes.setdefault(words, len(notes) + 1)})" if mark else word
+
+    made = table(columns, [[row[0], *map(short, row[1:])] for row in rows])
+    listed = "\n".join(f"{number}. {words[0].upper()}{words[1:]}." for words, number in notes.items())
+    return f"{made}\n\n{listed}"
+
+
 def entry_points() -> str:
     """Return fields x entry points of halfstep."""
     rows = [[f"`{field.name}`", *(cell_of(field, entry).text() for entry in ENTRIES)] for field in FIELDS]
-    return table(["field", *(entry.name for entry in ENTRIES)], rows)
+    return _noted(["field", *(entry.name for entry in ENTRIES)], rows)
 
 
 def front_ends() -> str:
     """Return fields x front-ends of other libraries."""
     rows = [[f"`{field.name}`", *(OPTIONS[name][field.name].text() for name in OPTIONS)] for field in FIELDS]
-    return table(["field", *OPTIONS], rows)
+    return _noted(["field", *OPTIONS], rows)
 
 
 def tests() -> str:

@@ -277,3 +277,21 @@ def test_loading_and_editing_beyond_the_range_is_refused_and_changes_nothing(mas
     got = model.state_dict()
     assert torch.isfinite(model[1].weight).all() and (got["0.bias"] == 0.5).all()
     assert torch.allclose(got["1.weight"], wanted["1.weight"], rtol=2.0**-10)
+
+
+@pytest.mark.parametrize("master", STRATEGIES)
+def test_a_low_weight_keeps_its_shape(master: Any) -> None:
+    """As `resize_token_embeddings` changes it; its fp32 value and the optimizer's state would keep the old one."""
+    model: Any = nn.Embedding(4, 8)
+    hs.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy(master))
+    before = model.state_dict()
+    with pytest.raises(hs.HalfstepError, match=r"weight has shape \(4, 8\).*shape \(6, 8\); hs.unprepare"):
+        model.weight.data = torch.randn(6, 8).bfloat16()
+    with pytest.raises(hs.HalfstepError, match=r"weight of shape \(4, 8\).*\(6, 8\) in hs.edit_weights"):
+        with hs.edit_weights(model):
+            model.weight.data = torch.randn(6, 8)
+    assert equal(model, before)
+    hs.unprepare(model)
+    model.weight.data = torch.randn(6, 8)
+    hs.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy(master))
+    assert model.state_dict()["weight"].shape == (6, 8)

@@ -21,6 +21,7 @@ from halfstep.cast.recipe import DTYPES, Recipe, call_traced, recipe_for, run_ea
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
 from halfstep.policy.policy import Policy
+from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import require_engine
 from halfstep.policy.units import default_device_types
 
@@ -222,14 +223,16 @@ def _recipe(
     try:
         devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
     except RuntimeError as error:
-        raise PolicyError(f"device_type {device_type!r} is no device torch knows; torch says: {error}") from None
+        words = f"a policy is given by name: hs.autocast(policy={device_type!r})"
+        remedy = words if device_type in PRESETS else f"torch says: {error}"
+        raise PolicyError(f"device_type {device_type!r} is no device torch knows; {remedy}") from None
     for device in devices:
         if not torch.amp.is_autocast_available(device):
             raise PolicyError(f"torch.autocast does not exist for device_type {device!r}; use 'cpu' or an accelerator")
     wide = dtype in {torch.float32, torch.float64} and policy is None  # the region is off, and its format is set
     if dtype is not None and dtype not in NAMES and not wide:
         raise PolicyError(
-            f"dtype={dtype} is not a format a region can lower to; use torch.bfloat16 or torch.float16 "
+            f"dtype={dtype!r} is not a format a region can lower to; use torch.bfloat16 or torch.float16 "
             "(torch.float32 and, without a policy, torch.float64 switch the region off)"
         )
     if policy is None:

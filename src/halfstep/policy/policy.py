@@ -29,6 +29,12 @@ DTYPES = ("auto", "bf16", "fp16", "fp32")
 """Values of `Policy.dtype` that run in torch's own dtypes; any other format is simulated."""
 
 
+OTHER_NAMES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
+"""Formats as torch calls them."""
+
+EXAMPLES = {"ops": "('softmax', 'fp32')", "modules": "('class:LayerNorm', 'fp32') or ('head', 'fp32')"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Policy:
     """What is wanted: plain data, hashable, and ``eval(repr(policy)) == policy``.
@@ -179,6 +185,8 @@ class Policy:
         Raises:
             PolicyError: unknown rule.
         """
+        if not isinstance(rules, Mapping):
+            raise PolicyError(f"with_modules({rules!r}) takes a dict of pattern -> rule, such as {{'head': 'fp32'}}")
         return self.replace(modules=(*self.modules, *rules.items()))
 
     def diff(self, other: Policy | str | Path) -> str:
@@ -237,7 +245,12 @@ def _check_dtype(dtype: object) -> None:
     except FormatError as error:
         options = (*DTYPES, *(name for name in FORMATS if name not in DTYPES))
         described = f" ({error})" if isinstance(dtype, str) and dtype.startswith("e") else ""
-        raise PolicyError(f"{_not_an_option('dtype', dtype, options)}, or eXmY to simulate{described}") from None
+        known = OTHER_NAMES.get(str(dtype).removeprefix("torch."))
+        hint = f"; did you mean {known!r}?" if known else did_you_mean(str(dtype), options)
+        raise PolicyError(
+            f"policy: dtype={dtype!r}; expected one of {', '.join(map(repr, options))}, or eXmY to simulate{described}"
+            f"{hint}"
+        ) from None
 
 
 def _not_an_option(field: str, value: object, options: Iterable[str]) -> str:
@@ -250,7 +263,10 @@ def _preset(name: str) -> Policy:
 
     if name in PRESETS:
         return PRESETS[name]
-    near = did_you_mean(name, PRESETS)
+    same = [preset for preset in PRESETS if preset.casefold() == name.casefold()]
+    near = f"; did you mean {same[0]!r}?" if same else did_you_mean(name, PRESETS)
+    if name in DTYPES or name in OTHER_NAMES:
+        near = f"; a format is a field: Policy.of('mixed', dtype={OTHER_NAMES.get(name, name)!r})"
     raise PolicyError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}, or a path ending in .toml{near}")
 
 
@@ -263,7 +279,10 @@ def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
     pairs = []
     for pair in value:
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-            raise PolicyError(f"policy: {field} contains {pair!r}; expected a pair of (pattern, rule)")
+            raise PolicyError(
+                f"policy: {field} contains {pair!r}; expected a pair of strings (pattern, rule), such as "
+                f"{EXAMPLES[field]}"
+            )
         pattern, rule = pair
         if rule not in rules:
             raise PolicyError(_not_an_option(f"rule of {pattern!r} in {field}", rule, rules))

@@ -397,13 +397,19 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             masters.append(store.master(parameter))
             module._parameters[name] = masters[-1]
         store.exposed += 1
-    counts = [master._version for master in masters]
+    counts, held = [master._version for master in masters], [master.data for master in masters]
     try:
         yield model
     finally:
         for module, name, parameter in swapped:
             module._parameters[name] = parameter
         if store is not None:
+            resized = ""
+            for (_, name, parameter), master, values in zip(swapped, masters, held, strict=True):
+                if master.shape != parameter.shape:
+                    shapes = tuple(parameter.shape), tuple(master.shape)
+                    resized = f"{name} of shape {shapes[0]} was given data of shape {shapes[1]}"
+                    master.data = values
             touched = [
                 parameter
                 for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=True)
@@ -411,5 +417,10 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             ]
             lost = store.undo_beyond(touched)
             store.write_back(parameter for _, _, parameter in swapped)
+            if resized:
+                raise WeightsError(
+                    f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "
+                    "resize it, build the optimizer anew, then hs.prepare"
+                )
             if lost:
                 raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")

@@ -260,10 +260,15 @@ class TrainStep:
                 STATE.visit = visit
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+            got, remedy = type(loss).__name__, "return its loss"
+            if isinstance(loss, Tensor):
+                got, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it with .mean() or .sum()"
+            elif isinstance(loss, (int, float)):
+                remedy = "return the tensor, without .item()"
+            elif hasattr(loss, "loss"):
+                remedy = "return its .loss"
             raise StepError(
-                f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; "
-                "reduce it with .mean() or .sum()"
+                f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; {remedy}"
             )
         if loss.is_complex():
             raise StepError(

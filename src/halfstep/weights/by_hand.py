@@ -110,9 +110,16 @@ class ByHand(ABC):
         the low format it is adopted again. On another device or in another layout, what is kept beside it follows.
 
         Raises:
-            WeightsError: another low format, or none of floating point numbers; nothing was changed.
+            WeightsError: another low format, none of floating point numbers, or another shape than the fp32 value
+                behind it; nothing was changed.
         """
         now, low = parameter.detach(), value.to(self.dtype)
+        if parameter in self and value.shape != now.shape:
+            raise WeightsError(
+                f"parameter {name} has shape {tuple(now.shape)}, as its fp32 value and its optimizer's state have, and "
+                f"was given data of shape {tuple(value.shape)}; hs.unprepare(model), resize it, build the "
+                "optimizer anew, then hs.prepare"
+            )
         if parameter not in self:
             if value.dtype is not self.dtype:
                 return value
@@ -124,7 +131,7 @@ class ByHand(ABC):
         if value.dtype is self.dtype:
             if value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device:
                 key = self._key(parameter)
-                if value.shape != now.shape or not torch.equal(value, now.to(value.device)):
+                if not torch.equal(value, now.to(value.device)):
                     parameter.note()  # type: ignore[attr-defined]  # only watched parameters come here
                 else:
                     self._move(key, value)
@@ -135,10 +142,8 @@ class ByHand(ABC):
                 f"{value.dtype}; hs.unprepare(model) before its format is changed"
             )
         wide = self.read(parameter).to(value)
-        if value.shape == now.shape:
-            value = torch.where(now.to(value) == value, wide, value)
         self._leave(parameter)
-        return value
+        return torch.where(now.to(value) == value, wide, value)
 
     def _enter(self, name: str, parameter: nn.Parameter) -> None:
         self._strangers.clear()
