@@ -75,6 +75,7 @@ def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: 
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        late(self)
         low = low_parameters(self)
         if low and local_metadata.get("assign_to_params_buffers", False):
             raise WeightsError(
@@ -191,9 +192,9 @@ def _saving(own: Callable[..., Any], late: Late) -> Callable[..., Any]:
         low = [(module, *entry) for module in self.modules() for entry in low_parameters(module)]
         # all are made before any is shown; a parameter that is shared stays one parameter
         shown = {id(parameter): store.value(parameter) for _, _, parameter, store in low}
-        for module, name, parameter, _ in low:
-            module._parameters[name] = shown[id(parameter)]
         try:
+            for module, name, parameter, _ in low:
+                module._parameters[name] = shown[id(parameter)]
             return own(self, *args, **kwargs)
         finally:
             for module, name, parameter, _ in low:
