@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError, WeightsError
+from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
@@ -25,6 +26,7 @@ from halfstep.scale.forms import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.step.guests import is_stateless, refuse_rules, ruled
+from halfstep.step.precise import low_places, put_back
 from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.attachment import refuse_wrapper
@@ -97,6 +99,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, concrete)]
     store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
     for model, plan in fresh:
+        unwatch_copies(model.parameters())
         _bind(model, wanted, devices, plan, store)
     for model in model_list:
         binding = binding_of(unwrap(model))
@@ -361,6 +364,7 @@ def unprepare(model: ModelT) -> ModelT:
         for parameter in inner.parameters():
             if parameter.dtype in LOW.values() and binding.policy.params == "low":
                 parameter.data = parameter.data.float()
+    unwatch_copies(inner.parameters())
     return model
 
 
@@ -381,30 +385,29 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     if binding_of(inner) is None:
         raise BindError("hs.edit_weights: this model is not prepared; edit its parameters directly")
     store = store_of(inner)
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
-    masters = []  # held until they are written back: some strategies make them for whoever holds them
-    if store is not None:
-        for module in inner.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter in store:
-                    swapped.append((module, name, parameter))
+    if store is None:
+        yield model
+        return
+    swapped = low_places(inner, store)
+    masters, counts = [], []  # masters are held until they are written back: some strategies make them for their holder
+    try:
         for module, name, parameter in swapped:
             masters.append(store.master(parameter))
+            counts.append(masters[-1]._version)
             module._parameters[name] = masters[-1]
         store.exposed += 1
-    counts = [master._version for master in masters]
-    try:
         yield model
     finally:
-        for module, name, parameter in swapped:
-            module._parameters[name] = parameter
-        if store is not None:
-            touched = [
-                parameter
-                for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=True)
-                if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
-            ]
-            lost = store.undo_beyond(touched)
-            store.write_back(parameter for _, _, parameter in swapped)
-            if lost:
-                raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")
+        try:
+            put_back(swapped)
+        finally:
+            put_back(swapped)
+        touched = [
+            parameter
+            for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=False)
+            if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
+        ]
+        lost = store.undo_beyond(touched)
+        store.write_back(parameter for _, _, parameter in swapped[: len(masters)])
+        if lost:
+            raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")
