@@ -28,7 +28,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from halfstep.errors import WeightsError
 from halfstep.weights import WeightStore
 
-__all__ = ["allow_in_files", "copy_parametrized", "copying", "low_parameters", "low_places", "make_precise", "methods_of", "put_back"]
+__all__ = [
+    "allow_in_files",
+    "copy_parametrized",
+    "copying",
+    "low_parameters",
+    "low_places",
+    "make_precise",
+    "methods_of",
+    "put_back",
+]
 
 KEY = "_halfstep"  # where a bound module keeps its `Binding`
 
