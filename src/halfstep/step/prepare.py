@@ -375,7 +375,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the
     low weights when the block ends, also when it ends with an exception. Without low parameters it is the model itself.
     Writes through ``.data`` and averages (AveragedModel.update_parameters) belong here; outside, they see or change low
-    weights only.
+    weights only. The model's optimizers do not step inside.
 
     Raises:
         BindError: the model is not prepared.
@@ -389,8 +389,10 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         yield model
         return
     swapped = low_places(inner, store)
+    editing = store.editing
     masters, counts = [], []  # masters are held until they are written back: some strategies make them for their holder
     try:
+        store.editing = editing or bool(swapped)
         for module, name, parameter in swapped:
             masters.append(store.master(parameter))
             counts.append(masters[-1]._version)
@@ -402,6 +404,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             put_back(swapped)
         finally:
             put_back(swapped)
+            store.editing = editing
         touched = [
             parameter
             for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=False)
