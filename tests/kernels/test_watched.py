@@ -108,7 +108,11 @@ def test_a_parameter_made_of_one_is_plain(requires_grad: bool) -> None:
 
 def test_compiled_code_reads_data_without_a_break() -> None:
     parameter, _ = made()
-    function: Any = torch.compile(lambda x, w: x * w.data + w.detach() + w, backend="eager", fullgraph=True)
+
+    def reads(x: Tensor, w: Tensor) -> Tensor:
+        return x * w.data + w.detach() + w
+
+    function = torch.compile(reads, backend="eager", fullgraph=True)
     assert torch.equal(function(torch.ones(3), parameter), torch.full((3,), 3.0))
 
 

@@ -127,8 +127,8 @@ def test_an_activation_of_another_prepared_model_stays_that_models(
 ) -> None:
     model, optimizer = parts()
     shared = nn.Softmax(-1)
-    other = hs.prepare(nn.Sequential(nn.Linear(8, 8), shared), policy="O1")
-    model.append(shared)
+    other: nn.Module = hs.prepare(nn.Sequential(nn.Linear(8, 8), shared), policy="O1")
+    model.add_module("3", shared)
     expected, before = other(X), facts(model, optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(train_step, "Memory", lambda model: 1 / 0)

@@ -80,7 +80,8 @@ def test_a_model_that_is_not_prepared_computes_as_before(name: str, activation: 
 def test_a_model_that_is_not_prepared_is_computed_again_as_before(reentrant: bool) -> None:
     first, second = twins(nn.Softmax(-1))
     hs.prepare(first, policy=policy("O1"))  # softmax in fp32, where torch.autocast on a CPU leaves it as it comes
-    gradients = []
+    layer: nn.Linear = second[0]  # type: ignore[assignment]
+    gradients = list[Tensor]()
     for checkpointed in (False, True):
         second.zero_grad()
         x = X.clone().requires_grad_()
@@ -88,8 +89,9 @@ def test_a_model_that_is_not_prepared_is_computed_again_as_before(reentrant: boo
             y = checkpoint(second, x, use_reentrant=reentrant) if checkpointed else second(x)
             loss = (y * y[:, :1]).sum()
         loss.backward()
-        gradients.append(second[0].weight.grad)
-    assert gradients[0] is not None and torch.equal(*gradients)
+        assert layer.weight.grad is not None
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
 
 
 def test_a_rule_holds_in_the_models_of_its_policy_only() -> None:
