@@ -390,12 +390,13 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         return
     swapped = low_places(inner, store)
     editing = store.editing
-    masters, counts = [], []  # masters are held until they are written back: some strategies make them for their holder
+    masters, counts, held = [], [], []  # masters are held: some strategies make them for whoever does
     try:
         store.editing = editing or bool(swapped)
         for module, name, parameter in swapped:
             masters.append(store.master(parameter))
             counts.append(masters[-1]._version)
+            held.append(masters[-1].data)
             module._parameters[name] = masters[-1]
         store.exposed += 1
         yield model
@@ -405,12 +406,23 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         finally:
             put_back(swapped)
             store.editing = editing
+        resized = ""
+        for (_, name, parameter), master, values in zip(swapped, masters, held, strict=False):
+            if master.shape != parameter.shape:
+                shapes = tuple(parameter.shape), tuple(master.shape)
+                resized = f"{name} of shape {shapes[0]} was given data of shape {shapes[1]}"
+                master.data = values
         touched = [
             parameter
             for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=False)
             if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
         ]
         lost = store.undo_beyond(touched)
-        store.write_back(parameter for _, _, parameter in swapped[: len(masters)])
+        store.write_back(parameter for _, _, parameter in swapped[: len(held)])
+        if resized:
+            raise WeightsError(
+                f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "
+                "resize it, build the optimizer anew, then hs.prepare"
+            )
         if lost:
             raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")
