@@ -19,10 +19,11 @@ import halfstep as hs
 from halfstep.cast import recompute
 from halfstep.cast.dispatch import mode_here
 from halfstep.cast.recipe import recipe_for
-from halfstep.cast.recompute import recomputing
+from halfstep.cast.recompute import backward, recomputing
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 from tests.cast.checkpointed import FUNCTIONS, Function
+from tests.step.cutting import Knife
 
 
 class Attends(nn.Module):
@@ -383,3 +384,20 @@ def test_the_engines_thread_finds_the_mode_on_the_stack_and_keeps_no_copies(monk
     thread.start()
     thread.join()
     assert seen == [(True, torch.float32), (False, torch.bfloat16), (False, 1)]
+
+
+@pytest.mark.parametrize("raises", [KeyboardInterrupt, MemoryError])
+def test_a_backward_pass_that_is_cut_at_any_line_leaves_no_mode(raises: type[BaseException]) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    recipe = recipe_for(hs.Policy.of("mixed", dtype="fp16"), ("cpu",))
+    for at in range(1000):
+        loss, knife = weight.sum(), Knife(at, raises)
+        try:
+            with knife:
+                backward(recipe, loss, torch.ones(()))
+        except raises:
+            pass
+        assert not _len_torch_function_stack() and STATE.mode is None, knife.where
+        if not knife.where:
+            break
+    assert at > 10

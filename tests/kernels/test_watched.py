@@ -7,10 +7,11 @@ import io
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.watched import WatchedParameter, unwatch, watch
+from halfstep.kernels.watched import WatchedParameter, unwatch, unwatch_copies, watch
 
 
 class Owner:
@@ -93,3 +94,30 @@ def test_other_classes_are_left_alone() -> None:
     parameter: Any = nn.UninitializedParameter()
     watch(parameter, Owner(), "w")
     assert type(parameter) is nn.UninitializedParameter
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_made_of_one_is_plain(requires_grad: bool) -> None:
+    parameter, owner = made()
+    twin = nn.Parameter(parameter, requires_grad)
+    assert type(twin) is nn.Parameter and twin.requires_grad is requires_grad and not vars(twin)
+    assert twin.data_ptr() == parameter.data_ptr() and type(parameter) is WatchedParameter
+    assert type(parameter.detach()) is Tensor and not parameter.detach().requires_grad
+    assert isinstance(parameter, nn.Parameter) and owner.heard == []
+
+
+def test_compiled_code_reads_data_without_a_break() -> None:
+    parameter, _ = made()
+
+    def reads(x: Tensor, w: Tensor) -> Tensor:
+        return x * w.data + w.detach() + w
+
+    function = torch.compile(reads, backend="eager", fullgraph=True)
+    assert torch.equal(function(torch.ones(3), parameter), torch.full((3,), 3.0))
+
+
+def test_a_copy_that_is_trained_is_plain() -> None:
+    parameter, _ = made()
+    twin = copy.deepcopy(parameter)
+    unwatch_copies([parameter, twin])
+    assert type(twin) is nn.Parameter and not vars(twin) and type(parameter) is WatchedParameter

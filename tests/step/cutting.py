@@ -31,12 +31,6 @@ from halfstep.errors import StepError
 HERE = str(Path(hs.__file__).parent)
 TRACED = (HERE, str(Path(torch.optim.__file__).parent))
 
-ELSEWHERE = (
-    "cast/recipe.py",
-    "cast/region.py",
-    "cast/recompute.py",
-)  # opening and closing regions, which has tests of its own
-
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
@@ -133,12 +127,6 @@ def plain(tree: Any) -> Any:
     return repr(tree)
 
 
-def _is_elsewhere(frame: FrameType) -> bool:
-    """Return whether a frame, or what it was called by, is not to be cut."""
-    above = frame.f_back
-    return any(f is not None and f.f_code.co_filename.endswith(ELSEWHERE) for f in (frame, above))
-
-
 def is_instant(frame: FrameType) -> bool:
     """Return whether Python handles no signal right before a line.
 
@@ -174,7 +162,7 @@ class Knife:
         signal.signal(signal.SIGINT, self._before)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(TRACED) or _is_elsewhere(frame):
+        if not frame.f_code.co_filename.startswith(TRACED):
             return None
         if event == "call" or (event == "line" and not is_instant(frame)):
             self._see(frame, event)

@@ -119,3 +119,20 @@ def test_a_model_that_was_prepared_stays_prepared(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ZeroDivisionError):
         hs.TrainStep(model, optimizer, square)
     assert facts(model, optimizer) == before and hs.prepared_policy(model) == policy
+
+
+@pytest.mark.parametrize("policy", ["mixed", "O2"])
+def test_an_activation_of_another_prepared_model_stays_that_models(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = parts()
+    shared = nn.Softmax(-1)
+    other: nn.Module = hs.prepare(nn.Sequential(nn.Linear(8, 8), shared), policy="O1")
+    model.add_module("3", shared)
+    expected, before = other(X), facts(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_step, "Memory", lambda model: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hs.TrainStep(model, optimizer, square, policy=hs.Policy.of(policy, dtype="bf16"))
+    assert facts(model, optimizer) == before and hs.prepared_policy(model) is None
+    assert torch.equal(other(X), expected)

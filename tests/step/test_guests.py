@@ -76,6 +76,24 @@ def test_a_model_that_is_not_prepared_computes_as_before(name: str, activation: 
         assert torch.equal(second(X), inside)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_is_not_prepared_is_computed_again_as_before(reentrant: bool) -> None:
+    first, second = twins(nn.Softmax(-1))
+    hs.prepare(first, policy=policy("O1"))  # softmax in fp32, where torch.autocast on a CPU leaves it as it comes
+    layer: nn.Linear = second[0]  # type: ignore[assignment]
+    gradients = list[Tensor]()
+    for checkpointed in (False, True):
+        second.zero_grad()
+        x = X.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(second, x, use_reentrant=reentrant) if checkpointed else second(x)
+            loss = (y * y[:, :1]).sum()
+        loss.backward()
+        assert layer.weight.grad is not None
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_a_rule_holds_in_the_models_of_its_policy_only() -> None:
     activation = Records()
     first, second = twins(activation)

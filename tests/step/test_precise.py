@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -15,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import halfstep as hs
+from tests.step.cutting import is_instant
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 FORMS = [("mixed", "auto"), ("O2", "master"), ("O2", "split"), ("O2", "kahan"), ("pure", "stochastic"), ("O3", "none")]
@@ -160,6 +163,31 @@ def test_a_parametrization_of_a_bound_module(name: str) -> None:
     assert type(model[0]).__mro__[1] is nn.Linear  # type: ignore[index]
 
 
+def test_a_parametrization_of_a_bound_module_loads_fp32_weights() -> None:
+    model = trained("plain", "O2", "master")
+    parametrize.register_parametrization(model[0], "weight", Double())  # type: ignore[index]
+    want = {key: value + 2**-20 for key, value in model.state_dict().items()}
+    twin = trained("plain", "O2", "master")
+    parametrize.register_parametrization(twin[0], "weight", Double())  # type: ignore[index]
+    twin.load_state_dict(want)
+    assert all(torch.equal(value, want[key]) for key, value in twin.state_dict().items())
+
+
+def test_a_parametrization_that_makes_parameters_of_a_low_one() -> None:
+    model = hs.prepare(nn.Sequential(nn.Linear(8, 8)), policy=policy("O2"))
+    weight_norm(model[0])
+    assert type(model[0].parametrizations.weight.original1) is nn.Parameter  # type: ignore[union-attr]
+    assert model(X).shape == (4, 8)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_copy_that_is_trained_has_plain_parameters(prepared: bool) -> None:
+    twin = hs.unprepare(copy.deepcopy(trained("plain", "O2", "split")))
+    if prepared:
+        hs.prepare(twin, policy=policy("mixed"))
+    assert {type(parameter) for parameter in twin.parameters()} == {nn.Parameter}
+
+
 def test_a_shallow_copy_shares_the_weights_and_leaves_them_low() -> None:
     model = trained("plain", "O2", "split")
     for module in (model, model[0]):  # type: ignore[index]
@@ -285,3 +313,43 @@ def test_a_save_between_forward_and_backward_changes_no_weight() -> None:
     model.save_pretrained()
     loss.backward()
     assert model.head.weight.grad is not None
+
+
+class Cut:
+    """Raises at the n-th line of the code that shows fp32 weights in the place of low ones."""
+
+    FILES = ("/step/precise.py", "/step/prepare.py")
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.FILES):
+            return None
+        if event == "call" or (event == "line" and not is_instant(frame)):
+            self.seen += 1
+            if self.seen == self.at + 1:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("how", ["save", "edit"])
+def test_after_any_line_the_low_parameters_are_in_place(how: str) -> None:
+    for at in range(10_000):
+        model = hs.prepare(Library(), policy=policy("O2", "split"))
+        before, cut = list(model.parameters()), Cut(at)
+        sys.settrace(cut)
+        try:
+            if how == "save":
+                model.save_pretrained()
+            else:
+                with hs.edit_weights(model):
+                    pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert all(p is own for p, own in zip(model.parameters(), before, strict=True)), at
+        if cut.seen <= at:
+            break
+    assert at > 20

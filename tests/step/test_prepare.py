@@ -274,6 +274,29 @@ def test_edit_weights() -> None:
 # ------------------------------------------------------------------------------------------ module rules
 
 
+@pytest.mark.parametrize("master", ["master", "split"])
+def test_no_step_is_made_while_fp32_weights_are_shown(master: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    optimizer, x = torch.optim.AdamW(model.parameters(), 1e-2), torch.randn(2, 4)
+    own = hs.Policy.of("O2", dtype="bf16", master=master)
+    step = hs.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), policy=own)
+    step(x)
+    before = copy.deepcopy(model.state_dict())
+    with hs.edit_weights(model):
+        with hs.edit_weights(model[0]):
+            pass
+        with pytest.raises(WeightsError, match=r"inside `with hs.edit_weights"):
+            step(x)
+        model(x).square().mean().backward()
+        with pytest.raises(WeightsError, match=r"inside `with hs.edit_weights"):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    step(x)
+    assert not any(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_module_rules() -> None:
     wanted = policy("mixed").with_modules({"blocks.1": "fp32"})
     model = hs.prepare(net(), policy=wanted)

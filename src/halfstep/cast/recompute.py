@@ -196,9 +196,17 @@ def recomputing(recipe: Recipe) -> Iterator[None]:
         state.mode = mode
         yield
     finally:
-        state.mode = None
-        take_off(mode, depth, above)
-        state.casts.clear()
+        try:
+            _end_recomputing(mode, depth, above)
+        finally:  # again, should Ctrl-C have come in between
+            _end_recomputing(mode, depth, above)
+
+
+def _end_recomputing(mode: RuleMode, depth: int, above: RuleMode | None) -> None:
+    """Put the state of the thread back after a backward pass; a second call changes nothing."""
+    STATE.mode = None
+    take_off(mode, depth, above)
+    STATE.casts.clear()
 
 
 def _needed(recipe: Recipe) -> bool:

@@ -8,15 +8,18 @@ but all of whose aliases share one version counter, and which tells an owner (a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from sys import _getframe
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-__all__ = ["Owner", "WatchedParameter", "unwatch", "watch"]
+__all__ = ["Owner", "WatchedParameter", "unwatch", "unwatch_copies", "watch"]
 
 NOTES = "_halfstep_notes"
+MAKING = nn.Parameter.__new__.__code__
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -57,6 +60,8 @@ class WatchedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """Return an alias of the values that autograd does not see; writes into it are noticed."""
+        if is_dynamo_compiling():  # as it is traced for other parameters; writes into it count in `_version`
+            return self.detach()
         notes = self.__dict__.get(NOTES)
         if notes is None or torch.is_inference_mode_enabled():
             return _get(self)
@@ -90,6 +95,24 @@ class WatchedParameter(nn.Parameter):
         """Take note that the values were replaced."""
         self.__dict__[NOTES].replaced = True
 
+    def detach(self) -> Tensor:
+        """Return an alias that autograd does not see: a plain tensor, but for `nn.Parameter` when it makes another.
+
+        That wants the class of its argument, tells so by `_is_param`, and gets a plain parameter.
+        """
+        alias = Tensor.detach(self)
+        if not is_dynamo_compiling() and _getframe(1).f_code is MAKING:
+            return alias.as_subclass(WatchedParameter)
+        return alias
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             found: nn.Parameter = memo[id(self)]
@@ -119,3 +142,11 @@ def unwatch(parameter: nn.Parameter, owner: Owner) -> None:
     if type(parameter) is WatchedParameter and parameter.__dict__[NOTES].owner() in {owner, None}:
         vars(parameter).pop(NOTES, None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def unwatch_copies(parameters: Iterable[nn.Parameter]) -> None:
+    """Make copies of watched parameters plain ones: they are trained from now on, and are no averages."""
+    for parameter in parameters:
+        if type(parameter) is WatchedParameter and (notes := vars(parameter).get(NOTES)) is not None and notes.copied:
+            del vars(parameter)[NOTES]
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]

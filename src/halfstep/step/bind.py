@@ -10,8 +10,7 @@ them alone, and users call a head or a layer by itself. Inside the region a boun
 Note [guests]: a module without parameters, buffers and children may serve several models, prepared or not: libraries
 keep one GELU for a whole process. It follows the region it is called in and opens none of its own; a module rule about
 it holds in the regions of the policy that has the rule. Losses open a region where none is open, since their rules are
-meant for a loss that is called outside the model. A guest that the backward pass computes again under torch.autocast is
-in a checkpointed part of its model.
+meant for a loss that is called outside the model.
 
 Note [parametrizations]: torch.nn.utils.parametrize gives a module a class of its own, and takes it off by its first
 base. It stays the outermost: what is bound is the class below it, and torch's is made again over that.
@@ -26,7 +25,7 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch import is_autocast_enabled, nn
+from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -115,10 +114,7 @@ class Binding:
 
     def abroad(self, bound: Any) -> bool:
         """Return whether this guest has nothing to do in the region `bound`."""
-        if self.home is None or bound in self.home:
-            return False
-        computed_again = bound is None and torch._C._current_graph_task_id() != -1
-        return not (computed_again and any(is_autocast_enabled(device) for device in self.device_types))
+        return self.home is not None and bound not in self.home
 
     def learn(self, module: nn.Module, original: type[nn.Module], mode: RuleMode) -> bool:
         """Find out, once, whether `mode` has no rule for what the forward of `module` calls."""

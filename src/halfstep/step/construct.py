@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.step.bind import binding_of
+from halfstep.step.bind import binding_of, is_bound
 from halfstep.step.prepare import unprepare, unwrap
 from halfstep.weights import WeightStore
 
@@ -26,7 +26,7 @@ def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[Non
     rounded, since their fp32 values are gone.
     """
     inner = unwrap(model)
-    fresh = all(binding_of(module) is None for module in inner.modules())
+    fresh = not is_bound(inner)
     groups = [(group, dict(group)) for group in (optimizer.defaults, *optimizer.param_groups)]
     marker = {name: value for name, value in vars(optimizer).items() if name == MARKER}
     loading = set(optimizer._optimizer_load_state_dict_pre_hooks)

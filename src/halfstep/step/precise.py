@@ -28,7 +28,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from halfstep.errors import WeightsError
 from halfstep.weights import WeightStore
 
-__all__ = ["allow_in_files", "copy_parametrized", "copying", "low_parameters", "make_precise", "methods_of"]
+__all__ = [
+    "allow_in_files",
+    "copy_parametrized",
+    "copying",
+    "low_parameters",
+    "low_places",
+    "make_precise",
+    "methods_of",
+    "put_back",
+]
 
 KEY = "_halfstep"  # where a bound module keeps its `Binding`
 
@@ -36,6 +45,8 @@ Copying = Callable[[nn.Module, dict[int, Any]], nn.Module]
 Rebuild = Callable[[type[nn.Module]], nn.Module]
 Late = Callable[[nn.Module], None]
 Again = Callable[[Any, dict[str, nn.Parameter], Callable[..., Any], tuple[Any, ...]], nn.Module]
+Place = tuple[nn.Module, str, nn.Parameter]
+"""A module, and a parameter of its own by name."""
 
 
 def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightStore]]:
@@ -46,6 +57,22 @@ def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightSto
     store: WeightStore = binding.store
     store.heal()
     return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
+
+
+def low_places(model: nn.Module, store: WeightStore) -> list[Place]:
+    """Return where in `model` the low parameters of `store` are, bound or not, those that are shared more than once."""
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter in store
+    ]
+
+
+def put_back(places: list[Place]) -> None:
+    """Put parameters back where fp32 values were shown in their place; called twice, for Ctrl-C may end the first."""
+    for module, name, parameter in places:
+        module._parameters[name] = parameter
 
 
 def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: Late) -> dict[str, Any]:
@@ -75,6 +102,7 @@ def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: 
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        late(self)
         low = low_parameters(self)
         if low and local_metadata.get("assign_to_params_buffers", False):
             raise WeightsError(
@@ -191,13 +219,16 @@ def _saving(own: Callable[..., Any], late: Late) -> Callable[..., Any]:
         low = [(module, *entry) for module in self.modules() for entry in low_parameters(module)]
         # all are made before any is shown; a parameter that is shared stays one parameter
         shown = {id(parameter): store.value(parameter) for _, _, parameter, store in low}
-        for module, name, parameter, _ in low:
-            module._parameters[name] = shown[id(parameter)]
+        places = [(module, name, parameter) for module, name, parameter, _ in low]
         try:
+            for module, name, parameter in places:
+                module._parameters[name] = shown[id(parameter)]
             return own(self, *args, **kwargs)
         finally:
-            for module, name, parameter, _ in low:
-                module._parameters[name] = parameter
+            try:
+                put_back(places)
+            finally:
+                put_back(places)
 
     return save_pretrained
 

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError, WeightsError
+from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
@@ -25,6 +26,7 @@ from halfstep.scale.forms import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.step.guests import is_stateless, refuse_rules, ruled
+from halfstep.step.precise import low_places, put_back
 from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.attachment import refuse_wrapper
@@ -97,6 +99,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, wanted, concrete)]
     store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
     for model, plan in fresh:
+        unwatch_copies(model.parameters())
         _bind(model, wanted, devices, plan, store)
     for model in model_list:
         binding = binding_of(unwrap(model))
@@ -366,6 +369,7 @@ def unprepare(model: ModelT) -> ModelT:
         for parameter in inner.parameters():
             if parameter.dtype in LOW.values() and binding.policy.params == "low":
                 parameter.data = parameter.data.float()
+    unwatch_copies(inner.parameters())
     return model
 
 
@@ -376,7 +380,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the
     low weights when the block ends, also when it ends with an exception. Without low parameters it is the model itself.
     Writes through ``.data`` and averages (AveragedModel.update_parameters) belong here; outside, they see or change low
-    weights only.
+    weights only. The model's optimizers do not step inside.
 
     Raises:
         BindError: the model is not prepared.
@@ -386,41 +390,44 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     if binding_of(inner) is None:
         raise BindError("hs.edit_weights: this model is not prepared; edit its parameters directly")
     store = store_of(inner)
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
-    masters = []  # held until they are written back: some strategies make them for whoever holds them
-    if store is not None:
-        for module in inner.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter in store:
-                    swapped.append((module, name, parameter))
+    if store is None:
+        yield model
+        return
+    swapped = low_places(inner, store)
+    editing = store.editing
+    masters, counts, held = [], [], []  # masters are held: some strategies make them for whoever does
+    try:
+        store.editing = editing or bool(swapped)
         for module, name, parameter in swapped:
             masters.append(store.master(parameter))
+            counts.append(masters[-1]._version)
+            held.append(masters[-1].data)
             module._parameters[name] = masters[-1]
         store.exposed += 1
-    counts, held = [master._version for master in masters], [master.data for master in masters]
-    try:
         yield model
     finally:
-        for module, name, parameter in swapped:
-            module._parameters[name] = parameter
-        if store is not None:
-            resized = ""
-            for (_, name, parameter), master, values in zip(swapped, masters, held, strict=True):
-                if master.shape != parameter.shape:
-                    shapes = tuple(parameter.shape), tuple(master.shape)
-                    resized = f"{name} of shape {shapes[0]} was given data of shape {shapes[1]}"
-                    master.data = values
-            touched = [
-                parameter
-                for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=True)
-                if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
-            ]
-            lost = store.undo_beyond(touched)
-            store.write_back(parameter for _, _, parameter in swapped)
-            if resized:
-                raise WeightsError(
-                    f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "
-                    "resize it, build the optimizer anew, then hs.prepare"
-                )
-            if lost:
-                raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")
+        try:
+            put_back(swapped)
+        finally:
+            put_back(swapped)
+            store.editing = editing
+        resized = ""
+        for (_, name, parameter), master, values in zip(swapped, masters, held, strict=False):
+            if master.shape != parameter.shape:
+                shapes = tuple(parameter.shape), tuple(master.shape)
+                resized = f"{name} of shape {shapes[0]} was given data of shape {shapes[1]}"
+                master.data = values
+        touched = [
+            parameter
+            for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=False)
+            if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
+        ]
+        lost = store.undo_beyond(touched)
+        store.write_back(parameter for _, _, parameter in swapped[: len(held)])
+        if resized:
+            raise WeightsError(
+                f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "
+                "resize it, build the optimizer anew, then hs.prepare"
+            )
+        if lost:
+            raise WeightsError(f"{lost}; the block ends with what it was before, and the other weights as edited")

@@ -116,7 +116,16 @@ class Attachment:
     # ------------------------------------------------------------------ gradients
 
     def lift(self, optimizer: Optimizer) -> list[Tensor]:
-        """Copy low gradients into fp32 buffers and return all gradients, as `WeightStore.lift` says."""
+        """Copy low gradients into fp32 buffers and return all gradients, as `WeightStore.lift` says.
+
+        Raises:
+            WeightsError: inside `hs.edit_weights`, where a backward pass gives low parameters no gradients.
+        """
+        if self.store.editing:
+            raise WeightsError(
+                f"{type(optimizer).__name__} steps low weights inside `with hs.edit_weights(model):`, where the model "
+                "holds fp32 values in their place and gradients are those of the fp32 values; end the block first"
+            )
         self.store.heal()
         if self.lifted is not None:
             return self.lifted

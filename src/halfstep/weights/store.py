@@ -67,6 +67,7 @@ class WeightStore(ByHand):
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
         self._said: set[bool] = set()  # what was warned of, once: a copy or not
+        self.editing = False  # whether fp32 values stand in the model, in the place of low parameters
         self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
         for name, parameter in pairs:
             self.adopt(name, parameter)
@@ -207,7 +208,8 @@ class WeightStore(ByHand):
 
     def busy(self) -> str:
         """Return why the tensors of `parts` are not all there is at the moment; "" if they are."""
-        return "somebody holds fp32 values of low weights" if next(self.temporaries(), None) is not None else ""
+        held = self.editing or next(self.temporaries(), None) is not None
+        return "somebody holds fp32 values of low weights" if held else ""
 
     def parts(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor | None]:
         """Return the tensors in which the fp32 value of `parameter` lives, as `form` says, to be changed in place.
