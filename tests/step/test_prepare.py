@@ -804,3 +804,10 @@ def test_outputs_that_are_to_stay_low_stay_low() -> None:
     model = nn.Linear(4, 2)
     assert "outputs stay low" in str(hs.resolve(policy, model))
     assert hs.prepare(model, policy=policy)(torch.rand(2, 4)).dtype is torch.bfloat16
+
+
+def test_a_frozen_parameter_may_hold_infinities() -> None:
+    """A mask that is added to scores is often kept as one."""
+    model = nn.Linear(2, 2)
+    model.mask = nn.Parameter(torch.tensor([0.0, float("-inf")]), requires_grad=False)
+    assert hs.prepare(model, policy=hs.Policy.of("mixed", dtype="bf16")) is model

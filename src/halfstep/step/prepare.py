@@ -202,7 +202,7 @@ def _validate_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> Non
             if name in low and not (fake and pretending):
                 remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
                 raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
-        elif parameter.is_floating_point():
+        elif parameter.is_floating_point() and (parameter.requires_grad or name in low):  # a frozen mask may hold -inf
             values = _local(parameter)
             finite = torch.isfinite(values.to(dtype) if name in low else values).all()
             flags.setdefault(parameter.device, []).append((name, values, finite))
