@@ -16,6 +16,8 @@ Intended differences, which are no findings:
 - formats that meet in an operator for which the policy has no rule (table none; on a CPU table torch, which has none
   for layer_norm; a module of rule fp32 around one of rule low), or a rule of its own: torch's error says which;
 - losses that are not finite, where the low format has fewer exponent bits than fp32;
+- weights that are not finite, which a state is refused for, where an optimizer steps fp16 weights without masters: its
+  eps is 0 in fp16;
 - ``master="auto"``, which TrainStep resolves by its optimizer.
 """
 
@@ -266,6 +268,8 @@ def _trained(policy: hs.Policy, seed: int, draw: random.Random) -> str:
     torch.save(step.state_dict(), file)
     saved = torch.load(io.BytesIO(file.getvalue()))
     other, again = _step(policy, seed, arguments, optimizer)
+    if not all(bool(torch.isfinite(value).all()) for value in saved["model"].values()):
+        return _loads_no_ruins(other, saved, policy)
     other.load_state_dict(saved)
     for i in range(20, 20 + 2 * step.accumulate):
         first, second = step(*_batch(i)), other(*_batch(i))
@@ -274,6 +278,17 @@ def _trained(policy: hs.Policy, seed: int, draw: random.Random) -> str:
     left, right = _bits(model), _bits(again)
     different = [n for n in left if not torch.equal(left[n].nan_to_num(), right[n].nan_to_num())]
     return f"a resumed run has other weights {different}: {policy!r}, {arguments}, {optimizer}" if different else ""
+
+
+def _loads_no_ruins(step: hs.TrainStep, saved: dict[str, Any], policy: hs.Policy) -> str:
+    """Say what is wrong if weights that are not finite can be loaded, or came from a format that keeps them finite."""
+    if policy.dtype != "fp16" or policy.master != "none":
+        return f"training left weights that are not finite: {policy!r}"
+    try:
+        step.load_state_dict(saved)
+    except HalfstepError:
+        return ""
+    return f"weights that are not finite were loaded: {policy!r}"
 
 
 def _asked_for(policy: hs.Policy, error: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfstep.errors import ScaleError
-from halfstep.policy.scale_rule import SCALE_RULES
+from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 from halfstep.scale import GradScaler
 from tests.scale.loops import INF, backward, one_step, parameters
 
@@ -131,3 +131,11 @@ def test_copies_are_made_between_iterations_only() -> None:
     for make_copy in (pickle.dumps, copy.deepcopy):
         with pytest.raises(ScaleError, match="only between iterations; call update\\(\\) first"):
             make_copy(scaler)
+
+
+def test_a_static_scale_that_fp32_rounds_is_loaded_again_without_a_warning() -> None:
+    scaler = GradScaler(rule=ScaleRule.static(30759.275186223487))
+    scaler.scale(torch.ones(1))
+    saved = scaler.state_dict()
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict() == saved

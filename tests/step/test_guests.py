@@ -137,7 +137,7 @@ def test_a_model_that_is_gone_binds_nothing() -> None:
     first, second = twins(nn.GELU())
     hs.prepare(first, policy=policy("mixed").with_modules({"1": "fp32"}))
     del first
-    hs.prepare(second, policy=policy("O1").with_modules({"1": "low"}))
+    assert hs.prepare(second, policy=policy("O1").with_modules({"1": "low"})) is second
 
 
 @pytest.mark.parametrize("name", ["torch", "mixed", "O1"])

@@ -96,7 +96,7 @@ def _bounded(rule: ScaleRule, scale: Any) -> float:
             f"load_state_dict: scale={scale!r} is 0 in fp32, so every gradient would be 0 or NaN; load it into a "
             "scaler with a floor, or start without loading"
         )
-    if bounded != scale:
+    if kept(rule, bounded) != kept(rule, scale):  # a bound may be a number that fp32 does not hold
         warnings.warn(
             f"load_state_dict: scale={scale!r} is outside [{rule.floor!r}, {rule.ceiling!r}]; going on with "
             f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it",
