@@ -30,6 +30,8 @@ from halfstep.errors import FormatError, did_you_mean
 
 __all__ = [
     "BF16",
+    "DTYPES",
+    "DTYPE_NAMES",
     "E2M1",
     "E2M3",
     "E3M2",
@@ -38,6 +40,8 @@ __all__ = [
     "FORMATS",
     "FP16",
     "FP32",
+    "LOW_DTYPES",
+    "POLICY_DTYPES",
     "TF32",
     "Format",
     "format_of",
@@ -228,6 +232,20 @@ E2M1 = Format(name="fp4_e2m1", exponent_bits=2, mantissa_bits=1, has_inf=False, 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {f.name: f for f in (FP32, TF32, BF16, FP16, E4M3, E5M2, E3M2, E2M3, E2M1)}
 )
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
+"""The formats that a policy stores tensors in, by name."""
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+"""Their names, by dtype."""
+
+POLICY_DTYPES = frozenset(DTYPE_NAMES)
+"""The dtypes whose tensors a policy may cast: never float64, complex, integer or bool."""
+
+LOW_DTYPES = POLICY_DTYPES - {torch.float32}
+"""The dtypes of 16 bits: bfloat16 and float16."""
 
 EXMY = re.compile(r"e(\d+)m(\d+)(-noinf)?(-nonan)?(-nosub)?")
 

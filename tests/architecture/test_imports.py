@@ -34,7 +34,11 @@ def test_every_part_has_a_layer() -> None:
     ("place", "line", "complaint"),
     [
         ("policy/x.py", "from halfstep.step import TrainStep", "layer 1 must not see layer 3"),
-        ("scale/x.py", "import halfstep.cast.region", "scale and cast are siblings of layer 2 and blind to each other"),
+        (
+            "scale/x.py",
+            "import halfstep.cast.regions.autocast",
+            "scale and cast are siblings of layer 2 and blind to each other",
+        ),
         ("scale/x.py", "from halfstep import cast", "scale and cast are siblings of layer 2 and blind to each other"),
         ("scale/x.py", "from ..cast import region", "scale and cast are siblings of layer 2 and blind to each other"),
         ("cast/__init__.py", "from ..scale import scaler", "cast and scale are siblings of layer 2"),
@@ -64,7 +68,7 @@ def test_the_checker_catches(tmp_path: Path, place: str, line: str, complaint: s
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("step/x.py", "from halfstep.cast.region import autocast"),
+        ("step/x.py", "from halfstep.cast.regions.autocast import autocast"),
         ("step/x.py", "from . import tail"),
         ("advise/x.py", "from halfstep.lens import sketch"),
         ("formats.py", "from halfstep.errors import FormatError"),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.cast import composites
+from halfstep.cast.rules import composites
 from halfstep.errors import BannedOperatorError
 
 BF16, HALF, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.cast.emulate import EMULATED
+from halfstep.cast.arithmetic.emulate import EMULATED
 
 HALF = torch.float16
 

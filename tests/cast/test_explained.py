@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.cast.explained import explained
+from halfstep.cast.regions.dtype_errors import explained
 from halfstep.errors import ConversionError, HalfstepError, MissingKernelError, RegionError
 
 FP32, BF16, HALF, LONG = torch.ones(4, 4), torch.ones(4, 4).bfloat16(), torch.ones(4, 4).half(), torch.ones(4, 4).long()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.cast.losses import cross_entropy
+from halfstep.cast.losses.cross_entropy import cross_entropy
 from halfstep.errors import LossError
 from halfstep.tasks.measure import SavedForBackward
 

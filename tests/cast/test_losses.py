@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.cast.losses import cross_entropy
-from halfstep.kernels.cross_entropy import CHUNK
+from halfstep.cast.losses.cross_entropy import cross_entropy
+from halfstep.kernels.reference.cross_entropy import CHUNK
 from halfstep.tasks.measure import SavedForBackward
 
 BF16, HALF = torch.bfloat16, torch.float16

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.cast.norms import NORMS, wide_statistics
+from halfstep.cast.arithmetic.norms import NORMS, wide_statistics
 
 HALF = torch.float16
 EPS = 1e-12

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import halfstep as hs
-from halfstep.cast import opening
-from halfstep.cast.recipe import recipe_for
-from halfstep.cast.stack import restack
+from halfstep.cast.regions import opening
+from halfstep.cast.regions.stack import restack
+from halfstep.cast.rules.recipe import recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 

@@ -16,10 +16,10 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import halfstep as hs
-from halfstep.cast import recompute
-from halfstep.cast.dispatch import mode_here
-from halfstep.cast.recipe import recipe_for
-from halfstep.cast.recompute import backward, recomputing
+from halfstep.cast.regions import recompute
+from halfstep.cast.regions.recompute import backward, recomputing
+from halfstep.cast.rules.dispatch import mode_here
+from halfstep.cast.rules.recipe import recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 from tests.cast.checkpointed import FUNCTIONS, Function

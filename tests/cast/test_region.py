@@ -400,7 +400,7 @@ def test_a_policy_file_is_read_each_time(tmp_path: Path) -> None:
 
 
 def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfstep.cast import recipe
+    from halfstep.cast.rules import recipe
     from halfstep.policy.units import cpu_units
 
     resolve = importlib.import_module("halfstep.policy.resolve")

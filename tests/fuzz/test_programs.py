@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.cast import recompute, region
+from halfstep.cast.regions import autocast as region
+from halfstep.cast.regions import recompute
 from tests.fuzz import oracle, programs
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from halfstep.kernels import loss_ops
-from halfstep.kernels.cross_entropy import shares, slope, slope_into
+from halfstep.kernels.reference.cross_entropy import shares, slope, slope_into
+from halfstep.kernels.triton import loss_ops
 
 INTERPRETED = Path(__file__).parent / "triton_loss_interpreted.py"
 

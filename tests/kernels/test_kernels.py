@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.kernels import bits, foreach, norms_for, reference, total_norm
+from halfstep.kernels import norms_for, total_norm
+from halfstep.kernels.eager import bits, foreach
+from halfstep.kernels.reference import primitives as reference
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 ULPS = 4  # of fp32: the twins sum in another order

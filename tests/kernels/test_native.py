@@ -18,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.kernels import native, ops, reference, updates
+from halfstep.kernels import native, ops
 from halfstep.kernels.native import calls, compiler
+from halfstep.kernels.reference import primitives as reference
+from halfstep.kernels.reference import updates
 
 REASON = native.why_not()
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -460,7 +462,9 @@ def test_the_kernels_run_on_torchs_threads_and_no_second_openmp_is_loaded() -> N
 
 ASK = """
 import json, os, sys, torch
-from halfstep.kernels import native, foreach, norms_for, pick
+from halfstep.kernels import native, norms_for
+from halfstep.kernels.eager import foreach
+from halfstep.kernels import choose as pick
 tensors = [torch.arange(9.0), torch.ones(3, dtype=torch.bfloat16)]
 for changes in json.loads(sys.argv[1]):
     os.environ.update(changes)

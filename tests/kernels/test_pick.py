@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels import native, norms_for, ops, pick, reference
+from halfstep.kernels import choose as pick
+from halfstep.kernels import native, norms_for, ops
+from halfstep.kernels.reference import primitives as reference
 
 REASON = native.why_not()
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.torch_fused import WITH_KERNELS, fused_works
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
 
 FORMATS = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("plain", "transposed", "channels last", "gaps")

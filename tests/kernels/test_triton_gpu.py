@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from halfstep.kernels import exponents, ops, reference, triton, updates
+from halfstep.kernels import ops, triton
+from halfstep.kernels.reference import exponents, updates
+from halfstep.kernels.reference import primitives as reference
 from tests.kernels.exponent_cases import DTYPES, tensors
 from tests.kernels.triton_cases import (
     BF16,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.kernels import updates
-from halfstep.kernels.reference import split_bf16
+from halfstep.kernels.reference import updates
+from halfstep.kernels.reference.primitives import split_bf16
 
 FP32, BF16, FP16, INT16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
 SIZES = (1, 1030)

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from halfstep.kernels.exponents import ROW, TOP
+from halfstep.kernels.reference.exponents import ROW, TOP
 from halfstep.kernels.triton import exponents, norms, update_kernels, updates
 from halfstep.kernels.triton.launch import FAITHFUL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.kernels import exponents
+from halfstep.kernels.reference import exponents
 from halfstep.kernels.triton import exponents as launchers
 from tests.kernels.exponent_cases import DTYPES, tensors
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels import updates
+from halfstep.kernels.reference import updates
 from halfstep.kernels.triton import norms as norm_launchers
 from halfstep.kernels.triton import tables, words
 from halfstep.kernels.triton import updates as launchers

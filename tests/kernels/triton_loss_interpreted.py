@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from halfstep.kernels import triton_loss
-from halfstep.kernels.cross_entropy import shares
+from halfstep.kernels.reference.cross_entropy import shares
+from halfstep.kernels.triton import loss as triton_loss
 
 # The interpreter is numpy, which warns where a GPU computes inf or nan.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import BindError
-from halfstep.step import capturable, recorder
-from halfstep.step.graphed import WARM_UPS
+from halfstep.step.graph import capturable, recorder
+from halfstep.step.graph.graphs import WARM_UPS
 from halfstep.weights import attachment
 from tests.promises.probe import Entry, Job, Trained, accumulated
 from tests.step.tape import TapeRecorder

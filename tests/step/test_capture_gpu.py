@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.graphed import WARM_UPS
+from halfstep.step.graph.graphs import WARM_UPS
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.kernels.pick import cannot_update
-from halfstep.kernels.reference import split_bf16
+from halfstep.kernels.choose import cannot_update
+from halfstep.kernels.reference.primitives import split_bf16
 from halfstep.step import fused
 from halfstep.step.prepare import store_of
 from halfstep.weights import SplitWeights

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step import capturable, recorder
-from halfstep.step.baked import Rates
-from halfstep.step.graphed import KINDS, RESETS, WARM_UPS, Graphs
+from halfstep.step.graph import capturable, recorder
+from halfstep.step.graph.facts import Rates
+from halfstep.step.graph.graphs import KINDS, RESETS, WARM_UPS, Graphs
 from halfstep.weights import attachment
 from tests.step.tape import TapeRecorder
 

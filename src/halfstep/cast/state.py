@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cast.cache import WeightCasts
+from halfstep.cast.copies.cache import WeightCasts
 
 if TYPE_CHECKING:
-    from halfstep.cast.copies import Copies
-    from halfstep.cast.dispatch import RuleMode
+    from halfstep.cast.copies.kept import Copies
+    from halfstep.cast.rules.dispatch import RuleMode
 
 __all__ = ["STATE"]
 

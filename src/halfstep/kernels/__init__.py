@@ -1,5 +1,5 @@
 """Numeric primitives: one meaning (`reference`), fast twins, and `pick`, which chooses."""
 
-from halfstep.kernels.pick import norms_for, total_norm
+from halfstep.kernels.choose import norms_for, total_norm
 
 __all__ = ["norms_for", "total_norm"]

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.exponents import ROW, count_, parts, rows
+from halfstep.kernels.reference.exponents import ROW, count_, parts, rows
 
 __all__ = ["FORMS", "adam_", "advance_", "exponents", "exponents_", "judge", "lion_", "norms", "sgd_"]
 

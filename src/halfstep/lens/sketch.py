@@ -30,8 +30,8 @@ from torch import Tensor
 
 from halfstep.errors import FormatError
 from halfstep.formats import Format, format_of
-from halfstep.kernels import exponents as layout
-from halfstep.kernels.pick import count_exponents_
+from halfstep.kernels.choose import count_exponents_
+from halfstep.kernels.reference import exponents as layout
 from halfstep.lens.packed import packed, unpacked
 
 __all__ = ["ExponentSketch", "Sketches"]

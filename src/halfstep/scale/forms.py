@@ -1,4 +1,4 @@
-"""Take an optimizer out of torch's fused form where that form does not do its work (`halfstep.kernels.torch_fused`)."""
+"""Take an optimizer out of torch's fused form where that form does not do its work (`eager.torch_fused`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.events import WEIGHTS_ATTRIBUTE
-from halfstep.kernels.torch_fused import WITH_KERNELS, fused_works
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
 
 __all__ = ["keep_working_form", "use_working_form"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.errors import ScaleError
 from halfstep.kernels import ops
-from halfstep.kernels.pick import why_not
+from halfstep.kernels.choose import why_not
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 
 __all__ = [

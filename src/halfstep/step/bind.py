@@ -29,13 +29,13 @@ from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
-from halfstep.cast.dispatch import RuleMode
-from halfstep.cast.explained import EXPLAINED, explained
-from halfstep.cast.layers import low_forward, unruled
-from halfstep.cast.opening import abandon, close_recipe, open_recipe, opened
-from halfstep.cast.recipe import Recipe, call_traced, recipe_for, run_eagerly
-from halfstep.cast.recompute import hooks_over_this, remember
-from halfstep.cast.region import SUSPENDED
+from halfstep.cast.copies.layers import low_forward, unruled
+from halfstep.cast.regions.autocast import SUSPENDED
+from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
+from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
+from halfstep.cast.regions.recompute import hooks_over_this, remember
+from halfstep.cast.rules.dispatch import RuleMode
+from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.policy.policy import Policy
@@ -274,7 +274,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
             if (better := explained(error, (args, kwargs))) is None:
                 raise
             raise better from error
-        finally:  # note [interrupts] of cast/opening.py
+        finally:  # note [interrupts] of cast/regions/opening.py
             try:
                 close_recipe(region, failing=failing)
             finally:

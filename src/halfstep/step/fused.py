@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from halfstep.kernels import ops
-from halfstep.kernels.pick import FLOATS, PLAIN, cannot_update
+from halfstep.kernels.choose import FLOATS, PLAIN, cannot_update
 from halfstep.optim import Lion
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates

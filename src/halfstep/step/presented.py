@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Proxy
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._pytree import tree_leaves
 
-from halfstep.cast.recipe import Recipe
+from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import BindError
 from halfstep.weights import WeightStore
 

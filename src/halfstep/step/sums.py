@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.accumulate import add_low_
+from halfstep.kernels.eager.accumulate import add_low_
 
 __all__ = ["Sums"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from halfstep.kernels.pick import judge_for, norms_for
-from halfstep.kernels.torch_fused import fused_works
+from halfstep.kernels.choose import judge_for, norms_for
+from halfstep.kernels.eager.torch_fused import fused_works
 from halfstep.scale.forms import keep_working_form
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 

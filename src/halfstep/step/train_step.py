@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.cast.copies import Copies
-from halfstep.cast.explained import EXPLAINED, explained
-from halfstep.cast.opening import opened
-from halfstep.cast.recipe import Recipe, run_eagerly
-from halfstep.cast.recompute import backward
+from halfstep.cast.copies.kept import Copies
+from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
+from halfstep.cast.regions.opening import opened
+from halfstep.cast.regions.recompute import backward
+from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import ScaleError, StepError
 from halfstep.events import StepResult, StepWatcher, Verdict
@@ -35,12 +35,12 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
 from halfstep.step.arguments import RatesCheck, check_arguments, evidence_folder, limit
 from halfstep.step.bind import binding_of
-from halfstep.step.capturable import refuse_graph
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.construct import unchanged_on_failure
 from halfstep.step.culprits import Culprits
-from halfstep.step.graphed import Graphs
+from halfstep.step.graph.capturable import refuse_graph
+from halfstep.step.graph.graphs import Graphs
 from halfstep.step.memory import Memory
 from halfstep.step.metrics import Metrics
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.exponents import BINS, LARGEST, LOWEST, NEGATIVES, ROW, SMALLEST, TOP, ZEROS
+from halfstep.kernels.reference.exponents import BINS, LARGEST, LOWEST, NEGATIVES, ROW, SMALLEST, TOP, ZEROS
 from halfstep.kernels.triton.launch import KINDS, on
 from halfstep.kernels.triton.tables import plan
 from halfstep.kernels.triton.words import load, wide

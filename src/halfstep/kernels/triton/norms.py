@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.kernels.reference.updates import CLIP_EPS
 from halfstep.kernels.triton.launch import FAITHFUL, KINDS, on
 from halfstep.kernels.triton.tables import plan
 from halfstep.kernels.triton.words import load, wide
-from halfstep.kernels.updates import CLIP_EPS
 
 __all__ = ["advance_", "judge", "norms"]
 

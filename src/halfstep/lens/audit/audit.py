@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.cast.region import suspended
+from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
 from halfstep.lens.audit.table import Audit

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.exponents import LARGEST, merge_
+from halfstep.kernels.reference.exponents import LARGEST, merge_
 from halfstep.lens.sketch import Sketches
 
 __all__ = ["HUGE", "Hidden", "added_masks", "hidden_in", "merged"]

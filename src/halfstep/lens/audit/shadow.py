@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.cache import WeightCasts
-from halfstep.cast.functions import plain
+from halfstep.cast.arithmetic.functions import plain
+from halfstep.cast.copies.cache import WeightCasts
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
 from halfstep.lens.audit.masks import Hidden

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.cast.recipe import Recipe
-from halfstep.cast.recompute import recomputing
+from halfstep.cast.regions.recompute import recomputing
+from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.kernels.host import number

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep.cast.opening import opened
-from halfstep.cast.recipe import Recipe, recipe_for
+from halfstep.cast.regions.opening import opened
+from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.lens.sites import RUNS_BACKWARD, region_here, spelled

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.kernels.torch_fused import fused_works
+from halfstep.kernels.eager.torch_fused import fused_works
 
 __all__ = ["SetGradNone", "bias_corrections", "due", "evaluated", "fuses", "materialised", "refuse_amsgrad"]
 

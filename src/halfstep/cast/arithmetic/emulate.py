@@ -1,0 +1,220 @@
+"""Which operators are emulated on devices without units for their format, and how.
+
+`rounded` does the arithmetic: low inputs, fp32 compute, one rounding of the result. Here torch's operators are brought
+to it, with torch's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, product, recomputed, rounded
+from halfstep.trees import map_tensors, tensors
+
+__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of", "widened"]
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Tensor:
+    return product(input, mat2)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    """torch.matmul: the shapes of neural networks take the saved-low path, the rest is recomputed."""
+    if input.is_nested or other.is_nested:
+        return rounded(torch.matmul(input.float(), other.float()), input)
+    if input.dim() == 2 == other.dim():
+        return product(input, other)
+    if input.dim() >= 3 and other.dim() == 2:
+        return product(input.flatten(0, -2), other).reshape(*input.shape[:-1], other.shape[-1])
+    if input.dim() >= 3 and input.shape[:-2] == other.shape[:-2]:
+        shape = (*input.shape[:-1], other.shape[-1])
+        return product(input.flatten(0, -3), other.flatten(0, -3)).reshape(shape)
+    return recomputed(torch.matmul, input, other)
+
+
+def _rmatmul(input: Tensor, other: Tensor) -> Tensor:
+    return _matmul(other, input)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return add_product(input, mat1, mat2, beta=beta, alpha=alpha)
+
+
+def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return add_product(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def _mv(input: Tensor, vec: Tensor) -> Tensor:
+    return recomputed(torch.mv, input, vec)
+
+
+def _addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return recomputed(lambda *t: torch.addmv(*t, beta=beta, alpha=alpha), input, mat, vec)
+
+
+def _addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return recomputed(lambda *t: torch.addbmm(*t, beta=beta, alpha=alpha), input, batch1, batch2)
+
+
+def _einsum(equation: Any, *operands: Any) -> Tensor:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str):  # the sublist form: operand, sublist, operand, sublist, ..., [output]
+        flat = (equation, *operands)
+        tensors = tuple(t for t in flat if isinstance(t, Tensor))
+        lists = [s for s in flat if not isinstance(s, Tensor)]
+
+        def compute(*wide: Tensor) -> Tensor:
+            pairs = [item for pair in zip(wide, lists, strict=False) for item in pair]
+            return torch.einsum(*pairs, *lists[len(wide) :])
+
+        return recomputed(compute, *tensors)
+    return recomputed(lambda *wide: torch.einsum(equation, *wide), *operands)
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """Spread a stride, padding or dilation over `dims` spatial dimensions."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * dims if len(values) == 1 else values
+
+
+def _conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    dims = weight.dim() - 2
+    dilation = _each(dilation, dims)
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        padding = [t // 2 for t in total]
+        if any(t % 2 for t in total):  # an odd total is padded at the far end first, as torch does
+            input = F.pad(input, [side for t in reversed(total) for side in (0, t % 2)])
+    return convolve(input, weight, bias, _each(stride, dims), _each(padding, dims), dilation, False, [0] * dims, groups)
+
+
+def _conv_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    dims = weight.dim() - 2
+    spread = [_each(v, dims) for v in (stride, padding, dilation)]
+    return convolve(input, weight, bias, *spread, True, _each(output_padding, dims), groups)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention; with dropout the probabilities are kept (a recomputation would draw others)."""
+    low_mask = attn_mask is not None and attn_mask.is_floating_point()
+    floats = (query, key, value, attn_mask) if low_mask else (query, key, value)
+
+    def compute(*wide: Tensor) -> Tensor:
+        q, k, v = wide[:3]
+        mask = wide[3] if low_mask else attn_mask
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def differentiable_twice(*wide: Tensor) -> Tensor:  # fused attention kernels have no second derivative
+        q, k, v = wide[:3]
+        mask = wide[3] if low_mask else attn_mask
+        if mask is not None and not mask.is_floating_point():  # the math kernel takes additive masks only
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+        return torch._scaled_dot_product_attention_math(
+            q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    tensors = cast("tuple[Tensor, ...]", floats)
+    if dropout_p > 0:
+        return rounded(compute(*(t.float() for t in tensors)), query)
+    return recomputed(compute, *tensors, twice=differentiable_twice)
+
+
+LOWS = frozenset({torch.float16, torch.bfloat16})
+
+
+def widened(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `func` computed in fp32 from low tensors, every result rounded once (sequences, rare products).
+
+    The widening and the rounding are recorded by autograd, so gradients are rounded once where they leave; what `func`
+    saves for its backward pass is fp32.
+    """
+
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        low = next((t.dtype for t in tensors((args, kwargs)) if t.dtype in LOWS), None)
+        if low is None:
+            return func(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOWS else t)
+        return map_tensors(func(*args, **kwargs), lambda t: t.to(low) if t.dtype is torch.float32 else t)
+
+    return wide
+
+
+EMULATED: Mapping[str, Callable[..., Tensor]] = {
+    "linear": linear,
+    "matmul": _matmul,
+    "mm": _mm,
+    "bmm": _mm,
+    "mv": _mv,
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+    "addmv": _addmv,
+    "addbmm": _addbmm,
+    "einsum": _einsum,
+    "conv1d": _conv,
+    "conv2d": _conv,
+    "conv3d": _conv,
+    "conv_transpose1d": _conv_transpose,
+    "conv_transpose2d": _conv_transpose,
+    "conv_transpose3d": _conv_transpose,
+    "scaled_dot_product_attention": _attention,
+}
+"""Operator name -> the function that emulates it; its arguments are torch's, its floating tensors already low."""
+
+RECURRENT = frozenset(
+    {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+)
+"""Emulated by `widened`: a whole sequence is computed in fp32 and rounded at its end."""
+
+WIDENED = RECURRENT | {
+    *("addr", "bilinear", "chain_matmul", "conv_tbc", "convolution", "grouped_mm", "inner", "tensordot"),
+    *("linalg.multi_dot", "linalg.vecdot"),
+}
+"""Operators emulated by `widened`: recurrent ones and rare products."""
+
+REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    torch.Tensor.__rmatmul__: _rmatmul,
+}
+"""Callables whose operands come the other way round."""
+
+
+def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what emulates the operator `name` when it is called as `func`, or None if its low kernels serve."""
+    if func in REFLECTED:
+        return REFLECTED[func]
+    if name in WIDENED:
+        return widened(func)
+    return EMULATED.get(name)

@@ -1,0 +1,245 @@
+"""fp32 arithmetic on low tensors, rounded once, forward and backward: what emulated operators are made of.
+
+What a tensor core does, on any device: low inputs, fp32 compute, one rounding of the result. Inputs are saved for
+backward in the low format and widened again there, so memory is that of the low format; the backward pass does the
+same (low gradient in, fp32 compute, one rounding out), with the formulas torch's own autograd uses, so that an eager
+result is bit-equal to running the fp32 operator on widened inputs and rounding once.
+
+Backward functions are plain torch operators: they can be differentiated again. Under `torch.compile` the operators are
+written as widen, compute, round; the compiler's partitioner decides what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.nn import functional as F
+
+from halfstep.cast.arithmetic.functions import apply, plain
+
+__all__ = ["add_product", "convolve", "linear", "product", "recomputed", "rounded"]
+
+_aten = torch.ops.aten
+
+
+def rounded(wide: Tensor, low: Tensor) -> Tensor:
+    """Round fp32 `wide` once to the format of `low`."""
+    return wide.to(low.dtype)
+
+
+def _mat1_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
+    """Return d(mat1 @ mat2)/d(mat1) with the operand order autograd picks for a transposed `mat1`."""
+    if grad.dim() == 2 and mat1.stride() == (1, mat1.size(0)):
+        return (mat2 @ grad.t()).t()
+    return grad @ mat2.mT
+
+
+def _mat2_grad(grad: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
+    """Return d(mat1 @ mat2)/d(mat2) with the operand order autograd picks for a transposed `mat2`."""
+    if grad.dim() == 2 and mat2.stride() == (1, mat2.size(0)):
+        return (grad.t() @ mat1).t()
+    return mat1.mT @ grad
+
+
+class _Product(Function):
+    """mm (2-D) and bmm (3-D, equal batch): low x low -> low."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return rounded(a.float() @ b.float(), a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        with plain(a.device.type):
+            grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
+            need_a, need_b = ctx.needs_input_grad
+            return (
+                rounded(_mat1_grad(grad, wide_a, wide_b), a) if need_a else None,
+                rounded(_mat2_grad(grad, wide_a, wide_b), b) if need_b else None,
+            )
+
+
+class _AddProduct(Function):
+    """beta * input + alpha * (a @ b), 2-D or 3-D: addmm and baddbmm, one rounding."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+        operator = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return rounded(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        bias, a, b, ctx.beta, ctx.alpha = inputs
+        ctx.bias_shape = bias.shape
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        with plain(a.device.type):
+            grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
+            need_bias, need_a, need_b = ctx.needs_input_grad[:3]
+            alpha = ctx.alpha
+            scaled = grad if alpha == 1 else grad * alpha
+            by_bias = grad if ctx.beta == 1 else grad * ctx.beta
+            return (
+                rounded(by_bias.sum_to_size(ctx.bias_shape), a) if need_bias else None,
+                rounded(_mat1_grad(scaled, wide_a, wide_b), a) if need_a else None,
+                rounded(_mat2_grad(scaled, wide_a, wide_b), b) if need_b else None,
+                None,
+                None,
+            )
+
+
+class _Linear(Function):
+    """x @ weight.T + bias for x of any number of leading dimensions; weight (out, in); bias (out,) or None."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return rounded(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with plain(x.device.type):
+            need_x, need_weight, need_bias = ctx.needs_input_grad
+            grad = grads[0].float()
+            rows = grad.flatten(0, -2) if grad.dim() != 1 else grad[None]
+            inputs = x.flatten(0, -2) if x.dim() != 1 else x[None]
+            grad_x = grad_weight = grad_bias = None
+            if need_x:
+                grad_x = rounded((rows @ weight.float()).reshape(x.shape), x)
+            if need_weight:
+                grad_weight = rounded(rows.t() @ inputs.float(), weight)
+            if need_bias:
+                grad_bias = rounded(rows.sum(0), x)
+            return grad_x, grad_weight, grad_bias
+
+
+class _Convolution(Function):
+    """aten::convolution in any number of dimensions, plain or transposed."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
+        wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
+        return rounded(wide, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, weight, bias, geometry = inputs
+        ctx.geometry = geometry
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        with plain(x.device.type):
+            wide = _aten.convolution_backward(
+                grads[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, needs
+            )
+            return (*(rounded(g, x) if need else None for g, need in zip(wide, needs, strict=True)), None)
+
+
+class _Recomputed(Function):
+    """Any differentiable function of low tensors: the backward pass computes the fp32 operator once more.
+
+    `compute` serves forward and backward; `twice` replaces it where the backward itself is to be differentiated.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(compute: Callable[..., Tensor], twice: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return rounded(compute(*(t.float() for t in inputs)), inputs[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.compute, ctx.twice, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        compute = ctx.twice if torch.is_grad_enabled() else ctx.compute
+        with plain(tensors[0].device.type):
+            pull = torch.func.vjp(compute, *(t.float() for t in tensors))[1]
+            wide = pull(grads[0].float())
+            needs = ctx.needs_input_grad[2:]
+            return (
+                None,
+                None,
+                *(rounded(g, t) if need else None for g, t, need in zip(wide, tensors, needs, strict=True)),
+            )
+
+
+def _recorded(*inputs: Tensor) -> bool:
+    """Return whether widening and rounding must be operators of their own: the Functions above cannot stand here.
+
+    Dynamo traces operators, forward-mode derivatives want every operator's own, and a ragged batch has no shape.
+    """
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(t.is_nested for t in inputs)
+
+
+def recomputed(compute: Callable[..., Tensor], *inputs: Tensor, twice: Callable[..., Tensor] | None = None) -> Tensor:
+    """Return `compute` of `inputs`; its backward pass computes once more, by `twice` if that is differentiated too."""
+    if _recorded(*inputs):
+        return rounded(compute(*(t.float() for t in inputs)), inputs[0])
+    return apply(_Recomputed, compute, twice or compute, *inputs)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b: matrices, or stacks of as many."""
+    if _recorded(a, b):
+        return rounded(a.float() @ b.float(), a)
+    return apply(_Product, a, b)
+
+
+def add_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return beta * bias + alpha * (a @ b): matrices, or stacks of as many."""
+    if _recorded(bias, a, b):
+        operator = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return rounded(operator(bias.float(), a.float(), b.float(), beta=beta, alpha=alpha), a)
+    return apply(_AddProduct, bias, a, b, beta, alpha)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return torch.nn.functional.linear of low tensors."""
+    usual = weight.dim() == 2 and (bias is None or bias.dim() == 1)
+    if not usual or _recorded(input, weight):
+        return rounded(F.linear(input.float(), weight.float(), None if bias is None else bias.float()), input)
+    return apply(_Linear, input, weight, bias)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """Return torch.convolution of low tensors, `geometry` its last arguments; `x` may lack the batch dimension."""
+    batched = x.dim() == weight.dim()
+    x = x if batched else x[None]
+    if _recorded(x, weight):
+        wide = torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry)
+        out = rounded(wide, x)
+    else:
+        out = apply(_Convolution, x, weight, bias, geometry)
+    return out if batched else out[0]

@@ -1,0 +1,255 @@
+"""Low copies of fp32 parameters that live from step to step: one buffer a parameter, filled again in place.
+
+torch.amp casts every weight into fresh memory in every forward pass, and on a CPU the page faults of that memory cost
+more than the optimizer. A training step keeps its copies and fills them again, in one call, when a window of
+micro-batches begins, whatever happened to the parameters since: no write between two updates is missed. Within the
+window a copy serves as long as version and address of its parameter stay.
+
+Note [edges]: a copy is what ``parameter.to(dtype)`` returned once, with its autograd edge to the parameter. Filling it
+under no_grad keeps that edge, and counts its version up, so a graph of before the update raises torch's usual error.
+Within a window a changed parameter gets a new copy instead: the graphs of what was computed before stay right.
+
+Note [data]: a write through ``.data`` leaves no trace. The mode of a region sees who asks for it (`touched`). Where the
+policy needs no mode, each copy is filled at its first use in the window instead of at its beginning, so that a write in
+forward, before the weight is used, is seen too. What nobody sees is a write between two micro-batches of one window.
+
+Note [sums]: the gradient of a low copy is low, and torch casts it into new memory before it adds it to the parameter's.
+The edge of a large copy adds it itself, in one pass, if there is a gradient to add to, nobody's hook wants to see it,
+and it is the step's own backward pass: a nested one (torch.autograd.grad in somebody's Function) wants it handed over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import is_fake
+
+from halfstep.cast.copies.cache import address
+from halfstep.kernels.eager.accumulate import add_low_
+
+if TYPE_CHECKING:
+    from halfstep.cast.rules.recipe import Recipe
+
+__all__ = ["Copies"]
+
+
+SMALL, SMALL_IN_WINDOWS = 1 << 18, 1 << 13
+"""Elements below which a CPU casts a weight anew, into memory that is still mapped, as fast as a copy is kept: filled
+once for each use, and filled once for several micro-batches."""
+
+MANY = 1 << 16  # elements of a gradient from which an edge made in Python pays
+
+
+class _Copy:
+    """One parameter's copy.
+
+    Attributes:
+        low: the copy, with its edge to the parameter.
+        memory: the same memory without an edge, to be written into.
+        version: the parameter's version when it was filled.
+        address: where the parameter's values were then.
+        used: whether anybody asked for it in this window.
+    """
+
+    __slots__ = ("address", "low", "memory", "parameter", "used", "version")
+
+    def __init__(self, parameter: nn.Parameter, low: Tensor, memory: Tensor) -> None:
+        self.parameter, self.low, self.memory = parameter, low, memory
+        self.used = True
+        self.note()
+
+    def note(self) -> None:
+        """Remember that the copy holds what the parameter holds now."""
+        self.version, self.address = self.parameter._version, address(self.parameter)
+
+    def fits(self) -> bool:
+        """Return whether the buffer can take the parameter's values, and gradients find their way."""
+        parameter, low = self.parameter, self.low
+        return (
+            parameter.requires_grad
+            and parameter.dtype is torch.float32
+            and parameter.shape == low.shape
+            and parameter.device == low.device
+            and parameter.stride() == low.stride()
+        )
+
+
+def _plain(parameter: nn.Parameter, device: str) -> bool:
+    """Return whether `parameter` is on `device` and no tensor subclass but torch's own fake ones."""
+    return (type(parameter) is nn.Parameter or is_fake(parameter)) and parameter.device.type == device
+
+
+class Copies:
+    """The low copies that one training step keeps: 2 bytes for each element of the weights its layers use.
+
+    That is what torch.amp holds from forward to backward; here it stays while the optimizer steps and between steps,
+    on accelerators too, where addresses that stay are what a captured graph needs. `free` gives it back.
+
+    Args:
+        model: whose parameters get copies.
+        parameters: which of them may: those that the step's optimizer changes.
+        recipe: the region they serve in. Its first device is the one whose parameters get copies.
+        windows: whether a window has several micro-batches.
+
+    Attributes:
+        recipe: as above.
+        device: the device type of the parameters that get copies.
+        dtype: the low format.
+        at_once: whether all copies are filled when a window begins, or each when it is asked for; note [data].
+        layers: ids of the modules that own such a parameter named weight.
+        sums: whether gradients are summed over micro-batches; note [sums].
+        task: the backward pass in which edges add them; -1: none.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_copies",
+        "_members",
+        "at_once",
+        "device",
+        "dtype",
+        "layers",
+        "recipe",
+        "sums",
+        "task",
+    )
+
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[nn.Parameter], recipe: Recipe, *, windows: bool = False
+    ) -> None:
+        device, dtype, on = recipe.devices[0]
+        least = SMALL_IN_WINDOWS if windows else SMALL
+        if device != "cpu":
+            least = 1  # a launch costs more than a small cast
+        self.sums, self.task = windows, -1
+        self.recipe, self.device, self.dtype, self.at_once = recipe, device, dtype, recipe.mode is not None
+        self._members: dict[int, nn.Parameter] = {}
+        if on and dtype is not torch.float32:
+            self._members = {id(p): p for p in parameters if _plain(p, device) and p.numel() >= least}
+        self._address = address if any(map(is_fake, self._members.values())) else Tensor.data_ptr
+        self._copies: dict[int, _Copy] = {}
+        self.layers = {id(m) for m in model.modules() if id(m._parameters.get("weight")) in self._members}
+
+    @property
+    def bytes(self) -> int:
+        """How much memory the copies take now."""
+        return sum(copy.low.numel() * copy.low.element_size() for copy in self._copies.values())
+
+    def free(self) -> None:
+        """Give the memory back; the next step makes copies anew."""
+        self._copies.clear()
+
+    # ------------------------------------------------------------------ in a region
+
+    def of(self, weight: Tensor) -> Tensor | None:
+        """Return the low copy of `weight`, or None if it is none of the step's parameters or is frozen."""
+        copy = self._copies.get(id(weight))
+        if copy is None:
+            return self._made(weight)
+        if copy.version != weight._version or copy.address != self._address(weight) or not weight.requires_grad:
+            return self._again(copy)
+        copy.used = True
+        return copy.low
+
+    def _made(self, weight: Tensor) -> Tensor | None:
+        parameter = self._members.get(id(weight))
+        if parameter is None or not parameter.requires_grad or parameter.dtype is not torch.float32:
+            return None
+        if peek_interpreter_stack():  # what is made inside a torch.func transform must not be found outside it
+            return None
+        with torch.inference_mode(False), torch.enable_grad():
+            if self.sums and parameter.numel() >= MANY:
+                memory = parameter.detach().to(self.dtype)
+                low: Tensor = _Edge.apply(parameter, memory, weakref.ref(self))  # type: ignore[no-untyped-call]
+            else:
+                low = parameter.to(self.dtype)
+                memory = low.detach()
+        self._copies[id(parameter)] = _Copy(parameter, low, memory)
+        return low
+
+    def _again(self, copy: _Copy) -> Tensor | None:
+        """Bring a copy up to date: in its buffer if this window has not used it, else in another one."""
+        parameter = copy.parameter
+        if copy.used or not copy.fits():
+            self._copies.pop(id(parameter), None)
+            return self._made(parameter)
+        with torch.no_grad():
+            copy.memory.copy_(parameter)
+        copy.note()
+        copy.used = True
+        return copy.low
+
+    def touched(self, tensor: Tensor) -> None:
+        """Take note that somebody has asked for `tensor`'s ``.data`` and may write through it."""
+        copy = self._copies.get(id(tensor))
+        if copy is not None:
+            copy.version = -1
+
+    # ------------------------------------------------------------------ in the backward pass
+
+    def backward(self, loss: Tensor, seed: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
+        """Let `run` do the backward pass of `loss` from `seed`; large edges add gradients themselves; note [sums]."""
+        handle = loss.register_hook(self._begins)
+        try:
+            run(loss, seed)
+        finally:
+            self.task = -1
+            handle.remove()
+
+    def _begins(self, gradient: Tensor) -> None:
+        self.task = torch._C._current_graph_task_id()
+
+    # ------------------------------------------------------------------ between steps
+
+    def begin(self) -> None:
+        """Begin a window: every copy used in the last one takes its parameter's values; the others are dropped."""
+        stale: list[_Copy] = []
+        for key, copy in list(self._copies.items()):
+            if not copy.used:
+                del self._copies[key]
+                continue
+            copy.used = False
+            if not self.at_once:
+                copy.version = -1
+            elif copy.fits():
+                stale.append(copy)
+            else:
+                del self._copies[key]
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_([copy.memory for copy in stale], [copy.parameter for copy in stale])
+            for copy in stale:
+                copy.note()
+
+
+class _Edge(torch.autograd.Function):
+    """The way from a large copy to its parameter; note [sums]."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, memory: Tensor, copies: weakref.ref[Copies]) -> Tensor:
+        ctx.parameter, ctx.copies = parameter, copies  # weakly: they hold the copy, and so this
+        return memory.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        parameter, copies = ctx.parameter, ctx.copies()
+        total = parameter.grad
+        if (
+            copies is None
+            or total is None
+            or total.is_sparse
+            or total.dtype is not torch.float32
+            or copies.task != torch._C._current_graph_task_id()
+            or torch.is_grad_enabled()  # somebody wants to differentiate the gradient
+            or parameter._backward_hooks
+            or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        ):
+            return gradient.to(parameter.dtype), None, None
+        add_low_(total, gradient)
+        return None, None, None

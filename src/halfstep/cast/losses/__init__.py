@@ -1,0 +1,1 @@
+"""Losses that read low logits and sum in fp32."""

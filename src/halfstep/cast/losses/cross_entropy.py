@@ -1,0 +1,134 @@
+"""Losses that keep low inputs for the backward pass instead of fp32 copies of them.
+
+cross_entropy over a vocabulary is the largest tensor of a language model: torch saves fp32 log-probabilities, twice the
+bytes of the bf16 logits they came from. Here the logits themselves are saved, as they are; the fp32 probabilities of a
+few rows at a time are made again in the backward pass. The losses of the rows are those torch
+computes from ``logits.float()``, bit for bit; the gradient is the fp32 gradient rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from halfstep.cast.arithmetic.functions import apply, plain
+from halfstep.kernels.reference.cross_entropy import losses, parts, rows_at_a_time, shares, slope, slope_into
+from halfstep.kernels.triton import loss_ops
+
+__all__ = ["cross_entropy", "differentiated", "reduced"]
+
+LOWS = frozenset({torch.float16, torch.bfloat16})
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """F.cross_entropy in fp32 of low logits; what is saved for backward is the low logits.
+
+    Args:
+        input: logits, (C,) or (N, C, ...); fp16 or bf16 take the way described above, fp32 torch's own.
+        target: class indices, () or (N, ...); class probabilities take torch's own way.
+        weight: (C,) or None.
+        size_average: torch's old spelling of `reduction`.
+        ignore_index: a target that does not count.
+        reduce: torch's old spelling of `reduction`.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: from 0 to 1.
+
+    Returns:
+        fp32: 0-dim, or with reduction="none" of the shape of `target`.
+    """
+    wide_weight = None if weight is None else weight.float()
+    lean = (
+        input.dtype in LOWS
+        and input.dim() > 1
+        and target.dtype is torch.long
+        and target.shape == input.shape[:1] + input.shape[2:]
+        and input.numel() > 0
+        and size_average is None
+        and reduce is None
+        and not (weight is not None and weight.requires_grad)
+        and reduction in {"mean", "sum", "none"}
+        and 0.0 <= label_smoothing <= 1.0
+        and not torch.compiler.is_compiling()  # a compiler fuses the widening into the loss by itself
+        and torch.autograd.forward_ad._current_level < 0
+        and not input.is_nested
+    )
+    if not lean:
+        target = target.float() if target.dtype in LOWS else target
+        return F.cross_entropy(
+            input.float(), target, wide_weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    each = apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing)
+    return reduced(each, target, wide_weight, ignore_index, reduction)
+
+
+def reduced(each: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
+    """Return the losses `each` of targets, reduced as torch does: a mean is over the weights of those that count."""
+    if reduction == "none":
+        return each
+    if reduction == "sum":
+        return each.sum()
+    counts = target != ignored
+    if weight is None:
+        return each.sum() / counts.sum()
+    return each.sum() / torch.where(counts, weight.take(torch.where(counts, target, 0)), 0.0).sum()
+
+
+def differentiated(grad: Tensor) -> bool:
+    """Return whether a backward pass of `grad` must be made of operators that have a derivative, or of vmap's."""
+    if torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+class _CrossEntropy(Function):
+    """Unreduced cross entropy of low logits (N, C, ...) with class indices (N, ...)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
+        rows = _rows(logits)
+        found = [losses(x, labels, weight, ignored, smoothing) for x, labels in parts(rows, (logits, target))]
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        logits, target, weight, ctx.ignored, ctx.smoothing = inputs
+        ctx.save_for_backward(logits, target, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        logits, target, weight = ctx.saved_tensors
+        with plain(logits.device.type):
+            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
+            if differentiated(grads[0]):
+                return slope(logits, share).to(logits.dtype), None, None, None, None
+            if loss_ops.usable(logits):
+                return loss_ops.slope(logits, *share), None, None, None, None
+            out = torch.empty_like(logits)
+            rows = _rows(logits)
+            for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
+                slope_into(result, x, of_part)
+        return out, None, None, None, None
+
+
+def _rows(logits: Tensor) -> int:
+    """Return how many of the first dimension of `logits` are widened at a time; kernels widen none."""
+    if loss_ops.usable(logits):
+        return len(logits)
+    return rows_at_a_time(logits.numel() // len(logits), logits.device.type)

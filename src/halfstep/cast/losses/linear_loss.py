@@ -1,0 +1,244 @@
+"""linear_cross_entropy: what it takes, what a region makes of it. What it computes is in `linear_rows`.
+
+The function is torch's of version 2.13, on every version and on inputs of any number of dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from halfstep.cast.arithmetic.emulate import EMULATED
+from halfstep.cast.losses.cross_entropy import LOWS, cross_entropy, reduced
+from halfstep.cast.losses.linear_rows import losses_of_rows
+from halfstep.cast.rules.dispatch import tensors_of
+from halfstep.cast.state import STATE
+from halfstep.errors import LossError
+from halfstep.kernels.reference.cross_entropy import rows_at_a_time
+from halfstep.policy.units import units
+
+__all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
+
+FLOATS = LOWS | {torch.float32, torch.float64}
+NOT_COUNTED = -100  # torch's default for targets that do not count
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class Settings(NamedTuple):
+    """How losses are made of logits: the arguments of `linear_cross_entropy` but for the tensors of the product."""
+
+    weight: Tensor | None = None
+    reduction: str = "mean"
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    chunk: int | None = None
+
+    @property
+    def ignored(self) -> int:
+        """The target that does not count."""
+        return NOT_COUNTED if self.ignore_index is None else self.ignore_index
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross entropy of ``F.linear(input, linear_weight, linear_bias)`` without holding or saving these logits.
+
+    Named as F.linear_cross_entropy of torch 2.13 is; on older versions it is there too. In a region the product has the
+    rule of `linear` and the loss that of `cross_entropy`: with a low product and an fp32 loss, as in `mixed` and
+    `pure`, logits are rounded once to the low format, and all sums are fp32. Second derivatives, torch.func and
+    torch.compile work; second derivatives, and transforms of torch.func, hold all logits while they run.
+
+    Args:
+        input: (F,) or (..., F), fp32, fp64, fp16 or bf16.
+        linear_weight: (C, F); with more dimensions, (C, d1, ..., F), the losses are computed from all logits.
+        target: class indices int64 of the shape of `input` without its last dimension. Class probabilities, of the
+            shape of the logits, are as large as these, which then are all computed at once.
+        linear_bias: (C,) or None.
+        weight: of the classes, (C,) or None.
+        reduction: "mean" (over the weights of the targets that count), "sum" or "none".
+        ignore_index: class indices that do not count; None is -100.
+        label_smoothing: from 0 to 1.
+        chunk: rows whose logits are held at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
+            a CPU, and 2**24 logits elsewhere.
+
+    Returns:
+        0-dim, or with reduction="none" of the shape of `target`; fp32, or fp64 of fp64 inputs.
+
+    Raises:
+        LossError: shapes, formats or settings that do not belong together; the message names them.
+    """
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    named: dict[str, Any] = {
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "chunk": chunk,
+    }
+    if torch.compiler.is_compiling():  # which traces modes around torch's own functions only
+        mode = STATE.mode
+        if mode is not None and mode.active(tensors_of((input, linear_weight, linear_bias), mode.devices)):
+            handler = mode.handlers.get(linear_cross_entropy)
+            if handler is not None:
+                return cast(Tensor, handler(mode, linear_cross_entropy, tensors[:3], named))
+    elif has_torch_function(tensors):
+        return handle_torch_function(linear_cross_entropy, tensors, *tensors[:3], **named)
+    device = input.device.type
+    settings = Settings(weight, reduction, ignore_index, label_smoothing, chunk)
+    if not torch.is_autocast_enabled(device):
+        emulating = input.dtype is torch.float16 and not units(device).fp16
+        return fused_loss(input, linear_weight, linear_bias, target, settings, emulating=emulating)
+    low = torch.get_autocast_dtype(device)  # torch.autocast without rules of ours: linear is on its list everywhere
+    with torch.autocast(device, enabled=False):
+        return fused_loss(_cast(input, low), _cast(linear_weight, low), _cast(linear_bias, low), target, settings)
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor if tensor is None or tensor.dtype not in FLOATS - {torch.float64} else tensor.to(dtype)
+
+
+def fused_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    settings: Settings,
+    *,
+    emulating: bool = False,
+) -> Tensor:
+    """Compute `linear_cross_entropy` of tensors that are in their formats already, with autocast off.
+
+    Args:
+        input: as there, and so are the other tensors.
+        linear_weight: in the format of `input`, and so is `linear_bias`.
+        linear_bias: or None.
+        target: class indices or probabilities.
+        settings: the rest.
+        emulating: products are computed in fp32 and rounded once: the device lacks units for the low format.
+    """
+    _check(input, linear_weight, linear_bias, target, settings)
+    lean = (
+        target.dtype is torch.long
+        and linear_weight.dim() == 2
+        and not (settings.weight is not None and settings.weight.requires_grad)
+        and input.numel() > 0
+        and linear_weight.numel() > 0
+        and torch.autograd.forward_ad._current_level < 0
+    )
+    if not lean:
+        linear = EMULATED["linear"] if emulating else F.linear
+        loss = cross_entropy if input.dtype in LOWS else F.cross_entropy
+        return loss_in_parts(input, linear_weight, linear_bias, target, settings, linear=linear, loss=loss)
+    rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    weight = settings.weight
+    if weight is not None:
+        weight = weight.to(torch.float64 if input.dtype is torch.float64 else torch.float32)
+    chunk = settings.chunk or rows_at_a_time(len(linear_weight), input.device.type)
+    arguments = (
+        *(rows, linear_weight, linear_bias, labels, weight),
+        *(settings.ignored, settings.label_smoothing, chunk, emulating),
+    )
+    each = losses_of_rows(*arguments)
+    return reduced(each.view(target.shape), target, weight, settings.ignored, settings.reduction)
+
+
+def loss_in_parts(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    settings: Settings,
+    *,
+    linear: Callable[..., Tensor] = F.linear,
+    loss: Callable[..., Tensor] = F.cross_entropy,
+) -> Tensor:
+    """Compute what `linear_cross_entropy` means, `linear` and then `loss`, with all logits at once."""
+    rows = input.reshape(-1, input.shape[-1]) if input.dim() > 2 else input
+    classes, *places = linear_weight.shape[:-1]
+    logits = linear(rows, linear_weight.flatten(0, -2), None if linear_bias is None else linear_bias.flatten())
+    logits = logits.reshape(*rows.shape[:-1], classes, *places)
+    given = loss(
+        logits,
+        target.reshape(*rows.shape[:-1], *target.shape[input.dim() - 1 :]),
+        settings.weight,
+        ignore_index=settings.ignored,
+        reduction=settings.reduction,
+        label_smoothing=settings.label_smoothing,
+    )
+    return given.reshape(*input.shape[:-1], *places) if settings.reduction == "none" else given
+
+
+def _check(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, settings: Settings
+) -> None:
+    """Refuse what does not belong together, before anything is computed."""
+    if input.dim() < 1 or linear_weight.dim() < 2 or (linear_weight.dim() > 2 and input.dim() != 2):
+        raise LossError(
+            f"linear_cross_entropy takes input (..., F) and linear_weight (C, F), or (N, F) and (C, d1, ..., F); got "
+            f"{_shape(input)} and {_shape(linear_weight)}"
+        )
+    if input.shape[-1] != linear_weight.shape[-1]:
+        raise LossError(
+            f"linear_cross_entropy: the last dimensions of input {_shape(input)} and linear_weight "
+            f"{_shape(linear_weight)} are the features and must be equal"
+        )
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
+        raise LossError(
+            f"linear_cross_entropy: linear_bias must have the shape {tuple(linear_weight.shape[:-1])}, that of "
+            f"linear_weight without its last dimension; got {_shape(linear_bias)}"
+        )
+    formats = {t.dtype for t in (input, linear_weight, linear_bias) if t is not None}
+    if len(formats) > 1 or not formats <= FLOATS:
+        names = ", ".join(sorted(str(f).removeprefix("torch.") for f in formats))
+        raise LossError(
+            f"linear_cross_entropy: input, linear_weight and linear_bias must have one floating format; got {names}; "
+            "call it inside hs.autocast or hs.TrainStep, which cast them, or cast them yourself"
+        )
+    rows, (classes, *places) = input.shape[:-1], linear_weight.shape[:-1]
+    of_indices, of_shares = (*rows, *places), (*rows, classes, *places)
+    if not (
+        (target.dtype is torch.long and target.shape == of_indices)
+        or (target.is_floating_point() and target.shape == of_shares)
+    ):
+        raise LossError(
+            f"linear_cross_entropy: target must be class indices, int64 of shape {of_indices}, or class probabilities, "
+            f"floating of shape {of_shares}; got {str(target.dtype).removeprefix('torch.')} of shape {_shape(target)}"
+        )
+    if target.is_floating_point() and settings.ignore_index is not None:
+        raise LossError(
+            f"linear_cross_entropy: ignore_index={settings.ignore_index} speaks of class indices, and target holds "
+            "class probabilities; leave ignore_index out"
+        )
+    if settings.weight is not None and settings.weight.shape != (classes,):
+        raise LossError(
+            f"linear_cross_entropy: weight must have one value a class, shape ({classes},); got "
+            f"{_shape(settings.weight)}"
+        )
+    if settings.reduction not in REDUCTIONS:
+        raise LossError(
+            f"linear_cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}; got {settings.reduction!r}"
+        )
+    if not 0.0 <= settings.label_smoothing <= 1.0:
+        raise LossError(f"linear_cross_entropy: label_smoothing must be from 0 to 1; got {settings.label_smoothing}")
+    if settings.chunk is not None and settings.chunk < 1:
+        raise LossError(f"linear_cross_entropy: chunk is a number of rows, from 1; got {settings.chunk}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

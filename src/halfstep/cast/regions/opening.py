@@ -1,0 +1,288 @@
+"""Opening: how a region is entered and left, and what it puts back.
+
+Note [interrupts]: Ctrl-C raises KeyboardInterrupt between any two instructions. A region is first written down, with
+all that it found, and then entered; leaving it puts back what is written down, and doing that twice changes nothing. So
+what opens a region closes it in `finally`, and again in a `finally` within, and one interrupt anywhere is survived. The
+depth of nesting, which torch counts and does not tell, is counted and written down in one call of C. What a `with`
+statement cannot catch is an interrupt at the first instructions of `__exit__`: the region is then closed when the
+object that entered it is gone, or by the next region its thread opens after that.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from itertools import starmap
+from sys import _getframe
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
+from torch._C import _len_torch_function_stack, _push_on_torch_function_stack
+
+from halfstep.cast.regions.recompute import again_in_region, hooks_over_this, remember
+from halfstep.cast.regions.stack import depth_below, lay, take_off, take_out
+from halfstep.cast.rules.recipe import Recipe, run_eagerly
+from halfstep.cast.state import STATE
+from halfstep.errors import RegionError
+
+if TYPE_CHECKING:
+    from halfstep.cast.rules.dispatch import RuleMode
+
+__all__ = ["abandon", "close_recipe", "open_recipe", "opened"]
+
+ONCE = ((),)
+
+
+class _Frame:
+    """One open region: what it found and must put back, and where it was entered.
+
+    Attributes:
+        owner: the object that opened it, by reference.
+        code: that of the user's function, with `instruction` in it.
+        laid: the mode it laid on torch's stack, on `depth` others, or None.
+        cache: whether torch's cache of weight casts was on.
+        mode: `STATE.mode` before.
+        bound: `STATE.bound` before.
+        visit: `STATE.visit` before.
+        states: (device type, whether autocast was on, its format), of each device entered.
+        counts: what torch's count of open regions became when this one was counted in and, after that, out.
+    """
+
+    __slots__ = (
+        "bound",
+        "cache",
+        "code",
+        "counts",
+        "depth",
+        "instruction",
+        "laid",
+        "mode",
+        "owner",
+        "states",
+        "visit",
+    )
+
+    def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None, depth: int) -> None:
+        state = STATE
+        self.owner: Callable[[], object] = weakref.ref(owner, _orphaned)
+        self.code = caller.f_code
+        self.instruction = caller.f_lasti  # the line is worked out if it is asked for
+        self.laid, self.depth = laid, depth
+        self.cache = is_autocast_cache_enabled()
+        self.mode, self.bound, self.visit = state.mode, state.bound, state.visit
+        self.states: list[tuple[str, bool, torch.dtype]] = []
+        self.counts: list[int] = []
+
+    @property
+    def place(self) -> str:
+        lines = [line for start, end, line in self.code.co_lines() if line and start <= self.instruction < end]
+        line = lines[0] if lines else self.code.co_firstlineno
+        return f"{self.code.co_filename}:{line} (in {self.code.co_name})"
+
+
+def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
+    """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
+    state = STATE
+    frames = state.frames
+    while frames and frames[-1].owner() is None:  # its object died in another thread
+        _put_back(frames[-1])
+    if hooks_over_this(True) is not None:
+        remember()
+    mode = recipe.mode
+    above = None if mode is None else state.above
+    below = _len_torch_function_stack() if above is None else depth_below(above)
+    frame = _Frame(owner, _getframe(depth), mode, below)
+    try:
+        frames.append(frame)
+        for device, dtype, on in recipe.devices:
+            before = get_autocast_dtype(device)
+            frame.states.append((device, is_autocast_enabled(device), before))
+            set_autocast_enabled(device, on)
+            if dtype is not None and before is not dtype:
+                set_autocast_dtype(device, dtype)
+                torch.clear_autocast_cache()  # it does not look at the format
+        frame.counts.extend(starmap(autocast_increment_nesting, ONCE))
+        if recipe.cache is not None and frame.cache is not recipe.cache:
+            set_autocast_cache_enabled(recipe.cache)
+        state.mode = mode
+        if mode is not None:
+            _push_on_torch_function_stack(mode) if above is None else lay(mode, above)
+        return frame
+    except BaseException:
+        abandon(frame)
+        raise
+
+
+def close_recipe(owner: object, *, failing: bool = False) -> None:
+    """Leave the region that `owner` opened and put back what it found.
+
+    Raises:
+        RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
+            region); everything is put in order first. Not raised while another exception passes (`failing`).
+    """
+    frames = STATE.frames
+    if not frames or frames[-1].owner() is not owner:
+        _close_out_of_order(owner, failing=failing)
+        return
+    frame = frames[-1]
+    try:
+        foreign = _put_back(frame)
+    finally:
+        abandon(frame)
+    if foreign:
+        _refuse_foreign(frame, failing=failing)
+
+
+def abandon(frame: _Frame | None) -> None:
+    """Leave a region that an interrupt kept open; one that is closed, or not the innermost, stays as it is."""
+    frames = STATE.frames
+    if frames and frames[-1] is frame:
+        _put_back(frame)
+
+
+def _put_back(frame: _Frame) -> bool:
+    """Put back what the innermost region found, and take it from the list; return whether others are left in between.
+
+    Then torch's state is left to the region of torch.autocast that was entered or left there.
+    """
+    state = STATE
+    frames = state.frames
+    if frame.laid is not None:
+        others = 0 if len(frames) == 1 else sum(outer.laid is frame.laid for outer in frames[:-1])
+        take_off(frame.laid, frame.depth, state.above, others=others)
+    state.mode, state.bound, state.visit = frame.mode, frame.bound, frame.visit
+    counts, foreign = frame.counts, False
+    if len(counts) == 1:
+        counts.extend(starmap(autocast_decrement_nesting, ONCE))
+    if counts:
+        foreign = counts[1] != counts[0] - 1
+        if counts[1] == 0:
+            torch.clear_autocast_cache()
+    if not foreign:
+        for device, on, before in frame.states:
+            set_autocast_enabled(device, on)
+            if get_autocast_dtype(device) is not before:
+                torch.clear_autocast_cache()
+                set_autocast_dtype(device, before)
+        if frame.cache is not is_autocast_cache_enabled():
+            if not frame.cache:  # a copy lives no longer than the outermost region that keeps copies
+                torch.clear_autocast_cache()
+                state.casts.clear()
+            set_autocast_cache_enabled(frame.cache)
+    if len(frames) == 1:
+        state.casts.clear()
+    frame.owner = _gone  # the object may live on, or die without a word
+    frames.pop()
+    return foreign
+
+
+def _gone() -> None:
+    """Stand for the reference to an object that is no more."""
+
+
+class opened:
+    """Open `recipe` for a block of our own code: a context manager; each object opens one region.
+
+    Args:
+        recipe: what to enter.
+        depth: how many frames up from that block the user's line is.
+    """
+
+    __slots__ = ("__weakref__", "depth", "frame", "recipe")
+
+    def __init__(self, recipe: Recipe, *, depth: int = 1) -> None:
+        self.recipe, self.depth = recipe, depth
+        self.frame: _Frame | None = None
+
+    def __enter__(self) -> None:
+        try:
+            self.frame = open_recipe(self.recipe, self, depth=self.depth + 2)
+        except BaseException:
+            abandon(self.frame)
+            raise
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            close_recipe(self, failing=exc_type is not None)
+        finally:
+            abandon(self.frame)
+
+
+def _orphaned(owner: weakref.ref[object]) -> None:
+    """Close the region whose object is gone; an interrupt kept it open."""
+    frames = STATE.frames
+    index = next((i for i, frame in enumerate(frames) if frame.owner is owner), None)
+    if index is None:  # it is another thread's, which will see it
+        return
+    if index == len(frames) - 1:
+        _put_back(frames[index])
+    else:
+        _take_out(index)
+
+
+def _close_out_of_order(owner: object, *, failing: bool) -> None:
+    frames = STATE.frames
+    index = next((i for i in reversed(range(len(frames))) if frames[i].owner() is owner), None)
+    if index is None:
+        if failing:
+            return
+        raise RegionError(
+            "a halfstep region was left in a thread (or a moment) in which it is not open; "
+            "enter and leave a region in the same function of the same thread"
+        )
+    frame, inner = frames[index], frames[index + 1]
+    _take_out(index)
+    if not failing:
+        raise RegionError(
+            f"the region entered at {frame.place} was left while the one entered at {inner.place} was still open; "
+            "a region cannot stay open across yield or await: open it inside, around the work itself"
+        )
+
+
+def _take_out(index: int) -> None:
+    """Take a region that is not the innermost out; the one entered next puts back what it found."""
+    frames = STATE.frames
+    frame, inner = frames.pop(index), frames[index]  # after the pop, `inner` is the region entered next
+    if frame.laid is not None:
+        take_out(frame.laid)
+        for later in frames[index:]:
+            later.depth -= later.laid is not None
+    autocast_decrement_nesting()
+    for later in frames[index:]:
+        later.counts[0] -= 1
+    inner.states, inner.cache, inner.visit = frame.states, frame.cache, frame.visit
+    inner.mode, inner.bound = frame.mode, frame.bound
+
+
+def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
+    """Say that torch's state was left to the region of torch.autocast that was entered or left in between.
+
+    That region may put back what it found in this one, where nothing can be done about it; so it is said, by a warning,
+    also while an exception passes (closing a suspended generator is one).
+    """
+    text = (
+        f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not left, "
+        "or left and not entered; a region cannot stay open across yield or await: open it inside, around the work"
+    )
+    if not failing:
+        raise RegionError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon, remember):
+    run_eagerly(_function)
+run_eagerly(again_in_region, below=False)  # what is computed again may be compiled

@@ -1,0 +1,268 @@
+"""Custom operators: a rule for somebody's own function, autograd.Function or torch.library operator.
+
+`operator` gives a function a name and a rule. In a region its tensors are cast as the rule says, wherever they are in
+its arguments, and it runs with autocast and every other rule off: inside it formats are its author's business. A policy
+can say otherwise by the name. Under plain torch.autocast the rule holds too; outside regions nothing changes.
+
+A torch.library operator gets its rule in torch's dispatcher, so it holds for everybody who calls the operator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from halfstep.cast.arithmetic.emulate import widened
+from halfstep.cast.arithmetic.simulate import simulated
+from halfstep.cast.regions.opening import opened
+from halfstep.cast.rules.dispatch import FLOATS, RuleMode, cast_tensor, mode_here, run
+from halfstep.cast.rules.handlers import target_of
+from halfstep.cast.rules.recipe import Recipe, recipe_for
+from halfstep.errors import PolicyError, did_you_mean
+from halfstep.policy.custom import CustomOperator, custom_rule, register
+from halfstep.policy.optable import RULES
+from halfstep.policy.policy import Policy
+from halfstep.policy.units import default_device_types
+from halfstep.trees import map_tensors, tensors
+
+__all__ = ["operator"]
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BACKWARDS = ("", "low", "fp32", "keep")
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+"""Device type -> torch's dispatch key of its autocast."""
+
+
+def operator(rule: str, *, backward: str = "", name: str = "") -> Callable[[T], T]:
+    """Give an operator of your own its rule; a decorator.
+
+    Works on Python functions, on subclasses of torch.autograd.Function (returned is a class with the same ``apply``),
+    and on torch.library operators (``torch.library.custom_op``, ``torch.ops.mylib.op``), which are returned themselves.
+
+    Args:
+        rule: "low", "fp32", "keep" (the first activation decides), "widest" or "banned", for tensors anywhere in the
+            arguments: in lists, dicts, named tuples, dataclasses. An output stays in the format the operator gives it.
+        backward: only for autograd.Functions: "low", "fp32" or "keep" for every operator that ``backward`` calls; ""
+            runs it without rules, in the formats gradients and saved tensors have. Gradients leave in the formats of
+            the inputs.
+        name: "namespace::name" for policies, plans and messages; default: module and qualified name, or that of the
+            torch.library operator.
+
+    Raises:
+        PolicyError: an unknown rule, a name that is taken or has no "::", or `backward` for something that has no
+            backward pass of its own.
+
+    Example:
+        >>> @hs.operator("fp32")
+        ... def energy(states):
+        ...     return states.logits.square().sum(-1)
+    """
+    if rule not in RULES:
+        raise PolicyError(f"hs.operator({rule!r}): expected one of {', '.join(map(repr, RULES))}{_near(rule, RULES)}")
+    if backward not in BACKWARDS:
+        options = ", ".join(map(repr, BACKWARDS))
+        raise PolicyError(f"hs.operator(backward={backward!r}): expected one of {options}{_near(backward, BACKWARDS)}")
+    if name and "::" not in name:
+        raise PolicyError(f"hs.operator(name={name!r}): a custom operator is called 'namespace::name'")
+
+    def decorate(target: T) -> T:
+        library = _overloads(target)
+        if backward and not _is_function_class(target):
+            raise PolicyError(
+                f"hs.operator(backward={backward!r}) on {target!r}: its backward pass is made of the operators it "
+                "calls, in the formats they ran in; for one of its own write a torch.autograd.Function"
+            )
+        made = CustomOperator(
+            name=name or _name(target, library), rule=rule, backward=backward, where=_where(target, library)
+        )
+        register(made)
+        if library:
+            for overload in library:
+                _govern(overload, made)
+            return target
+        if _is_function_class(target):
+            return _function_class(target, made)  # type: ignore[return-value,arg-type]
+        if not callable(target):
+            raise PolicyError(f"hs.operator gives a function its rule and got {target!r}")
+        return _ruled(target, made)  # type: ignore[return-value]
+
+    return decorate
+
+
+def _near(word: object, options: tuple[str, ...]) -> str:
+    return did_you_mean(word, options) if isinstance(word, str) else ""
+
+
+def _is_function_class(target: object) -> bool:
+    return isinstance(target, type) and issubclass(target, Function)
+
+
+def _overloads(target: Any) -> list[Any]:
+    """Return the overloads of a torch.library operator, [] for anything else."""
+    target = getattr(target, "_opoverload", target)  # torch.library.custom_op keeps its overload there
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, overload) for overload in target.overloads()]
+    return []
+
+
+def _name(target: Any, library: list[Any]) -> str:
+    if library:
+        return str(library[0]._schema.name)
+    return f"{target.__module__}::{target.__qualname__}"
+
+
+def _where(target: Any, library: list[Any]) -> str:
+    if library:
+        return f"torch.ops:{library[0]._schema.name}"
+    try:
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):  # made by exec, or built in
+        return f"{getattr(target, '__module__', '?')}:0"
+
+
+# ------------------------------------------------------------------ carrying a rule out
+
+
+def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``func(*args, **kwargs)`` under the rule that holds for `op` here and now."""
+    found = [t for t in tensors((args, kwargs)) if t.dtype in FLOATS]
+    device = next((t.device.type for t in found), None)
+    if device is None or not torch.is_autocast_enabled(device):
+        return func(*args, **kwargs)
+    mode = mode_here()
+    rule = op.rule if mode is None else custom_rule(mode.overrides, op.name, op.rule)
+    dtype = target_of(rule, op.name, device, found)
+    if dtype is None:
+        return run(device, func, args, kwargs)
+    if rule == "low" and mode is not None:
+        if mode.how.simulated is not None:
+            return run(device, simulated(func, mode.how.simulated), args, kwargs)
+        if device in mode.how.emulating and dtype is torch.float16:
+            func = widened(func)
+
+    def cast(tensor: Tensor) -> Tensor:
+        if mode is not None:
+            return cast_tensor(tensor, dtype, mode)
+        return tensor.to(dtype) if tensor.dtype in FLOATS and tensor.device.type == device else tensor
+
+    args, kwargs = map_tensors((args, kwargs), cast)
+    return run(device, func, args, kwargs)
+
+
+def _ruled(func: Callable[..., Any], op: CustomOperator) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _apply(op, func, args, kwargs)
+
+    return call
+
+
+def _function_class(original: type[Function], op: CustomOperator) -> type:
+    """Return a class with an ``apply`` that follows the forward rule, of a Function that follows the backward rule.
+
+    It is no subclass of Function itself: Dynamo goes from the ``apply`` of any of these straight to ``forward``.
+    """
+    regions = _backward_regions(op.backward)
+    parent: Any = original
+    # plain functions: Dynamo traces a method of a Function class only with the context it made itself
+    their_forward, their_setup, their_backward = parent.forward, parent.setup_context, parent.backward
+
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        ctx.halfstep_formats = {device: torch.get_autocast_dtype(device) for device in regions}
+        return their_forward(ctx, *args, **kwargs)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.halfstep_formats = {device: torch.get_autocast_dtype(device) for device in regions}
+        their_setup(ctx, inputs, output)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        device = next((g.device.type for g in grads if isinstance(g, Tensor)), "cpu")
+        recipe = regions[device].get(ctx.halfstep_formats[device]) if device in regions else None
+        return _in_backward(recipe, device, their_backward, ctx, *grads)
+
+    body: dict[str, Any] = {"backward": staticmethod(backward), "__module__": original.__module__}
+    if their_setup is Function.setup_context:
+        body["forward"] = staticmethod(forward)
+    else:
+        body["setup_context"] = staticmethod(setup_context)
+    passive = RuleMode((), {})
+    made: Any = type(original.__name__, (original,), body)
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return made.apply(*args, **kwargs)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        if regions and torch.compiler.is_compiling():
+            with passive:  # Dynamo lets a backward pass push a mode only where the forward pass did
+                return _apply(op, inner, args, kwargs)
+        return _apply(op, inner, args, kwargs)  # casts outside the Function: autograd undoes them
+
+    about = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (), {**about, "apply": staticmethod(apply), "function": made})
+
+
+def _backward_regions(rule: str) -> Mapping[str, Mapping[torch.dtype, Recipe]]:
+    """Return device type -> low format -> a region in which every operator has `rule`; Dynamo cannot make one."""
+    if not rule:
+        return {}
+    every = Policy(name=f"backward {rule}", table="all-low", ops=(("*", rule),), loss="keep")
+
+    def region(device: str, dtype: str) -> Recipe:
+        recipe = recipe_for(every.replace(dtype=dtype), (device,))
+        assert recipe.mode is not None  # every operator has the rule
+        mode = _BackwardMode((device,), recipe.mode.handlers, recipe.mode.how, recipe.mode.overrides)
+        return dataclasses.replace(recipe, mode=mode)
+
+    return {device: {low: region(device, name) for name, low in LOWS.items()} for device in default_device_types()}
+
+
+class _BackwardMode(RuleMode):
+    """Rules that hold wherever the mode is on: Dynamo lets no backward pass say so in the state of the thread."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self.handlers.get(func)
+        return func(*args, **(kwargs or {})) if handler is None else handler(self, func, args, kwargs or {})
+
+
+def _in_backward(recipe: Recipe | None, device: str, func: Callable[..., Any], *args: Any) -> Any:
+    """Call a backward function in the region of `recipe`; without one, with every rule off."""
+    if recipe is None:
+        if torch.is_autocast_enabled(device):  # the backward pass runs in somebody's region
+            return run(device, func, args, {})
+        return func(*args)
+    if torch.compiler.is_compiling():
+        (low,) = (dtype for _, dtype, _ in recipe.devices)
+        with torch.autocast(device, dtype=low), recipe.mode:  # type: ignore[union-attr]  # made with a mode
+            return func(*args)
+    with opened(recipe):
+        return func(*args)
+
+
+# ------------------------------------------------------------------ torch.library
+
+
+def _govern(overload: Any, op: CustomOperator) -> None:
+    """Register the rule of `op` as the autocast kernel of a torch.library operator, on every device type."""
+    namespace, _, local = overload._schema.name.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")  # what it registers goes with it,
+    overload._halfstep_library = library  # so it lives as long as the operator
+    qualified = f"{local}.{overload._schema.overload_name}" if overload._schema.overload_name else local
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _apply(op, overload, args, kwargs)
+
+    for key in KEYS.values():
+        library.impl(qualified, kernel, key, allow_override=True)

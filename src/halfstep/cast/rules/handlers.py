@@ -1,0 +1,294 @@
+"""Handlers: what a rule does with one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
+from halfstep.cast.arithmetic.simulate import simulated
+from halfstep.cast.losses.cross_entropy import cross_entropy
+from halfstep.cast.rules.dispatch import LOWS, Handler, Lowering, RuleMode, Target, cast, run, tensors_of
+from halfstep.cast.state import STATE
+from halfstep.errors import BannedOperatorError
+from halfstep.formats import Format
+
+__all__ = [
+    "INPUT",
+    "IN_PLACE",
+    "data_asked",
+    "into_destination",
+    "of_composite",
+    "of_rule",
+    "of_statistics",
+    "target_of",
+]
+
+MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
+MANY_LOGITS = 1 << 20  # where a Function of our own begins to be faster on a CPU; below it some MiB are at stake
+STATEFUL = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
+GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
+INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
+
+
+def _handler(target: Target, *, gathers: bool = False) -> Handler:
+    """Make the handler of a rule from the function that says which format its tensors take (None: as they are)."""
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_of(args, mode.devices) + (tensors_of(kwargs.values(), mode.devices) if kwargs else [])
+        device = mode.active(tensors)
+        if device is None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        if isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(a, torch.dtype) for a in args):
+            return run(device, func, args, kwargs)  # an explicit dtype wins
+        dtype = target(device, tensors)
+        if dtype is None:
+            return run(device, func, args, kwargs)
+        if gathers:
+            return cast(run(device, func, args, kwargs), dtype, mode)
+        args = tuple([cast(a, dtype, mode) for a in args])
+        if kwargs:
+            kwargs = {k: cast(v, dtype, mode) for k, v in kwargs.items()}
+        return run(device, func, args, kwargs)
+
+    return handle
+
+
+def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Low for a norm: on CPU its weights stay as they are, which is more precise and saves two casts each way."""
+    values = args[:1] or (kwargs.get("input"),)
+    tensors = tensors_of(values, mode.devices)
+    if not tensors or tensors[0].device.type != "cpu":
+        return _LOW(mode, func, args, kwargs)
+    if mode.active(tensors) is None:
+        return func(*args, **kwargs)
+    low = cast(tensors[0], torch.get_autocast_dtype("cpu"), mode)
+    if args:
+        return run("cpu", func, (low, *args[1:]), kwargs)
+    return run("cpu", func, args, {**kwargs, "input": low})
+
+
+def _stateful(target: Target, form: Format | None) -> Handler:
+    """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
+
+    Kernels take a low input with fp32 statistics and compute in fp32, but want weight and bias in the statistics'
+    format. `form` is a simulated low format.
+    """
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = STATEFUL_F if getattr(func, "__module__", "") == F.__name__ else STATEFUL_TORCH
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = tensors_of((values.get("input"),), mode.devices)
+        device = mode.active(tensors)
+        if device is None:
+            return func(*args, **kwargs)
+        if form is not None:
+            func, input = simulated(func, form, inputs=False), simulated(_same, form, inputs=False)(tensors[0])
+        else:
+            input = cast(tensors[0], target(device, tensors) or tensors[0].dtype, mode)
+        statistics = values.get("running_mean")
+        given = {"input": input}
+        if isinstance(statistics, Tensor) or input.dtype is torch.float32:
+            wanted = statistics.dtype if isinstance(statistics, Tensor) else torch.float32
+            given.update({name: cast(values.get(name), wanted, mode) for name in ("weight", "bias")})
+        args = tuple(given.get(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :]
+        return run(device, func, args, {name: given.get(name, value) for name, value in kwargs.items()})
+
+    return handle
+
+
+def of_statistics() -> Handler:
+    """Return the handler of a norm without a rule under low parameters: its weights meet its fp32 statistics."""
+    return _stateful(_as_it_is, None)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+STATEFUL_F = ("input", "running_mean", "running_var", "weight", "bias")
+"""First arguments of F.batch_norm and F.instance_norm."""
+
+STATEFUL_TORCH = ("input", "weight", "bias", "running_mean", "running_var")
+"""First arguments of torch.batch_norm and torch.instance_norm."""
+
+
+def _to_low(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device)
+
+
+_LOW = _handler(_to_low)
+
+
+def _to_fp32(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    return torch.float32
+
+
+_FP32 = _handler(_to_fp32)
+
+
+def _to_first(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    """keep: the first activation decides; a parameter decides only if there is nothing else."""
+    if len(tensors) == 1:
+        return None
+    for tensor in tensors:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.dtype
+    return tensors[0].dtype
+
+
+def _to_widest(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    first = tensors[0].dtype
+    return None if all(t.dtype is first for t in tensors) else torch.float32
+
+
+def _as_it_is(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    return None
+
+
+def _banned(name: str) -> Target:
+    def target(device: str, tensors: list[Tensor]) -> torch.dtype | None:
+        low = [t.dtype for t in tensors if t.dtype in LOWS]
+        if low:
+            raise BannedOperatorError(
+                f"{name} was called with {str(low[0]).removeprefix('torch.')} tensors and this policy bans that; "
+                f"use binary_cross_entropy_with_logits for binary_cross_entropy, or give the operator a rule: "
+                f"policy.with_ops(fp32=[{name!r}])"
+            )
+        return None
+
+    return target
+
+
+def _low_cross_entropy(otherwise: Handler) -> Handler:
+    """Make the handler of fp32 for F.cross_entropy: of low logits no fp32 copy is kept for the backward pass.
+
+    Logits too few for that to matter go `otherwise`: a custom Function costs more than it saves there.
+    """
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        logits = args[0] if args else kwargs.get("input")
+        if not isinstance(logits, Tensor) or logits.dtype not in LOWS or logits.numel() < MANY_LOGITS:
+            return otherwise(mode, func, args, kwargs)
+        device = mode.active(tensors_of((logits,), mode.devices))
+        if device is None:
+            return func(*args, **kwargs)
+        return run(device, cross_entropy, args, kwargs)
+
+    return handle
+
+
+def _untouched(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
+    """Make the handler of a low operator whose format the devices `emulating` have no units for."""
+    strict = name in EMULATED  # what torch runs itself on widened tensors says itself what it cannot mix
+    masked = name == "scaled_dot_product_attention"  # its fourth argument may be boolean
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_of(args, mode.devices) + (tensors_of(kwargs.values(), mode.devices) if kwargs else [])
+        device = mode.active(tensors)
+        if device not in emulating or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        if dtype is not torch.float16:  # somebody's inner region asks for a format the device has
+            return func(*args, **kwargs)
+        args = tuple([cast(a, dtype, mode) for a in args])
+        kwargs = {k: cast(v, dtype, mode) for k, v in kwargs.items()}
+        operands = [*(args[:3] if masked else args), *(v for k, v in kwargs.items() if k != "attn_mask")]
+        if strict and _formats(operands) != {torch.float16}:
+            return run(device, func, args, kwargs)  # what no rule casts, torch refuses to mix, and says so
+        return run(device, emulation, args, kwargs)
+
+    return handle
+
+
+def _formats(values: Iterable[Any]) -> set[torch.dtype]:
+    """Return the dtypes of all tensors in `values` and in lists and tuples among them."""
+    found = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            found.add(value.dtype)
+        elif isinstance(value, (list, tuple)):
+            found |= _formats(value)
+    return found
+
+
+def _simulated(form: Format, *, gathers: bool) -> Handler:
+    """Make the handler of a low operator in a format that no dtype stores."""
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = mode.active(tensors_of(args, mode.devices) + tensors_of(kwargs.values(), mode.devices))
+        if device is None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        return run(device, simulated(func, form, inputs=not gathers), args, kwargs)
+
+    return handle
+
+
+def of_composite(twin: Callable[..., Any]) -> Handler:
+    """Return the handler that runs a composite from its twin, so that its parts get their rules; note [composites]."""
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return twin(*args, **kwargs)
+
+    return handle
+
+
+def into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write into args[0]: the destination is never cast, what is written takes its format."""
+    found = tensors_of(args[:1], mode.devices)
+    device = mode.active(found)
+    if device is None:
+        return func(*args, **kwargs)
+    (destination,) = found
+    dtype = destination.dtype
+    args = (destination, *(cast(a, dtype, mode) for a in args[1:]))
+    return run(device, func, args, {k: cast(v, dtype, mode) for k, v in kwargs.items()})
+
+
+def data_asked(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return ``tensor.data`` and tell the step's low copies, since a write through it leaves no trace."""
+    if STATE.copies is not None:
+        STATE.copies.touched(args[0])
+    return func(*args, **kwargs)
+
+
+IN_PLACE = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_scatter_",
+            "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")  # fmt: skip
+"""Methods of Tensor that refuse to mix formats."""
+
+_TARGETS = {"low": _to_low, "fp32": _to_fp32, "keep": _to_first, "widest": _to_widest, INPUT: _as_it_is}
+
+
+def target_of(rule: str, name: str, device: str, tensors: list[Tensor]) -> torch.dtype | None:
+    """Return the format that `rule` gives the eligible `tensors` of the operator `name`; None: as they are."""
+    return _banned(name)(device, tensors) if rule == "banned" else _TARGETS[rule](device, tensors)
+
+
+def of_rule(name: str, rule: str, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
+    """Return the handler of the operator `name`, called as `func`, under `rule`; `native`: torch.autocast does it."""
+    if name in STATEFUL and rule in _TARGETS:
+        return _stateful(_TARGETS[rule], how.simulated if rule == "low" else None)
+    if rule == "low":
+        if how.simulated is not None:
+            return _simulated(how.simulated, gathers=name in GATHERS)
+        emulation = emulation_of(name, func) if how.emulating else None
+        if emulation is not None:
+            return _emulated(name, emulation, how.emulating)
+        if name in MIXED_NORMS:
+            return _low_norm
+    if rule == "fp32" and func is F.cross_entropy:
+        return _low_cross_entropy(_untouched if native else _FP32)
+    if native:
+        return _untouched
+    if rule == "banned":
+        return _handler(_banned(name))
+    return _handler(_TARGETS[rule], gathers=name in GATHERS)

@@ -1,0 +1,1 @@
+"""The backend of torch's own operators: any device, no compiler."""

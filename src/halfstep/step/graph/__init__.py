@@ -1,0 +1,1 @@
+"""cuda_graph=: a whole training step captured in CUDA graphs and replayed."""
