@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.step import fused
+from halfstep.step import update
 
 WIDTH = 128
 BF16 = torch.bfloat16
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def torchs_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are compared bit for bit with a loop of torch's, so both are stepped by torch's optimizer."""
-    monkeypatch.setattr(fused, "refusal", lambda *args: "to compare")
+    monkeypatch.setattr(update, "refusal", lambda *args: "to compare")
 
 
 class WeightCasts(TorchDispatchMode):

@@ -456,7 +456,7 @@ def test_a_folder_that_runs_share_keeps_the_newest_files_of_all_and_what_is_not_
         os.utime(file, ns=(0, 0))
     for run in range(1, 7):
         step = step_of(Body(lambda m, h: h), squared, policy="O0", blackbox=tmp_path)
-        step._step = 10 * run
+        step.record.done = 10 * run
         for _ in range(4):
             step(torch.full((4, 8), math.nan))
             step.explain()

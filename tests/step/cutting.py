@@ -219,8 +219,8 @@ def cut_run(run: Run, states: list[dict[str, Any]], micro: int, with_: Knife | s
         return f"cut at {knife.where}: the handler of SIGINT is another one"
     before = micro // run.accumulate
     try:
-        done = step._step + step._window
-        if step._window and not step._progress.phase:
+        done = step.record.done + step.record.micro_batches
+        if step.record.micro_batches and not step._moments.phase:
             outcomes.append("within a window")
         else:
             saved = step.state_dict()

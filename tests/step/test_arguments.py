@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.step.arguments import RatesCheck, check_rates
+from halfstep.step.arguments import check_rates
+from halfstep.step.update import Updater
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 NAN, INF = float("nan"), float("inf")
@@ -141,7 +142,7 @@ def test_a_rate_on_a_device_is_not_read() -> None:
 def test_a_check_looks_again_at_what_has_changed() -> None:
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in parameters[:2]], 0.1)
-    check = RatesCheck(optimizer)
+    check = Updater(optimizer, None).check_rates
     for _ in range(2):
         check()
     optimizer.param_groups[1]["momentum"] = NAN
@@ -164,7 +165,7 @@ def test_infinities_under_other_names_are_left_alone() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["growth_rate"] = INF
     check_rates(optimizer)
-    RatesCheck(optimizer)()
+    Updater(optimizer, None).check_rates()
 
 
 @pytest.mark.parametrize("policy", ["mixed", "O2", "O0"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import halfstep as hs
-from halfstep.step import tail
+from halfstep.step import optimizer_step
 
 FORMS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda p, **k: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, **k),
@@ -143,7 +143,7 @@ def test_a_run_without_halfstep_is_resumed(name: str, through: str) -> None:
     for x in xs[2:]:
         step(x)
     assert_close(model, whole)
-    fused = tail.takes_predicate(resumed)
+    fused = optimizer_step.takes_predicate(resumed)
     assert fused is (through == "the optimizer")  # what has stepped keeps the form it stepped in
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.kernels.choose import cannot_update
 from halfstep.kernels.reference.primitives import split_bf16
-from halfstep.step import fused
+from halfstep.step import update
 from halfstep.step.prepare import store_of
 from halfstep.weights import SplitWeights
 
@@ -71,7 +71,7 @@ def values(step: hs.TrainStep) -> dict[str, Tensor]:
 def generically(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
     """Run `do` without halfstep's own update."""
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "refusal", lambda *args: "for comparison")
+        patch.setattr(update, "refusal", lambda *args: "for comparison")
         do()
 
 
@@ -114,8 +114,8 @@ def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str)
     for factor in noise:
         gradient = (low.detach() - target).mul_(1 + 0.5 * factor).to(torch.bfloat16)
         wide.grad, low.grad = gradient.float(), gradient
-        fused.Update(optimizers[0], None, None, one, good).carry_out()
-        fused.Update(optimizers[1], store, None, one, good).carry_out()
+        update.FusedUpdate(optimizers[0], None, None, one, good).write()
+        update.FusedUpdate(optimizers[1], store, None, one, good).write()
     assert torch.equal(store.read(low), wide.detach())
     assert torch.equal(low.detach(), split_bf16(wide.detach())[0])
 

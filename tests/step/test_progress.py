@@ -241,7 +241,7 @@ def test_a_scheduler_that_refuses_to_go_on_is_named_and_can_be_left_out() -> Non
 def test_a_handler_that_only_notes_a_signal_is_called_once_the_update_is_whole() -> None:
     found: list[tuple[int, int]] = []
     step = made()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: found.append((number, step._step)))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: found.append((number, step.record.done)))
     handle = step.optimizer.register_step_post_hook(lambda *args: signal.raise_signal(signal.SIGTERM))
     try:
         step(X)
@@ -264,7 +264,7 @@ def test_statistics_are_put_back_where_the_handling_of_an_error_was_cut_off_too(
 
     good, step.loss_fn = step.loss_fn, raises
     with monkeypatch.context() as patch:
-        patch.setattr(step._statistics, "restore", fail)
+        patch.setattr(torch, "_foreach_copy_", fail)
         with pytest.raises(MemoryError):
             step(X)
     step.loss_fn = good

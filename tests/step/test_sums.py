@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from halfstep.step import train_step
 from halfstep.step.sums import Sums
 
 WIDTH = 264
@@ -51,11 +52,11 @@ def stepper(net: nn.Module, *, dtype: str = "bf16", accumulate: int = 3) -> hs.T
     return hs.TrainStep(net, optimizer, square, policy=policy, accumulate=accumulate, clip_norm=1.0)
 
 
-def by_autograd(step: hs.TrainStep) -> hs.TrainStep:
-    """Let autograd cast and add."""
-    assert step._store is not None
-    step._sums = Sums(step._store.parameters(), hooked=False, windows=True)
-    return step
+def by_autograd(net: nn.Module, **named: Any) -> hs.TrainStep:
+    """Return a step whose gradients autograd casts and adds: in the format of each parameter's `grad_dtype`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_step, "Sums", lambda low, hooked, windows: Sums(low, hooked=False, windows=windows))
+        return stepper(net, **named)
 
 
 def batches(count: int) -> list[Tensor]:
@@ -67,7 +68,7 @@ def batches(count: int) -> list[Tensor]:
 def test_parameters_are_bit_for_bit_those_of_autograds_sums(way: str, accumulate: int) -> None:
     net = Net(way)
     twin = copy.deepcopy(net)
-    ours, theirs = stepper(net, accumulate=accumulate), by_autograd(stepper(twin, accumulate=accumulate))
+    ours, theirs = stepper(net, accumulate=accumulate), by_autograd(twin, accumulate=accumulate)
     for x in batches(2 * accumulate):
         assert torch.equal(ours(x).loss, theirs(x).loss)
     one, other = net.state_dict(), twin.state_dict()
@@ -77,13 +78,10 @@ def test_parameters_are_bit_for_bit_those_of_autograds_sums(way: str, accumulate
 def test_a_low_sum_would_be_another_one() -> None:
     net = Net("once")
     twin = copy.deepcopy(net)
-    ours, theirs = stepper(net), stepper(twin)
-    theirs._sums = Sums((), hooked=False, windows=True)
+    ours, theirs = stepper(net), by_autograd(twin)
+    for parameter in twin.parameters():
+        parameter.grad_dtype = parameter.dtype
     for step in (ours, theirs):
-        assert step._store is not None
-        for p in step._store.parameters():
-            if step is theirs:
-                p.grad_dtype = torch.bfloat16
         for x in batches(3):
             step(x)
     assert not torch.equal(net.state_dict()["second.weight"], twin.state_dict()["second.weight"])
@@ -92,7 +90,7 @@ def test_a_low_sum_would_be_another_one() -> None:
 def test_a_short_window_is_flushed() -> None:
     net = Net("once")
     twin = copy.deepcopy(net)
-    ours, theirs = stepper(net), by_autograd(stepper(twin))
+    ours, theirs = stepper(net), by_autograd(twin)
     for step in (ours, theirs):
         for x in batches(2):
             step(x)
@@ -163,7 +161,7 @@ def test_hooks_do_not_keep_a_step() -> None:
     step = stepper(net)
     for x in batches(3):
         step(x)
-    gone = weakref.ref(step._sums)
+    gone = weakref.ref(step)
     gc.collect()
     gc.disable()
     try:

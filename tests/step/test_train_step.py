@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import BindError, StepError
-from halfstep.step import fused
+from halfstep.step import update
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -71,7 +71,7 @@ def test_preset_torch_is_the_torch_amp_loop(
     Equal bit for bit through the optimizer's own step, and to some roundings of update and clip factor through ours.
     """
     if not own:
-        monkeypatch.setattr(fused, "refusal", lambda *args: "to compare")
+        monkeypatch.setattr(update, "refusal", lambda *args: "to compare")
     model = net()
     step = hs.TrainStep(
         model,

@@ -61,7 +61,7 @@ def test_until_the_code_of_a_step_is_entered_nothing_has_moved(kind: str) -> Non
         optimizer.step()
     assert not marks.moved()
     handle.remove()
-    marks.put_back()
+    marks.restore()
     assert not optimizer._optimizer_step_pre_hooks
 
 
@@ -82,14 +82,14 @@ def test_states_that_a_step_only_began_are_taken_away() -> None:
     optimizer.grad_scale = torch.ones(())  # type: ignore[attr-defined]
     marks._enter(optimizer, (), {})
     assert not marks.moved()
-    marks.put_back()
+    marks.restore()
     assert not optimizer.state and "grad_scale" not in vars(optimizer)
     optimizer.step()
     marks = Marks(optimizer, None)
     marks._enter(optimizer, (), {})
     optimizer.state[second]["max_exp_avg_sq"] = torch.zeros(2, 2)
     assert not marks.moved()
-    marks.put_back()
+    marks.restore()
     assert set(optimizer.state[second]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -172,6 +172,6 @@ def test_a_scheduler_is_put_back(kind: str, tensor: bool) -> None:
     for _ in range(2):
         scheduler.step()
     assert state() != before
-    copy.put_back()
+    copy.restore()
     assert state() == before
     scheduler.step()

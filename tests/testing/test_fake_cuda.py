@@ -102,7 +102,7 @@ def test_no_preset_waits_for_the_device(found: dict[str, Any]) -> None:
 @device
 def test_an_optimizer_without_a_device_predicate_costs_one_wait_which_is_named(found: dict[str, Any]) -> None:
     waits = [where for key, where in found["syncs"].items() if key.endswith("RMSprop")]
-    assert all(len(where) == 1 and where[0].startswith("tail.py:") for where in waits) and len(waits) == 10
+    assert all(len(where) == 1 and where[0].startswith("optimizer_step.py:") for where in waits) and len(waits) == 10
 
 
 @device

@@ -21,7 +21,8 @@ class _State(threading.local):
     Attributes:
         mode: the mode of the innermost region; the modes of outer regions, still on torch's stack, stand aside.
         bound: the innermost recipe opened by a bound module or a training step, or None.
-        visit: called with every prepared model before it runs in this thread, or None.
+        visit: the statistics of the training step that runs in this thread (`models`, and `add` for one that is not
+            among them), which every prepared model meets before it runs; or None.
         frames: the open regions, innermost last.
         casts: the weight casts of the open regions.
         copies: the low weights of the training step that runs in this thread, or None.
@@ -32,7 +33,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.mode: RuleMode | None = None
         self.bound: Any = None
-        self.visit: Callable[[Any], None] | None = None
+        self.visit: Any = None
         self.frames: list[Any] = []
         self.casts = WeightCasts()
         self.copies: Copies | None = None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from halfstep.step.memory import put_random, random_states
+from halfstep.step.record import put_random, random_states
 
 __all__ = ["generators", "held_generators", "unmoved"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from halfstep.step.memory import put_random, random_states
+from halfstep.step.record import put_random, random_states
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
-from operator import is_, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from halfstep.errors import StepError
 from halfstep.kernels.host import number
 from halfstep.scale.scaler import GradScaler
 
-__all__ = ["RatesCheck", "check_arguments", "check_rates", "evidence_folder", "limit"]
+__all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_folder", "limit"]
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -65,6 +64,33 @@ def check_arguments(
     if scheduler is not None:
         _check_scheduler(scheduler, optimizer)
     return int(accumulate)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what a loss function returned in the place of a real scalar tensor with a gradient.
+
+    Raises:
+        StepError: what it is, and what to return instead.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got, remedy = type(loss).__name__, "return its loss"
+        if isinstance(loss, Tensor):
+            got, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it with .mean() or .sum()"
+        elif isinstance(loss, (int, float)):
+            remedy = "return the tensor, without .item()"
+        elif hasattr(loss, "loss"):
+            remedy = "return its .loss"
+        raise StepError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; {remedy}")
+    if loss.is_complex():
+        raise StepError(
+            f"loss_fn returned a complex loss ({loss.dtype}), of which no direction is down; return a real number of "
+            "it, such as loss.abs() or loss.real"
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "the loss has no gradient: no parameter that requires one took part in it, or loss_fn ran under "
+            "torch.no_grad or detached its result"
+        )
 
 
 def limit(name: str, value: Any) -> float | None:
@@ -132,35 +158,6 @@ def check_rates(optimizer: Optimizer, names: Iterable[str] = RATES) -> None:
                 sound = kind is int or value is None
             if not sound:
                 _check_rate(optimizer, group, name, value)
-
-
-class RatesCheck:
-    """Does what `check_rates` does at every update, and looks closer only where a number is another object than before.
-
-    Args:
-        optimizer: whose groups it looks at.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        names = [name for name in RATES if all(name in group for group in optimizer.param_groups)]
-        self._get = itemgetter(*names, *names) if names else lambda group: ()  # twice: of one name it is no tuple
-        self._sound: list[tuple[Any, ...]] = []
-
-    def __call__(self) -> None:
-        """Check.
-
-        Raises:
-            StepError: as `check_rates`.
-        """
-        found = [self._get(group) for group in self._optimizer.param_groups]
-        if len(found) == len(self._sound) and all(
-            all(map(is_, *pair)) for pair in zip(found, self._sound, strict=True)
-        ):
-            return
-        check_rates(self._optimizer)
-        tensors = any(isinstance(value, (Tensor, list)) for values in found for value in values)  # change in place
-        self._sound = [] if tensors else found
 
 
 def _check_rate(optimizer: Optimizer, group: dict[str, Any], name: str, value: Any) -> None:

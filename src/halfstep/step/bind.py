@@ -253,7 +253,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
         if hasattr(type(module), "unshard"):
             _meet_shards(binding, module)
         if state.visit is not None:
-            state.visit(module)
+            if id(module) not in state.visit.models:
+                state.visit.add(module)
         elif binding.averages:
             refuse_own_loop(module, binding.policy)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
@@ -292,7 +293,7 @@ def _visit_traced(address: int) -> None:
     Dynamo calls this itself, once for each graph, and guards on the address: an argument has to be a constant.
     """
     if STATE.visit is not None:
-        STATE.visit(ctypes.cast(address, ctypes.py_object).value)
+        STATE.visit.add(ctypes.cast(address, ctypes.py_object).value)
 
 
 _visit_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

@@ -9,10 +9,12 @@ from torch.optim import Optimizer
 
 from halfstep.errors import StepError
 from halfstep.policy.policy import Policy
+from halfstep.step.moments import LOAD, Moments
 from halfstep.step.prepare import prepared_policy, unwrap
-from halfstep.step.progress import LOAD
 from halfstep.step.saved import check_model, check_optimizer, check_scheduler, check_step
+from halfstep.step.statistics import Statistics
 from halfstep.step.undo import SchedulerCopy
+from halfstep.step.update import Updater
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -25,19 +27,19 @@ WEIGHTS = "weights"  # only there where a weight strategy has a state besides th
 
 def refuse_window(step: TrainStep, what: str) -> None:
     """Refuse to save or copy `step` while gradients of an accumulation window wait for their update."""
-    if step._window:
+    if step.record.micro_batches:
         raise StepError(
-            f"{what} after {step._window} of {step.accumulate} micro-batches would lose their gradients; "
+            f"{what} after {step.record.micro_batches} of {step.accumulate} micro-batches would lose their gradients; "
             "save between updates, or call step.flush() first"
         )
 
 
-def save_step(step: TrainStep) -> dict[str, Any]:
+def save_step(step: TrainStep, updater: Updater) -> dict[str, Any]:
     """Return the state of `step` as plain containers and tensors (torch.save, weights_only-safe)."""
     refuse_window(step, "state_dict()")
     policy = prepared_policy(step.model)
     assert policy is not None
-    weights = rounding(step)
+    weights = rounding(updater)
     return {
         **({WEIGHTS: weights} if weights else {}),
         "model": unwrap(step.model).state_dict(),
@@ -45,33 +47,33 @@ def save_step(step: TrainStep) -> dict[str, Any]:
         "scaler": step.scaler.state_dict(),
         "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
         "policy": policy.to_toml(),
-        "step": step._step,
+        "step": step.record.done,
     }
 
 
-def rounding(step: TrainStep) -> dict[str, Any]:
-    """Return the state of what rounds by chance: weights, optimizer states or both; {} for nothing."""
-    if step._states is not None:
-        return step._states.draws.state()
-    return {} if step._store is None else step._store.state()
+def rounding(updater: Updater) -> dict[str, Any]:
+    """Return the state of stochastic rounding: of weights, optimizer states or both; {} for nothing."""
+    if updater.states is not None:
+        return updater.states.draws.state()
+    return {} if updater.store is None else updater.store.state()
 
 
-def load_rounding(step: TrainStep, state: dict[str, Any]) -> None:
-    """Go on with the random bits that come after `state`, which `rounding` returned.
+def load_rounding(updater: Updater, state: dict[str, Any]) -> None:
+    """Continue with the random bits that come after `state`, which `rounding` returned.
 
     Raises:
         WeightsError: it is no such state; nothing was changed.
         StepError: there is nothing that rounds by chance; nothing was changed.
     """
-    if step._states is not None:
-        step._states.draws.load_state(state)
-    elif step._store is not None:
-        step._store.load_state(state)
+    if updater.states is not None:
+        updater.states.draws.load_state(state)
+    elif updater.store is not None:
+        updater.store.load_state(state)
     elif state:
         raise StepError(f"weights: nothing is rounded by chance here, and the state has {sorted(map(str, state))}")
 
 
-def load_step(step: TrainStep, state: object) -> None:
+def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments, statistics: Statistics) -> None:
     """Load `state` into `step` after checking all of it.
 
     Optimizer, scheduler, scaler and rounding go first and are put back if a later piece fails. The weights go last;
@@ -84,34 +86,34 @@ def load_step(step: TrainStep, state: object) -> None:
     """
     number = _checked(step, state)
     assert isinstance(state, Mapping)
-    undo = [_rounding_undo(step), _scaler_undo(step), _optimizer_undo(step.optimizer)]
+    undo = [_rounding_undo(updater), _scaler_undo(step), _optimizer_undo(step.optimizer)]
     if step.scheduler is not None:
-        undo.append(SchedulerCopy(step.scheduler, step.optimizer).put_back)
-    model, progress = unwrap(step.model), step._progress
-    before = (progress.phase, progress.cause)
+        undo.append(SchedulerCopy(step.scheduler, step.optimizer).restore)
+    model = unwrap(step.model)
+    before = (moments.phase, moments.cause)
     written = [(t, t._version) for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
     try:
         weights = state.get(WEIGHTS, {})
-        if weights or rounding(step):  # this and the scaler first: they check for themselves before they change
-            load_rounding(step, weights)
+        if weights or rounding(updater):  # this and the scaler first: they check for themselves before they change
+            load_rounding(updater, weights)
         step.scaler.load_state_dict(state["scaler"])
         step.optimizer.load_state_dict(state["optimizer"])
         if step.scheduler is not None:
             step.scheduler.load_state_dict(state["scheduler"])
-        progress.phase = LOAD
+        moments.phase = LOAD
         model.load_state_dict(state["model"])
-        step._step, step._window, step._pending = number, 0, None
-        step._statistics.open = []
-        progress.forget()
+        step.record.done, step.record.micro_batches, step.record.bad = number, 0, None
+        statistics.open = []
+        moments.forget()
     except BaseException as error:
-        if step._store is not None:
-            step._store.heal(write_back=False)
-        for put_back in undo:
-            put_back()
+        if updater.store is not None:
+            updater.store.heal(write_back=False)
+        for restore in undo:
+            restore()
         if all(tensor._version == version for tensor, version in written):
-            progress.phase, progress.cause = before
+            moments.phase, moments.cause = before
         else:
-            progress.cause = f"{type(error).__name__} ({error}) "
+            moments.cause = f"{type(error).__name__} ({error}) "
         raise
 
 
@@ -141,22 +143,22 @@ def _checked(step: TrainStep, state: object) -> int:
     return number
 
 
-# ---------------------------------------------------------------------- putting back
+# ---------------------------------------------------------------------- undo
 
 
-def _rounding_undo(step: TrainStep) -> Callable[[], None]:
-    before = rounding(step)
-    return lambda: load_rounding(step, before) if before else None
+def _rounding_undo(updater: Updater) -> Callable[[], None]:
+    before = rounding(updater)
+    return lambda: load_rounding(updater, before) if before else None
 
 
 def _scaler_undo(step: TrainStep) -> Callable[[], None]:
     before, rule = step.scaler.state_dict(), step.scaler.rule
 
-    def put_back() -> None:
+    def restore() -> None:
         if step.scaler.is_enabled() and (step.scaler.state_dict() != before or step.scaler.rule != rule):
             step.scaler.load_state_dict(before)
 
-    return put_back
+    return restore
 
 
 def _optimizer_undo(optimizer: Optimizer) -> Callable[[], None]:
@@ -165,7 +167,7 @@ def _optimizer_undo(optimizer: Optimizer) -> Callable[[], None]:
     before = [dict(group, params=list(group["params"])) for group in groups]
     held = {parameter: dict(state) for parameter, state in states.items()}
 
-    def put_back() -> None:
+    def restore() -> None:
         for group, values in zip(groups, before, strict=True):
             group.clear()
             group.update(values)
@@ -173,4 +175,4 @@ def _optimizer_undo(optimizer: Optimizer) -> Callable[[], None]:
         states.update(held)
         optimizer.param_groups, optimizer.state = groups, states
 
-    return put_back
+    return restore

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.errors import StepError, UnbuiltError
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
+from halfstep.step.record import Record
 from halfstep.weights import WeightStore
 
 __all__ = ["Ranks", "ranks_of", "refuse_own_loop"]
@@ -40,6 +41,7 @@ class Ranks:
 
     Attributes:
         own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
+        averaged: whether DDP's own backward pass averages the gradients of the current window.
 
     Raises:
         UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too.
@@ -51,6 +53,7 @@ class Ranks:
         self._group = ddp.process_group
         self._count = dist.get_world_size(self._group)
         self.own = reduces_itself(policy)
+        self.averaged = True
         if self.own:
             self._refuse_hook(f"{_asked(policy)} needs an average of its own")
         if self.own and ddp.static_graph:
@@ -117,14 +120,18 @@ class Ranks:
             self._ddp._sync_buffers()
         self._ddp.require_forward_param_sync = False
 
-    @torch.no_grad()
-    def average(self, store: WeightStore | None) -> bool:
-        """Average all gradients over the ranks; collective. Return whether it waited for the device.
+    def join(self, store: WeightStore | None, record: Record) -> None:
+        """Take part in a training step with `store` behind its low parameters, or None."""
+        self._store, self._record = store, record
 
-        Args:
-            store: what stands behind low parameters, or None.
-        """
-        self._store = store
+    def before_update(self) -> None:
+        """Average the gradients of the window, unless DDP has."""
+        if self.own or not self.averaged:
+            self._record.host_reads += self.average()
+
+    @torch.no_grad()
+    def average(self) -> bool:
+        """Average all gradients over the ranks; collective. Return whether it waited for the device."""
         if getattr(self._ddp, "_comm_hooks", ()):  # registered since
             self._refuse_hook("gradients are averaged outside of the backward pass")
         parameters = list(self._parameters())

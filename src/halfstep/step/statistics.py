@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class _Kind:
         else:
             torch._foreach_copy_(self.kept, self.buffers)
 
-    def put_back(self, bad: Tensor) -> None:
+    def restore_where(self, bad: Tensor) -> None:
         values = torch.where(bad.to(self.memory.device), self.memory, _joined(self.buffers))
         torch._foreach_copy_(self.buffers, _parted(values, self.buffers))
 
@@ -37,39 +37,47 @@ class _Kind:
 
 
 class Statistics:
-    """Keeps the running statistics of a model's norms and puts them back if a verdict on the device says so.
+    """Keeps the running statistics of a model's norms, and restores them where a verdict on the device is bad.
 
-    Many small buffers are copied in one call for each format, into memory that stays: a handful of launches whatever
-    the number of norms, and nothing is allocated. (One clone, one select and one copy a buffer were 3 % of a step of a
-    residual network with nine norms; joining them into new tensors before and after took as long.)
+    A participant of a training step, from the first norm it finds. Many small buffers are copied in one call for each
+    format, into memory that stays: a handful of launches whatever the number of norms, and nothing is allocated. (One
+    clone, one select and one copy a buffer were 3 % of a step of a residual network with nine norms.)
+
+    Args:
+        model: the step's own.
+        join: called once, with this object, when there are norms to look after.
+
+    Attributes:
+        models: by id, the models it looks after: `add` the others that run in the step.
+        open: the buffers that a verdict, or `abort`, may still restore.
+        blind: whether verdicts must not be read on the host: a captured step repeats what was done once.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._models: dict[int, nn.Module] = {}  # held, so that no address comes twice
+    def __init__(self, model: nn.Module, join: Callable[[object], None] | None = None) -> None:
+        self.models: dict[int, nn.Module] = {}  # kept alive, so that no address comes twice
         self._norms: dict[_NormBase, None] = {}
         self._kinds: list[_Kind] = []  # of the norms that were in training mode in the last window
         self._found: list[Tensor] = []  # their buffers
-        self.open: list[_Kind] = []  # what a verdict may put back
-        self.blind = False  # whether verdicts must not be looked at: a captured step repeats what was done once
-        self.visit(model)
+        self._join = join
+        self.open: list[_Kind] = []
+        self.blind = False
+        self.add(model)
 
-    @property
-    def models(self) -> Iterable[nn.Module]:
-        """The models it looks after."""
-        return self._models.values()
-
-    def visit(self, model: nn.Module) -> None:
-        """Look after the statistics of `model` from now on: the step's own, or another one that its loss calls."""
-        if id(model) in self._models:
+    def add(self, model: nn.Module) -> None:
+        """Look after the statistics of `model` too: the loss function calls it."""
+        if id(model) in self.models:
             return
         found = {m: None for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None}
         new = [norm for norm in found if norm not in self._norms]
         self.open = [*self.open, *map(_Kind, _by_kind(_buffers(new)))]
         self._norms.update(found)
-        self._models[id(model)] = model  # last: if this is cut off, the next visit does it again
+        if self._norms and self._join is not None:
+            self._join(self)
+            self._join = None
+        self.models[id(model)] = model  # last: if this is cut off, the next call does it again
 
-    def keep(self) -> None:
-        """Remember the statistics of the norms that are in training mode."""
+    def begin_window(self) -> None:
+        """Copy the statistics of the norms that are in training mode."""
         if not self._norms:
             return
         found = _buffers(self._norms)
@@ -78,10 +86,10 @@ class Statistics:
         with torch.no_grad():
             for kind in self._kinds:
                 kind.keep()
-        self.open = self._kinds  # last: `restore` puts back what is complete
+        self.open = self._kinds  # last: `abort` restores what is complete
 
     def kept(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return (norm, name, value) of what the last `keep` saw; the values are written to by the next one."""
+        """Return (norm, name, value) of the last copies; the values are overwritten by the next window."""
         values = {id(b): v for kind in self._kinds for b, v in zip(kind.buffers, kind.kept, strict=True)}
         return [
             (norm, name, values[id(buffer)])
@@ -90,15 +98,17 @@ class Statistics:
             if buffer is not None and id(buffer) in values
         ]
 
-    def put_back(self, bad: Tensor) -> None:
-        """Restore what `keep` saw where `bad`, a 0-dim bool, is true; waits for nothing."""
+    def after_update(self, bad: Tensor) -> None:
+        """Restore the copies where `bad`, a 0-dim bool, is true; waits for nothing."""
         kinds, self.open = self.open, []
         if kinds and (self.blind or not _good_on_cpu(bad)):
             for kind in kinds:
-                kind.put_back(bad)
+                kind.restore_where(bad)
 
-    def restore(self) -> None:
-        """Restore what `keep` saw; nothing if it was cut off, or a verdict has come since."""
+    def abort(self, *, written: bool) -> None:
+        """Restore the copies; nothing if making them was cut off, or a verdict has come since."""
+        if written:
+            return
         with torch.no_grad():
             for kind in self.open:
                 kind.restore()

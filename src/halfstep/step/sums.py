@@ -47,7 +47,11 @@ class Sums:
                 if windows:
                     parameter.register_post_accumulate_grad_hook(_adder(weakref.ref(self)))
 
-    def begin(self) -> None:
+    def __bool__(self) -> bool:
+        """Return whether there are parameters to look after."""
+        return bool(self._large)
+
+    def begin_window(self) -> None:
         """Begin a window; gradients were dropped."""
         self._on = False
         self._totals.clear()
@@ -55,9 +59,6 @@ class Sums:
 
     def backward(self, loss: Tensor, seed: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
         """Let `run` do the backward pass of `loss` from `seed`."""
-        if not self._large:
-            run(loss, seed)
-            return
         several = _reached_by_several_ways(loss)
         for key, parameter in self._large.items() if several is not None else ():
             if key not in several:  # type: ignore[operator]
@@ -101,21 +102,25 @@ class Sums:
                 self._totals[key] = total.copy_(gradient)
         parameter.grad = None
 
-    def finish(self) -> None:
-        """Put the sums of the window where the optimizer looks for them."""
+    def before_update(self) -> None:
+        """Put the sums of the window where the optimizer reads them."""
         for key, total in self._totals.items():
             parameter = self._large[key]
             parameter.grad = total if parameter.grad is None else total.add_(parameter.grad)
         self._totals.clear()
 
-    def free(self) -> None:
-        """Let go of memory, unless it is a CPU's: a caching allocator hands it out again at once.
-
-        The gradients of the window were dropped.
-        """
+    def after_update(self, bad: Tensor) -> None:
+        """Drop the gradients, and free their memory unless it is a CPU's: a caching allocator reuses it at once."""
+        for parameter in self._large.values():
+            parameter.grad = None
         self._widen()
         for key in [k for k, memory in self._memory.items() if memory.device.type != "cpu"]:
             del self._memory[key]
+
+    def abort(self, *, written: bool) -> None:
+        """Drop the sums of a window that was cut off."""
+        if not written:
+            self.begin_window()
 
 
 def _adder(sums: weakref.ref[Sums]) -> Callable[[Tensor], None]:

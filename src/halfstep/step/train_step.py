@@ -1,15 +1,19 @@
 """TrainStep: one training step under a policy, from micro-batch to update.
 
+A call runs one micro-batch: the forward pass in the policy's region, then the scaled backward pass. A window is
+`accumulate` of them and ends with an update: gradients are completed, read once for norm and verdict, and applied with
+one factor that unscales and clips. Everything that must stay consistent through a window is a participant of `Moments`;
+what was done is in `Record`.
+
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
-statistics, which the forward pass has already changed, are put back by the same verdict, also those of other prepared
+statistics, which the forward pass has already changed, are restored by the same verdict, also those of other prepared
 models that loss_fn calls. The host reads the verdict of update n before update n+1 begins (then the scheduler advances,
 or does not), by which time the device has long produced it.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,37 +30,36 @@ from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.recompute import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
-from halfstep.errors import ScaleError, StepError
-from halfstep.events import StepResult, StepWatcher, Verdict
+from halfstep.errors import StepError
+from halfstep.events import StepResult, Verdict
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
-from halfstep.step import fused, tail
-from halfstep.step.arguments import RatesCheck, check_arguments, evidence_folder, limit
+from halfstep.step import optimizer_step, update
+from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit
 from halfstep.step.bind import binding_of
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.construct import unchanged_on_failure
-from halfstep.step.culprits import Culprits
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.memory import Memory
 from halfstep.step.metrics import Metrics
+from halfstep.step.moments import ADVANCE, REST, WINDOW, Moments, Watchers
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
-from halfstep.step.progress import ADVANCE, REST, UPDATE, WINDOW, Progress
 from halfstep.step.ranks import ranks_of
+from halfstep.step.record import Record
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
-from halfstep.step.undo import Marks, SchedulerCopy
+from halfstep.step.undo import SchedulerCopy
+from halfstep.step.update import Culprits, Updater
 from halfstep.step.wrappers import unwrap_optimizer
-from halfstep.weights.states import LowStates
 
 __all__ = ["TrainStep"]
 
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
-LOG = logging.getLogger("halfstep")
 KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph")  # of a copy
 
 
@@ -68,10 +71,10 @@ class TrainStep:
     unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
 
     Attributes:
+        record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
         copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
-        generic: why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it.
-        host_reads: how often an update had to wait for the device.
-        watchers: who looks on at each update (`hs.Monitor` does).
+        watchers: objects that are shown each update, such as `hs.Monitor`; a list to append to.
+        evidence: the folder for the evidence of bad steps, or None.
 
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
@@ -113,7 +116,7 @@ class TrainStep:
         optimizer = unwrap_optimizer(optimizer)
         accumulate = check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph=cuda_graph)
         self.clip_norm, self.clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
-        self._evidence = evidence_folder(blackbox)
+        self.evidence = evidence_folder(blackbox)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -123,52 +126,62 @@ class TrainStep:
         self._compiled = None if options is None else CompiledLoss(loss_fn, options)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
-        self.host_reads = 0
-        self.watchers: list[StepWatcher] = []
-        self.generic = ""
-        self._progress = Progress()
-        self._check_rates = RatesCheck(optimizer)
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
-        self._step = self._window = 0  # micro-batches of updates made, and of the window under way
-        self._scale = torch.ones(())
-        self._pending: Tensor | None = None
         self._metrics: Metrics | None = None
-        self._box: Any = None  # made by the first step that is not finite
+        self._box: Any = None  # the black box, made by the first step that is not finite
+        self._keeps_pages = False
         with unchanged_on_failure(model, optimizer):
+            # a graph repeats work that Python does not see and could not run again
+            self.record = Record(unwrap(model), replayable=blackbox is not False and not cuda_graph)
             self._prepare(wanted, scaler)
-            # what a graph repeats is not seen by Python, which could not run it again
-            self._memory = None if blackbox is False or cuda_graph else Memory(unwrap(model))
-            self._graphs = None if graph_device is None else Graphs(self, graph_device)
+            self._graphs = None
+            if graph_device is not None:
+                self._graphs = Graphs(
+                    self, graph_device, self._micro_batch, self._moments, self._statistics, self._updater
+                )
             self._refuse_replaced_parameters()
             if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
-                tail.prefer_fused(optimizer, self._stepped_parameters())
-            if self.scaler.is_enabled():
+                optimizer_step.prefer_fused(optimizer, self._stepped_parameters())
+            if self._scales:
                 self.scaler.name_parameters(unwrap(model).named_parameters())
 
     def _prepare(self, wanted: Policy, scaler: GradScaler | None) -> None:
-        """Prepare model and optimizer, and what looks after their low weights, gradients and statistics."""
+        """Prepare model and optimizer, and make the participants of the step."""
         model, optimizer = self.model, self.optimizer
-        one_pass = self.clip_value is None and fused.suits(optimizer)
+        one_pass = self.clip_value is None and update.suits(optimizer)
         _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
         binding = binding_of(unwrap(model))
         assert binding is not None
         self.policy = resolved(wanted, binding.device_types[0])
         self.scaler = own_scaler if scaler is None else scaler
-        self._binding = binding
-        self._store = store_of(model)
-        if self._store is not None:
-            self.policy = self.policy.replace(master=self._store.name)
-        self._states = LowStates.of(optimizer)
+        self._scales = self.scaler.is_enabled()
+        self._recipe = binding.recipe
+        store = store_of(model)
+        if store is not None:
+            self.policy = self.policy.replace(master=store.name)
+        self._updater = Updater(optimizer, store)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
-        self._statistics = Statistics(unwrap(model))
-        self._visit = self._statistics.visit
-        wide = self._stepped_parameters() if self._store is None else ()
         windows = self.accumulate > 1 and not self.cuda_graph  # what is added by Python is not repeated by a graph
+        wide = self._stepped_parameters() if store is None else ()
         self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
-        low = self._store.parameters() if self._store is not None and self.policy.grads == "fp32" else ()
+        low = store.parameters() if store is not None and self.policy.grads == "fp32" else ()
         # DistributedDataParallel's hooks want to find each gradient in its place; in no_sync they look at none
         hooked = (self._no_sync is None or (self._ranks is not None and self._ranks.own)) and not self.cuda_graph
-        self._sums = Sums(low, hooked=hooked, windows=windows)
+        sums = Sums(low, hooked=hooked, windows=windows)
+        self._sums = sums if sums else None
+        if self._ranks is not None:
+            self._ranks.join(store, self.record)
+        self.watchers = Watchers(self._updater.parameters)
+        participants: list[object] = [self._updater, self.record, self.copies]
+        if self._sums is not None:
+            participants.append(self._sums)
+        if self._ranks is not None:
+            participants.append(self._ranks)
+        participants.append(self.watchers)  # after those that complete gradients; reversed: before those that drop them
+        if self._scales:
+            participants.append(Scaling(self.scaler, optimizer))
+        self._moments = Moments(participants, self._updater.has_written)
+        self._statistics = Statistics(unwrap(model), self._moments.add)
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -180,55 +193,111 @@ class TrainStep:
         Raises:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
         """
-        progress = self._progress
-        if progress.phase:
-            progress.refuse(self)
-        progress.grad = torch.is_grad_enabled()
+        moments = self._moments
+        if moments.phase:
+            moments.refuse(self.record.done)
+        moments.grad = torch.is_grad_enabled()
         self._settle()
-        last = self._window + 1 == self.accumulate
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own: left by a call that was cut off
         try:
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
-            progress.phase = WINDOW
-            result = self._micro(batch, named) if self._graphs is None else self._graphs(batch, named)
-            progress.phase = REST
+            moments.phase = WINDOW
+            result = self._micro_batch(batch, named) if self._graphs is None else self._graphs(batch, named)
+            moments.phase = REST
         except BaseException as error:
-            progress.undo(self, error)
+            moments.abort(error)
             raise
         finally:
             STATE.copies = copies
         if self._metrics is not None:
-            self._metrics.see(result, (batch, named), updated=last)
+            self._metrics.see(result, (batch, named), updated=result.due)
         return result
 
-    def _micro(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
-        """Do one micro-batch, and the update if it is due."""
-        if self._window == 0:
+    def _micro_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
+        """Run one micro-batch, and the update if it is the last of its window."""
+        record = self.record
+        if record.micro_batches == 0:
             self._begin_window()
-        number = self._step + self._window + 1
-        kept = None if self._memory is None else self._memory.keep(number, batch, named)
-        last = self._window + 1 == self.accumulate
-        with self._gradient_sync(last):
-            loss, aux = self._forward(self.model, batch, named)
-            scale, seed = self._backward(loss)
+        number = record.done + record.micro_batches + 1
+        kept = None if record.history is None else record.history.keep(number, batch, named)
+        last = record.micro_batches + 1 == self.accumulate
+        with WHOLE if self._no_sync is None else self._gradient_sync(last=last):
+            loss, aux = self.run_forward(self.model, batch, named)
+            scale, seed = self.run_backward(loss)
         shown = loss.detach()
         if kept is not None:
             kept.loss, kept.seed = shown, seed
+        record.micro_batches += 1
         if last:
             norm, bad, culprits = self._update(self.accumulate)
             return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
-        self._window += 1
         return StepResult(number, shown, aux, scale, unknown, nothing, False)
 
     def _begin_window(self) -> None:
-        self._drop_gradients()
-        self._statistics.keep()
-        self.copies.begin()
-        self._sums.begin()
-        if self._memory is not None:
-            self._memory.begin()
+        """Drop what another step's loss, or one that failed, left in the gradients, and begin a window."""
+        for group in self.optimizer.param_groups:  # zero_grad enters the profiler: 1 % of a step of LeNet-5
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = None
+        self._moments.begin_window()
+
+    def run_forward(
+        self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any], recipe: Recipe | None = None
+    ) -> tuple[Tensor, Any]:
+        """Run the loss function on `model` in the step's region, or in that of `recipe`; return (loss, aux).
+
+        Raises:
+            StepError: the loss is no real scalar tensor with a gradient.
+        """
+        recipe, visit = recipe or self._recipe, STATE.visit
+        with opened(recipe, depth=2):
+            try:
+                STATE.bound, STATE.visit = recipe, self._statistics
+                # a replay traces operators one by one, and compiled code has none
+                run = self._compiled if self._compiled is not None and STATE.above is None else self.loss_fn
+                returned = run(model, *batch, **named)
+            except EXPLAINED as error:
+                if (better := explained(error, (batch, named))) is None:
+                    raise
+                raise better from error
+            finally:
+                STATE.visit = visit
+        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or not loss.requires_grad:
+            check_loss(loss)
+        return (loss.float() if loss.dtype in LOW_DTYPES else loss), aux
+
+    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed."""
+        record = self.record
+        if record.micro_batches == 0:  # a window has one scale, also if another step moves the scaler's meanwhile
+            if self._scales:
+                record.scale = self.scaler.scale_on(loss.device).clone()
+            else:
+                record.scale = torch.ones((), dtype=torch.float32, device=loss.device)
+        seed = record.scale if self.accumulate == 1 else record.scale / self.accumulate
+        if loss.dtype is not seed.dtype or loss.dim():
+            seed = seed.to(loss.dtype).reshape(loss.shape)
+        if record.micro_batches and self.copies.layers and self._no_sync is None:  # DDP's hooks read what arrives
+            self.copies.backward(loss, seed, self._run_backward)
+        elif self._sums is not None:
+            self._sums.backward(loss, seed, self._run_backward)
+        else:
+            self._run_backward(loss, seed)
+        return record.scale, seed
+
+    def _run_backward(self, loss: Tensor, seed: Tensor) -> None:
+        if self._compiled is None:
+            backward(self._recipe, loss, seed)
+        else:  # what compiled code computes again is part of it
+            loss.backward(gradient=seed)
+
+    def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return the wrapper's context in which this backward pass averages gradients over ranks, or does not."""
+        postponed = not last if self._ranks is None else self._ranks.postpones(last=last)
+        return self._no_sync() if postponed and self._no_sync is not None else WHOLE
 
     def metrics(self, *, every: int = 50) -> Metrics:
         """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
@@ -241,82 +310,17 @@ class TrainStep:
         self._metrics = Metrics(every)
         return self._metrics
 
-    def _forward(
-        self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any], recipe: Recipe | None = None
-    ) -> tuple[Tensor, Any]:
-        """Return (loss, aux), computed in the step's region or, by `recipe`, in another one."""
-        recipe, visit = recipe or self._binding.recipe, STATE.visit
-        with opened(recipe, depth=2):
-            try:
-                STATE.bound, STATE.visit = recipe, self._visit
-                # a replay looks at operators one by one, which compiled code has none of
-                run = self._compiled if self._compiled is not None and STATE.above is None else self.loss_fn
-                returned = run(model, *batch, **named)
-            except EXPLAINED as error:
-                if (better := explained(error, (batch, named))) is None:
-                    raise
-                raise better from error
-            finally:
-                STATE.visit = visit
-        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got, remedy = type(loss).__name__, "return its loss"
-            if isinstance(loss, Tensor):
-                got, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it with .mean() or .sum()"
-            elif isinstance(loss, (int, float)):
-                remedy = "return the tensor, without .item()"
-            elif hasattr(loss, "loss"):
-                remedy = "return its .loss"
-            raise StepError(
-                f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; {remedy}"
-            )
-        if loss.is_complex():
-            raise StepError(
-                f"loss_fn returned a complex loss ({loss.dtype}), of which no direction is down; return a real number "
-                "of it, such as loss.abs() or loss.real"
-            )
-        if not loss.requires_grad:
-            raise StepError(
-                "the loss has no gradient: no parameter that requires one took part in it, or loss_fn ran under "
-                "torch.no_grad or detached its result"
-            )
-        return (loss.float() if loss.dtype in {torch.float16, torch.bfloat16} else loss), aux
-
-    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed."""
-        if self._window == 0:  # whatever becomes of the scaler's own meanwhile
-            scale = self.scaler.scale_on(loss.device)
-            self._scale = scale.clone() if self.scaler.is_enabled() else scale
-        seed = self._scale if self.accumulate == 1 else self._scale / self.accumulate
-        if loss.dtype is not seed.dtype or loss.dim():
-            seed = seed.to(loss.dtype).reshape(loss.shape)
-        if self._window and self.copies.layers and self._no_sync is None:  # DDP's hooks want to see what arrives
-            self.copies.backward(loss, seed, self._run_backward)
-        else:
-            self._sums.backward(loss, seed, self._run_backward)
-        return self._scale, seed
-
-    def _run_backward(self, loss: Tensor, seed: Tensor) -> None:
-        if self._compiled is None:
-            backward(self._binding.recipe, loss, seed)
-        else:  # what compiled code computes again is part of it
-            loss.backward(gradient=seed)
-
-    def _drop_gradients(self) -> None:
-        """Forget what another step's loss, or one that failed, left in the gradients.
-
-        Optimizer.zero_grad enters the profiler each time, which is 1 % of a step of LeNet-5.
-        """
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad = None
-
-    def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        put_off = not last if self._ranks is None else self._ranks.postpones(last=last)
-        return self._no_sync() if put_off and self._no_sync is not None else WHOLE
-
     # ------------------------------------------------------------------ one update
+
+    @property
+    def generic(self) -> str:
+        """Why the last update went through ``optimizer.step()``; "" if halfstep's own operators made it."""
+        return self._updater.reason
+
+    @property
+    def host_reads(self) -> int:
+        """How often an update had to wait for the device."""
+        return self.record.host_reads
 
     def flush(self) -> StepResult | None:
         """Update with the micro-batches of an unfinished window (their mean); None if there are none.
@@ -328,167 +332,108 @@ class TrainStep:
         Raises:
             StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
         """
-        progress = self._progress
-        if progress.phase:
-            progress.refuse(self)
-        progress.grad = torch.is_grad_enabled()
+        moments, record, ranks = self._moments, self.record, self._ranks
+        if moments.phase:
+            moments.refuse(record.done)
+        moments.grad = torch.is_grad_enabled()
         self._settle()
-        count: float = self._window
-        scale = self._scale
-        if self._ranks is not None and self.accumulate > 1:
-            count, scale = self._ranks.agree(self._window, self._scale)
-            self.host_reads += 1
+        count: float = record.micro_batches
+        scale = record.scale
+        if ranks is not None and self.accumulate > 1:
+            count, scale = ranks.agree(record.micro_batches, record.scale)
+            record.host_reads += 1
         elif count and self._no_sync is not None and torch.distributed.is_initialized():
             raise StepError(
-                f"flush() of {self._window} of {self.accumulate} micro-batches: {type(self.model).__name__} has put "
-                "the average of their gradients off, by its no_sync, and only DistributedDataParallel's can be made "
-                "later; give every window all of its micro-batches"
+                f"flush() of {record.micro_batches} of {self.accumulate} micro-batches: {type(self.model).__name__} "
+                "has put the average of their gradients off, by its no_sync, and only DistributedDataParallel's can "
+                "be made later; give every window all of its micro-batches"
             )
         if not count:
             return None
         try:
-            progress.phase = WINDOW
-            if not self._window:  # other ranks have micro-batches left
+            moments.phase = WINDOW
+            if not record.micro_batches:  # other ranks have micro-batches left
                 self._begin_window()
-                self._scale = scale
-            norm, bad, culprits = self._update(count, averaged=False)
-            progress.phase = REST
+                record.scale = scale
+            if ranks is not None:
+                ranks.averaged = False
+            norm, bad, culprits = self._update(count)
+            moments.phase = REST
         except BaseException as error:
-            progress.undo(self, error)
+            moments.abort(error)
             raise
+        finally:
+            if ranks is not None:
+                ranks.averaged = True
         loss = torch.full((), float("nan"), device=norm.device)
-        return StepResult(self._step, loss, None, self._scale, norm, bad, True, culprits)
+        return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
 
-    def _update(self, count: float, *, averaged: bool = True) -> tuple[Tensor, Tensor, Callable[[], tuple[str, ...]]]:
-        """Update with a window of `count` micro-batches; `averaged`: DDP's backward pass has seen its last one."""
-        self._heed(wait=True)  # after this update the parameters are no longer those of the last one
-        self._sums.finish()
-        if self._ranks is not None and (self._ranks.own or not averaged):
-            self.host_reads += self._ranks.average(self._store)
-        parameters = self._with_gradients()
-        self._check_rates()
+    def _update(self, count: float) -> tuple[Tensor, Tensor, Culprits]:
+        """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits."""
+        record, moments, updater = self.record, self._moments, self._updater
+        if record.history is not None and record.history.judged is not None:
+            self._examine(wait=True)  # after this update the parameters are no longer those of the last one
+        updater.check_rates()
+        moments.before_update()
+        parameters = updater.parameters()
         device = parameters[0].device
-        divisor = self._scale.to(device) if self.scaler.is_enabled() else None
+        divisor = record.scale.to(device) if self._scales else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
-        for watcher in self.watchers:
-            watcher.before_update(parameters)
-        if self._refused(parameters):
-            verdict, carry_out = self._generic(parameters, divisor)
-        else:
-            verdict = tail.judge([p.grad for p in parameters], divisor, self.clip_norm)  # type: ignore[misc]
-            carry_out = fused.Update(self.optimizer, self._store, self._states, verdict.factor, verdict.bad).carry_out
-        self._apply(carry_out, verdict.bad, self._window + averaged)
-        for watcher in self.watchers:
-            watcher.after_update(verdict.bad)
+        check, write = updater.plan(parameters, divisor, self.clip_norm, self.clip_value)
+        moments.update(write, check.bad)
         for parameter in parameters:
             parameter.grad = None
-        self._sums.free()
-        culprits = Culprits(norms=verdict.norms, parameters=parameters, names=self._names)
-        if self._memory is not None:
-            self._memory.end(verdict.bad, self._scale, watched=self._box is not None)
-            if verdict.bad.device.type == "cpu":  # known at once, before anybody can write to weights or batch
-                self._heed(wait=False)
+        record.host_reads += updater.host_read
         if device.type == "cpu":
-            keep_pages(self)
-        return verdict.norm, verdict.bad, culprits
+            if record.history is not None and record.history.judged is not None:
+                self._examine(wait=False)  # known at once, before weights or batch can be written to
+            if not self._keeps_pages:
+                keep_pages(self)
+                self._keeps_pages = True
+        return check.norm, check.bad, Culprits(norms=check.norms, parameters=parameters, names=self._names)
 
-    def _apply(self, carry_out: Callable[[], None], bad: Tensor, count: int) -> None:
-        """Change weights, and all that says so: the critical part of a step, in which signals wait; note [cut off].
+    def _settle(self) -> None:
+        """Read the verdict of the last update and advance the scheduler if it was applied."""
+        record = self.record
+        if record.history is not None and record.history.judged is not None and self._no_sync is None:
+            self._examine(wait=False)  # a collective on several ranks, which wait for it at one place: `_update`
+        if record.bad is not None and self.scheduler is not None:
+            record.host_reads += 1
+            if not bool(record.bad):
+                self._advance_scheduler(self.scheduler)
+        record.bad = None
 
-        Raises:
-            ScaleError: the scale's alarm, if its rule raises: then all has been counted.
-        """
-        progress, alarm = self._progress, None
-        with progress.critical:
-            progress.phase = UPDATE
-            carry_out()
-            progress.marks = None  # what follows belongs to the update, also to one that was not applied
-            self._statistics.put_back(bad)
-            torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
-            if self.scaler.is_enabled():
-                self.scaler.record(bad, optimizer=self.optimizer)
-                try:
-                    self.scaler.update()
-                except (ScaleError, Warning) as error:
-                    alarm = error
-            self._pending = bad
-            self._step += count
-            self._window = 0
-            progress.phase = REST
-        if alarm is not None:
-            raise alarm
-
-    def _refused(self, parameters: list[nn.Parameter]) -> bool:
-        """Return whether the optimizer's own step must run, and keep why."""
-        if self.clip_value is not None:
-            reason = "clip_value clips gradients one by one before it"
-        else:
-            reason = fused.refusal(self.optimizer, self._store, parameters)
-        if reason != self.generic:
-            self.generic = reason
-            LOG.debug("%s: %s", type(self.optimizer).__name__, reason or "updated by halfstep's own operators")
-        return bool(reason)
-
-    def _generic(
-        self, parameters: list[nn.Parameter], divisor: Tensor | None
-    ) -> tuple[tail.Verdict, Callable[[], None]]:
-        """Judge gradients in fp32; return what steps through ``optimizer.step()``, which reads them."""
-        if self._store is None:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-        else:
-            gradients = self._store.lift(self.optimizer)
-        verdict = tail.judge(gradients, divisor, self.clip_norm)
-        factor = None if divisor is None and self.clip_norm is None else verdict.factor
-        if self.clip_value is not None:
-            tail.clip_values_(gradients, divisor, self.clip_value)
-            factor = factor * divisor if factor is not None and divisor is not None else factor
-        if self._states is None:  # else its states are made anew around each step
-            self._progress.marks = Marks(self.optimizer, self._store)
-
-        def carry_out() -> None:
-            self.host_reads += tail.apply(self.optimizer, gradients, factor, verdict.bad)
-            if self._progress.marks is not None:
-                self._progress.marks.end()
-            if self._store is not None:
-                self._store.heal()  # what an optimizer whose step does not call its hooks has left
-                self._store.drop(self.optimizer)
-
-        return verdict, carry_out
-
-    def _abandon_update(self) -> None:
-        """Put the host's side of an update that failed half way in order; nothing on the device was changed."""
-        if self._store is not None:
-            self._store.heal()
-            self._store.drop(self.optimizer)
-        self.scaler.forget()
-
-    def _with_gradients(self) -> list[nn.Parameter]:
-        """Return the optimizer's parameters that have gradients."""
-        parameters = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
-        if not parameters:
+    def _advance_scheduler(self, scheduler: LRScheduler) -> None:
+        moments, record = self._moments, self.record
+        try:
+            moments.scheduler = SchedulerCopy(scheduler, self.optimizer)
+            moments.phase = ADVANCE
+            scheduler.step()
+            record.bad = None
+            moments.phase = REST
+        except BaseException as error:
+            moments.abort()
+            if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                raise  # the next call tries again
+            record.bad = None
             raise StepError(
-                "no parameter of the optimizer received a gradient; check that loss_fn uses the model and that its "
-                "parameters require gradients"
-            )
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                parameter.grad = gradient.coalesce()  # a norm is one of sums
-            elif type(gradient) is not Tensor and any(p.is_partial() for p in getattr(gradient, "placements", ())):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
-        return parameters
+                f"{type(scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where it was before, "
+                "one update behind; leave it out: step.scheduler = None"
+            ) from error
+
+    # ------------------------------------------------------------------ parameters
 
     def _stepped_parameters(self) -> list[nn.Parameter]:
         """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""
         own = [p for g in self.optimizer.param_groups for p in g["params"]]
-        store = self._store
+        store = self._updater.store
         return own if store is None else [store.value(p) if p in store else p for p in own]
 
     def _refuse_replaced_parameters(self) -> None:
         """Refuse low parameters that took the place of prepared ones: they would be stepped without masters."""
-        store = self._store
+        store = self._updater.store
         for group in self.optimizer.param_groups if store is not None else ():
             for parameter in group["params"]:
                 if store is not None and parameter.dtype is store.dtype and parameter not in store:
@@ -497,31 +442,6 @@ class TrainStep:
                         f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
                         "hs.prepare (fully_shard does that); shard under a policy with params='fp32', such as 'mixed'"
                     )
-
-    def _settle(self) -> None:
-        """Read the verdict of the last update and advance the scheduler if it was applied."""
-        if self._no_sync is None:  # ranks look together: at one place of a step, never when one happens to know first
-            self._heed(wait=False)
-        bad, progress = self._pending, self._progress
-        if bad is not None and self.scheduler is not None:
-            self.host_reads += 1
-            if not bool(bad):
-                try:
-                    progress.scheduler = SchedulerCopy(self.scheduler, self.optimizer)
-                    progress.phase = ADVANCE
-                    self.scheduler.step()
-                    self._pending = None
-                    progress.phase = REST
-                except BaseException as error:
-                    progress.undo(self)
-                    if isinstance(error, MemoryError) or not isinstance(error, Exception):
-                        raise  # the next call tries again
-                    self._pending = None
-                    raise StepError(
-                        f"{type(self.scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where "
-                        "it was before, one update behind; leave it out: step.scheduler = None"
-                    ) from error
-        self._pending = None
 
     # ------------------------------------------------------------------ explanations
 
@@ -544,11 +464,17 @@ class TrainStep:
             from halfstep.lens.box.stepbox import StepBox
 
             self._box = StepBox(self)
+            if self.record.history is not None:
+                self.record.history.watched = True
         return self._box
 
-    def _heed(self, *, wait: bool) -> None:
-        """Have the last update looked at if it was not applied or its loss was not finite, as soon as that is known."""
-        window = None if self._memory is None else self._memory.arrived(wait=wait)
+    def _examine(self, *, wait: bool) -> None:
+        """Give the last update to the black box if it was not applied or its loss was not finite, once that is known.
+
+        On several ranks the black box is collective: every rank must call this at the same place of a step.
+        """
+        assert self.record.history is not None
+        window = self.record.history.arrived(wait=wait)
         if window is not None and (window.wrong or self._box is not None):
             copies, STATE.copies = STATE.copies, None  # a replay has its own
             try:
@@ -564,10 +490,10 @@ class TrainStep:
         Raises:
             StepError: in the middle of an accumulation window (gradients are not part of the state).
         """
-        if self._progress.phase:
-            self._progress.refuse(self)
+        if self._moments.phase:
+            self._moments.refuse(self.record.done)
         self._settle()
-        return save_step(self)
+        return save_step(self, self._updater)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle: a new step of the copied model and optimizer. Reads the last verdict.
@@ -575,14 +501,14 @@ class TrainStep:
         Raises:
             StepError: in the middle of an accumulation window.
         """
-        if self._progress.phase:
-            self._progress.refuse(self)
+        if self._moments.phase:
+            self._moments.refuse(self.record.done)
         self._settle()
         refuse_window(self, "a copy")
         named = {name: getattr(self, name) for name in KEPT}
         named["policy"] = prepared_policy(self.model)
-        weights = rounding(self)
-        return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self._step, weights)
+        weights = rounding(self._updater)
+        return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self.record.done, weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; all of it is validated before anything changes.
@@ -593,11 +519,27 @@ class TrainStep:
             StepError: a piece that is missing, unknown or malformed, by its path, or a state of another policy.
             ScaleError, WeightsError, PolicyError: what their pieces say of themselves.
         """
-        if self._progress.phase:
-            self._progress.undo(self)
-        load_step(self, state)
+        if self._moments.phase:
+            self._moments.abort()
+        load_step(self, state, self._updater, self._moments, self._statistics)
         if self._graphs is not None:
             self._graphs.reset()
+
+
+class Scaling:
+    """The loss scale as a participant of a training step."""
+
+    def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self.scaler, self.optimizer = scaler, optimizer
+
+    def after_update(self, bad: Tensor) -> None:
+        """Count the update, and move the scale.
+
+        Raises:
+            ScaleError: the scale's alarm, if its rule raises.
+        """
+        self.scaler.record(bad, optimizer=self.optimizer)
+        self.scaler.update()
 
 
 # A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.
@@ -616,6 +558,6 @@ def _rebuild(
 ) -> TrainStep:
     made = TrainStep(model, optimizer, loss_fn, **named)
     if weights:
-        load_rounding(made, weights)
-    made._step = step
+        load_rounding(made._updater, weights)
+    made.record.done = step
     return made

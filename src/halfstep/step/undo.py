@@ -60,7 +60,7 @@ class Marks:
     def moved(self) -> bool:
         """Return whether the step has changed anything, or may have done so unseen.
 
-        States that it made do not count: `put_back` removes them.
+        States that it made do not count: `restore` removes them.
         """
         if not self._entered:
             return False
@@ -72,7 +72,7 @@ class Marks:
             for (name, value), version in zip(before.items(), versions, strict=True)
         )
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Remove what a step that has not moved anything has made: states, and attributes for scaled steps."""
         self.end()
         known = {id(state): before for state, before, _ in self._states}
@@ -124,7 +124,7 @@ class SchedulerCopy:
         self._schedulers = [(one, dict(vars(one))) for one in _parts_of(scheduler)]
         self._groups = [(group, dict(group), _rate(group)) for group in optimizer.param_groups]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make scheduler and groups what they were."""
         for holder, before in self._schedulers:
             vars(holder).clear()

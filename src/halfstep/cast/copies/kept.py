@@ -207,7 +207,7 @@ class Copies:
 
     # ------------------------------------------------------------------ between steps
 
-    def begin(self) -> None:
+    def begin_window(self) -> None:
         """Begin a window: every copy used in the last one takes its parameter's values; the others are dropped."""
         stale: list[_Copy] = []
         for key, copy in list(self._copies.items()):

@@ -17,6 +17,7 @@ from halfstep.lens.audit.updates import Intended, pace_of, stored_form, swallow
 from halfstep.lens.audit.watch import Call
 from halfstep.lens.values import LOWS
 from halfstep.step.train_step import TrainStep
+from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
 __all__ = ["AuditedStep", "Listener", "Meter"]
@@ -45,20 +46,21 @@ class AuditedStep(TrainStep):
 
     def precise(self, parameter: nn.Parameter) -> Tensor:
         """Return the precise value of `parameter`, for reading: it may be the parameter's own memory."""
-        if self._store is not None and parameter in self._store:
-            return self._store.read(parameter)
+        if (store := WeightStore.behind(parameter)) is not None:
+            return store.read(parameter)
         value = parameter.detach()
         return value.float() if value.dtype in LOWS else value
 
     def is_low(self, parameter: nn.Parameter) -> bool:
         """Return whether there are precise values behind `parameter`."""
-        return self._store is not None and parameter in self._store
+        return WeightStore.behind(parameter) is not None
 
-    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the backward pass between two calls of the listener."""
         if not self.listener.looks:
-            return super()._backward(loss)
+            return super().run_backward(loss)
         self.listener.backward_begins()
-        scale, seed = super()._backward(loss)
+        scale, seed = super().run_backward(loss)
         self.listener.backward_ended(float(scale) / self.accumulate)
         return scale, seed
 
@@ -106,7 +108,7 @@ class Meter:
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note what the update is meant to do, unless it will be skipped or cannot be foreseen."""
         self._intended = None
-        step, scale = self.train, float(self.train._scale)
+        step, scale = self.train, float(self.train.record.scale)
         self._compare_sums(parameters)
         if not self.moves:
             return

@@ -27,8 +27,8 @@ from halfstep.lens.box.trials import instead, rebound
 from halfstep.lens.box.trouble import Seen
 from halfstep.lens.values import extremes, local
 from halfstep.policy.policy import Policy
-from halfstep.step.memory import Kept, Memory, Window
 from halfstep.step.prepare import prepared_policy, unwrap
+from halfstep.step.record import History, MicroBatch, Window
 from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
 
@@ -94,7 +94,7 @@ class BlackBox(Box):
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.step = 0
-        self._memory = Memory(unwrap(model))
+        self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
         self._flag: Tensor | None = None
         self._for = 0
@@ -114,7 +114,7 @@ class BlackBox(Box):
         self._read()
         self.step += 1
         self._memory.begin()
-        self._statistics.keep()
+        self._statistics.begin_window()
         self._around = _regions_here()
         kept = self._memory.keep(self.step, batch, named)
         returned = self.loss_fn(self.model, *batch, **named)
@@ -142,7 +142,7 @@ class BlackBox(Box):
             raise StepError("explain(): there is no step to explain: the last one was finite, or has not run backward")
         return self._explained()
 
-    def _begin(self, kept: Kept, gradient: Tensor) -> None:
+    def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
         """Remember what a backward pass begins with, and look at the gradients when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()

@@ -18,7 +18,7 @@ from halfstep.lens.box.trace import Trace
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
-from halfstep.step.memory import versions_of
+from halfstep.step.record import versions_of
 from halfstep.trees import tensors
 
 __all__ = ["WRITTEN", "Subject", "diagnose", "low_of", "verdict_of"]

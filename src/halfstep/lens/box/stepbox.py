@@ -31,8 +31,8 @@ from halfstep.lens.box.trouble import Seen, Trouble
 from halfstep.lens.values import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
-from halfstep.step.memory import Window
 from halfstep.step.prepare import prepared_policy, unwrap
+from halfstep.step.record import Window
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -135,7 +135,7 @@ class StepBox(Box):
     """
 
     def __init__(self, step: TrainStep) -> None:
-        super().__init__(step._evidence)
+        super().__init__(step.evidence)
         self._step = weakref.ref(step)
         self._for = 0  # the step `verdict` is about
         self._lone = 0  # explanations of applied steps, which ranks do not agree on
@@ -198,7 +198,7 @@ class StepBox(Box):
 
     def explain(self) -> Verdict:
         """Return the verdict on the last step that was not applied or whose loss was not finite."""
-        memory = self.step._memory
+        memory = self.step.record.history
         if memory is None:
             raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
         window = memory.judged
@@ -247,7 +247,7 @@ class StepBox(Box):
         model = unwrap(step.model)
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-            return step._forward(model, batch, named, recipe())[0]
+            return step.run_forward(model, batch, named, recipe())[0]
 
         def recipe() -> Recipe:  # that of the policy under trial
             binding = binding_of(model)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import StepError
-from halfstep.step import fused, tail
 from halfstep.step.graph.recorder import recorder_for
+from halfstep.step.optimizer_step import can_fuse, is_fused, takes_predicate
 from halfstep.step.prepare import unwrap
+from halfstep.step.update import suits
 from halfstep.trees import opened
 
 __all__ = ["REMEDY", "kind_of", "place_of", "refuse_graph"]
@@ -48,8 +49,7 @@ def refuse_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.de
     for name, module in inner.named_modules():
         if getattr(module, "sparse", False):
             raise StepError(f"cuda_graph=True and module {name} has sparse gradients, whose size the host must read")
-    able = tail.is_fused(optimizer) or tail.can_fuse(optimizer) or tail.takes_predicate(optimizer)
-    if not (able or fused.suits(optimizer)):
+    if not any(able(optimizer) for able in (is_fused, can_fuse, takes_predicate, suits)):
         raise StepError(
             f"cuda_graph=True needs an optimizer that skips a bad step on the device, and {type(optimizer).__name__} "
             "as it is here does not: use Adam, AdamW, SGD, Adagrad or hs.Lion, with fused=True or with no form chosen "

@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import StepResult
-from halfstep.step.culprits import Culprits
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
 from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.graph.static import Pins
+from halfstep.step.moments import REST, UPDATE, WINDOW, Moments
 from halfstep.step.prepare import unwrap
-from halfstep.step.progress import REST, UPDATE, WINDOW
+from halfstep.step.statistics import Statistics
+from halfstep.step.update import Culprits, Updater
 from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -79,18 +80,35 @@ class _Graph:
 class Graphs:
     """The graphs of one training step.
 
+    Args:
+        step: the training step.
+        device: of its model.
+        run: runs one micro-batch of it eagerly.
+        moments: its moments.
+        statistics: its participant for BatchNorm's statistics.
+        updater: its updater.
+
     Attributes:
         captures: how many graphs were captured so far.
         replays: how many calls were replays.
     """
 
-    def __init__(self, step: TrainStep, device: torch.device) -> None:
+    def __init__(
+        self,
+        step: TrainStep,
+        device: torch.device,
+        run: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
+        moments: Moments,
+        statistics: Statistics,
+        updater: Updater,
+    ) -> None:
         recorder = recorder_for(device)
-        assert recorder is not None  # `refuse_graph` has looked
-        self._step, self._device = step, device
+        assert recorder is not None  # `refuse_graph` has checked it
+        self._step, self._device, self._run = step, device, run
+        self._moments, self._statistics, self._updater = moments, statistics, updater
         self._recorder: Recorder = recorder
         self._model = unwrap(step.model)
-        step._statistics.blind = True
+        statistics.blind = True
         self.captures = self.replays = self._resets = 0
         self._facts: Any = None
         self.reset()
@@ -119,7 +137,7 @@ class Graphs:
             if graph is not None:
                 graph.calls += 1
             return replace(result, scale=result.scale.clone())
-        updates = step._window + 1 == step.accumulate
+        updates = step.record.micro_batches + 1 == step.accumulate
         if graph.replay is None:
             self._capture(graph, found, generators, batch, named, updates=updates)
         else:
@@ -146,7 +164,7 @@ class Graphs:
 
     def _modes(self) -> Hashable:
         """Return what Python decides in models besides the batch."""
-        modules = tuple([m.training for other in self._step._statistics.models for m in other.modules()])
+        modules = tuple([m.training for other in self._statistics.models.values() for m in other.modules()])
         return modules, tuple([p.requires_grad for p in self._model.parameters()])
 
     def _graph_of(self, kind: Hashable) -> _Graph | None:
@@ -164,18 +182,19 @@ class Graphs:
                     )
                 return None
             self._kinds.add(kind)
-        place = "first" if step._window == 0 else "last" if step._window + 1 == step.accumulate else "between"
-        there = () if step._window == 0 else tuple([p.grad is not None for p in self._model.parameters()])
+        before = step.record.micro_batches
+        place = "first" if before == 0 else "last" if before + 1 == step.accumulate else "between"
+        there = () if before == 0 else tuple([p.grad is not None for p in self._model.parameters()])
         return self._graphs.setdefault((kind, place, there), _Graph())
 
     def _pinned_step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
         """Take the step, and pin what it leaves for the next micro-batch; note [windows]."""
         step = self._step
-        first = step._window == 0
-        result = step._micro(batch, named)
-        if step._window:
+        first = step.record.micro_batches == 0
+        result = self._run(batch, named)
+        if step.record.micro_batches:
             if first:
-                step._scale = self._pins.pinned_scale(step._scale)
+                step.record.scale = self._pins.pinned_scale(step.record.scale)
             self._pins.pin_gradients(self._model.parameters())
         return result
 
@@ -202,9 +221,9 @@ class Graphs:
         ]
         following = iter(graph.inputs)
         batch, named = map_tensors((batch, named), lambda tensor: next(following))
-        before = (step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads)
+        before, statistics = step.record.position, self._statistics.open
         held = [(p, p.grad) for p in self._model.parameters()]
-        watchers, step.watchers = step.watchers, []  # what they do is not part of a step
+        step.watchers.paused = True  # what they do is not part of a step
         self._clear_casts()
         try:
             with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
@@ -212,11 +231,12 @@ class Graphs:
                     lambda: _packed(self._pinned_step(batch, named), updates=updates), generators
                 )
         except BaseException as error:
-            step._progress.phase = WINDOW
-            step._step, step._window, step._scale, step._pending, step._statistics.open, step.host_reads = before
+            self._moments.phase = WINDOW
+            step.record.position, self._statistics.open = before, statistics
             for parameter, gradient in held:
                 parameter.grad = gradient
-            step._abandon_update()
+            self._updater.abort(written=False)
+            step.scaler.forget()
             if not isinstance(error, Exception) or isinstance(error, StepError):
                 raise
             raise StepError(
@@ -226,13 +246,13 @@ class Graphs:
                 f"trained on this batch. torch says: {type(error).__name__}: {str(error).strip()}"
             ) from error
         finally:
-            step.watchers = watchers
+            step.watchers.paused = False
             self._clear_casts()  # those made in a capture hold nothing yet
         graph.outputs, graph.numbers, graph.skipped = outputs, numbers, skipped
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
-        graph.open = step._statistics.open
-        step._step, step._window = before[:2]  # `_done` counts
-        step._progress.phase = WINDOW
+        graph.open = self._statistics.open
+        step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
+        self._moments.phase = WINDOW
         self.captures += 1
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, [*map(_shape, found)])
 
@@ -247,21 +267,21 @@ class Graphs:
             for static, tensor in zip(graph.inputs, found, strict=True):
                 static.copy_(tensor, non_blocking=True)
         if updates:
-            self._step._check_rates()
+            self._updater.check_rates()
             self._rates.fill(self._step.optimizer)
 
     def _replayed(self, graph: _Graph, *, updates: bool) -> StepResult:
-        """Replay `graph`; with an update that is the critical part of a step (note [cut off] in `progress`)."""
+        """Replay `graph`; with an update that is the critical part of a step (note [cut off] in `moments`)."""
         step = self._step
         assert graph.replay is not None
         if not updates:
             graph.replay()
             return self._done(graph, updates=False)
-        with step._progress.critical:
-            step._progress.phase = UPDATE
+        with self._moments.critical:
+            self._moments.phase = UPDATE
             graph.replay()
             result = self._done(graph, updates=True)
-            step._progress.phase = REST
+            self._moments.phase = REST
         for watcher in step.watchers:
             watcher.pass_update()
         step.scaler.heed(step.optimizer)
@@ -271,15 +291,16 @@ class Graphs:
         """Do on the host what a replay does not, and return copies of its results."""
         step, static = self._step, graph.outputs
         assert static is not None and graph.numbers is not None and graph.skipped is not None
-        number = step._step + step._window + 1
-        step._step, step._window = (number, 0) if updates else (step._step, step._window + 1)
-        step._statistics.open = graph.open
+        record = step.record
+        number = record.done + record.micro_batches + 1
+        record.done, record.micro_batches = (number, 0) if updates else (record.done, record.micro_batches + 1)
+        self._statistics.open = graph.open
         for parameter in self._model.parameters() if updates else ():
             parameter.grad = None
         for parameter, gradient in graph.gradients:
             parameter.grad = gradient
         if not updates and self._pins.scale is not None:
-            step._scale = self._pins.scale
+            step.record.scale = self._pins.scale
         numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
@@ -295,7 +316,7 @@ class Graphs:
         if updates:
             if isinstance(static.find_culprits, Culprits):
                 result.find_culprits = replace(static.find_culprits, norms=numbers[2:-1])
-            step._pending = result.skipped
+            step.record.bad = result.skipped
             self._mark_written()
         return result
 
@@ -304,7 +325,7 @@ class Graphs:
 
         Low weights are counted by their store, which would take this for a change by hand.
         """
-        store = self._step._store
+        store = self._updater.store
         changed = [p for g in self._step.optimizer.param_groups for p in g["params"] if store is None or p not in store]
         torch.autograd.graph.increment_version(changed)
         torch.clear_autocast_cache()  # torch's own does not look at versions
@@ -319,7 +340,7 @@ class Graphs:
             changed = [name for name, value in facts.items() if self._facts[name] != value]
             if any(graph.replay is not None for graph in self._graphs.values()):
                 self._tell_reset(" and ".join(changed))
-            if step._window == 0:
+            if step.record.micro_batches == 0:
                 self.reset()
             else:
                 raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")

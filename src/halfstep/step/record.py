@@ -1,13 +1,16 @@
-"""Memory: what it takes to run the last update's micro-batches again: references, two small random states, versions.
+"""The record of a training step: how far it has come, and what it takes to run its last update again.
 
-Nothing is copied but the CPU generator's state (5 KB, under a microsecond), a CUDA generator's (16 bytes, on the host)
-and buffers that a forward pass is known to change; BatchNorm's statistics are kept by `Statistics` anyway. Python's and
-NumPy's generators are not kept (9 and 34 microseconds a step).
+`Record` is what graph capture, checkpoints and the black box read of a step. Its `History` keeps, for each micro-batch
+of the current window and of the last update until its verdict is known, references to the batch, the states of torch's
+generators (CPU: 5 KB, under a microsecond; CUDA: 16 bytes on the host) and versions, and copies of the buffers that a
+forward pass is known to change. BatchNorm's statistics are in `Statistics`. Python's and NumPy's generators are not
+kept (9 and 34 microseconds a step).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +20,15 @@ from torch import Tensor, nn
 from halfstep.kernels.host import number, peek
 from halfstep.trees import tensors
 
-__all__ = ["Kept", "Memory", "Window", "put_random", "random_states", "versions_of"]
+__all__ = ["History", "MicroBatch", "Record", "Window", "put_random", "random_states", "versions_of"]
 
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 @dataclass(slots=True)
-class Kept:
-    """One micro-batch, as it was before its forward pass.
+class MicroBatch:
+    """A micro-batch as it was before its forward pass.
 
     Attributes:
         batch: the positional arguments of the loss function.
@@ -52,13 +55,13 @@ class Window:
         batches: the micro-batches.
         buffers: (module, name, value before the window) of buffers that forward passes change.
         last: number of the last micro-batch.
-        scale: 0-dim, the loss scale; None where nobody here knows it.
+        scale: 0-dim, the loss scale; None: not known.
         flag: 0-dim bool on the device: the update was not applied; None before it.
         bad: that flag, as soon as it has been read.
         lossy: whether a loss was not finite, as soon as that has been read.
     """
 
-    batches: list[Kept] = field(default_factory=list)
+    batches: list[MicroBatch] = field(default_factory=list)
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
     last: int = 0
     scale: Tensor | None = None
@@ -84,23 +87,76 @@ class Window:
         return [kept.loss for kept in self.batches if kept.loss is not None and kept.loss.numel() == 1]
 
 
-class Memory:
-    """Remembers the micro-batches of the window under way, and of the last update until its verdict is known.
+class Record:
+    """What a training step has done.
+
+    Args:
+        model: the user's model.
+        replayable: whether to keep what it takes to run the last update again.
+
+    Attributes:
+        done: micro-batches of the updates made so far, applied or not.
+        micro_batches: those of the current window whose backward pass has run.
+        scale: 0-dim fp32, the loss scale of the current window, or of the last one.
+        bad: 0-dim bool, whether the last update was not applied, until the scheduler has read it; None: read, or none.
+        host_reads: how often an update had to wait for the device.
+        history: the micro-batches; None: not kept.
+    """
+
+    __slots__ = ("bad", "done", "history", "host_reads", "micro_batches", "scale")
+
+    def __init__(self, model: nn.Module, *, replayable: bool) -> None:
+        self.done = self.micro_batches = self.host_reads = 0
+        self.scale = torch.ones(())
+        self.bad: Tensor | None = None
+        self.history = History(model) if replayable else None
+
+    @property
+    def position(self) -> tuple[Any, ...]:
+        """All of it but the history: may be assigned, to undo what was counted."""
+        return self.done, self.micro_batches, self.scale, self.bad, self.host_reads
+
+    @position.setter
+    def position(self, before: tuple[Any, ...]) -> None:
+        self.done, self.micro_batches, self.scale, self.bad, self.host_reads = before
+
+    def begin_window(self) -> None:
+        """Begin a window."""
+        if self.history is not None:
+            self.history.begin()
+
+    def after_update(self, bad: Tensor) -> None:
+        """Count the micro-batches of the window as done."""
+        self.bad = bad
+        self.done += self.micro_batches
+        self.micro_batches = 0
+        if self.history is not None:
+            self.history.end(bad, self.scale)
+
+    def abort(self, *, written: bool) -> None:
+        """Forget the window: its gradients are partial, and dropped when the next one begins."""
+        if not written:
+            self.micro_batches = 0
+
+
+class History:
+    """The micro-batches of the current window, and those of the last update until its verdict is known.
 
     Args:
         model: the user's model.
 
     Attributes:
-        window: the one under way.
-        judged: the one of the last update, until its verdict was read and was good, or the next window begins.
+        window: the current one.
+        judged: that of the last update, until its verdict was read and was good, or the next window begins.
+        watched: whether good updates are of interest too; else a CPU drops their batches at once.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, watched: bool = False) -> None:
+        self.model, self.watched = model, watched
         self.window = Window()
         self.judged: Window | None = None
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
-        self._watched: list[tuple[nn.Module, str, Tensor, int]] | None = None
+        self._unchanged: list[tuple[nn.Module, str, Tensor, int]] | None = None  # buffers, with their versions
         self._landed: list[Tensor] = []  # pinned, on the host: the flag, then losses
         self._event: torch.cuda.Event | None = None
 
@@ -108,28 +164,30 @@ class Memory:
         """Begin a window."""
         if self.judged is not None and self.judged.bad is not None:
             self.judged = None
-        self.window = Window()
-        if self._watched is None:
-            self._watch()
+        self.window = window = Window()
+        if self._unchanged is None:
+            self._note_buffers()
         for module, name in self._changing.values():
             value = module._buffers.get(name)
             if value is not None:
-                self.window.buffers.append((module, name, value.clone()))
+                window.buffers.append((module, name, value.clone()))
 
-    def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> Kept:
-        """Remember micro-batch `number` and the generators before its forward pass."""
+    def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
+        """Keep micro-batch `number` and the states of generators before its forward pass."""
+        values = (*batch, *named.values())
+        flat = {Tensor}.issuperset(map(type, values))  # tensors alone need no walk through containers
+        versions = versions_of_tensors(values) if flat else versions_of((batch, named))
+        kept = MicroBatch(batch, named, random_states(), versions)
         self.window.last = number
-        kept = Kept(batch, named, random_states(), versions_of((batch, named)))
         self.window.batches.append(kept)
         return kept
 
-    def end(self, bad: Tensor, scale: Tensor | None, *, watched: bool = True) -> None:
+    def end(self, bad: Tensor, scale: Tensor | None) -> None:
         """End the window; waits for nothing.
 
         Args:
             bad: 0-dim bool on the device: its update was not applied.
-            scale: 0-dim, the loss scale; None where nobody here knows it.
-            watched: whether somebody wants to hear of good updates too; else a CPU lets go of their batches at once.
+            scale: 0-dim, the loss scale; None: not known.
         """
         window = self.window
         self._find_changing()
@@ -141,7 +199,7 @@ class Memory:
             self._send([bad, *window.losses()])
         elif bad.device.type == "cpu":
             window.lossy = _lossy(window.losses())
-        if not watched and window.lossy is False and not peek(bad):
+        if not self.watched and window.lossy is False and not peek(bad):
             self.judged, self.window = None, Window()
         else:
             self.judged = window
@@ -164,16 +222,16 @@ class Memory:
                 self._event.synchronize()
             flag, *losses = self._landed
             window.bad, window.lossy = peek(flag), _lossy(losses)
-        else:  # no event to ask: whoever wants to know calls explain()
+        else:  # no event to ask: explain() waits for it
             return None
         if not window.wrong:
             self.judged = None
         return window
 
     def _send(self, found: list[Tensor]) -> None:
-        """Have a flag and losses copied to the host: by the copy engine, a few bytes each, and nobody waits.
+        """Have a flag and losses copied to the host by the copy engine, a few bytes each; waits for nothing.
 
-        A loss on another device than the flag would need an event of its own, and is not looked at.
+        A loss on another device than the flag would need an event of its own, and is ignored.
         """
         device = found[0].device
         with torch.cuda.device(device):
@@ -189,25 +247,25 @@ class Memory:
     def _find_changing(self) -> None:
         """Find out which buffers the window's forward passes have changed."""
         changed = False
-        for module, name, value, version in self._watched or ():
+        for module, name, value, version in self._unchanged or ():
             now = module._buffers.get(name)
             if now is not value or (now is not None and now._version != version):
                 self._changing.setdefault((id(module), name), (module, name))
                 changed = True
         if changed:
-            self._watch()
+            self._note_buffers()
 
-    def _watch(self) -> None:
+    def _note_buffers(self) -> None:
         """Note the versions of buffers that are not known to change; before the first step, copy them too."""
-        first = self._watched is None
-        self._watched = []
+        first = self._unchanged is None
+        self._unchanged = []
         copied = 0
         for module in self.model.modules():
             for name, value in module._buffers.items():
                 key = (id(module), name)
                 if value is None or key in self._changing or name in STATISTICS or value.is_inference():
                     continue
-                self._watched.append((module, name, value, value._version))
+                self._unchanged.append((module, name, value, value._version))
                 size = value.numel() * value.element_size()
                 if first and copied + size <= FIRST_COPY:
                     copied += size
@@ -221,7 +279,12 @@ def _lossy(losses: list[Tensor]) -> bool:
 
 def versions_of(tree: Any) -> list[int]:
     """Return how often each tensor of `tree` has been written to; those of inference mode do not count it."""
-    return [t._version for t in tensors(tree) if not t.is_inference()]
+    return versions_of_tensors(tensors(tree))
+
+
+def versions_of_tensors(found: Iterable[Tensor]) -> list[int]:
+    """Return the versions of tensors, as `versions_of`."""
+    return [t._version for t in found if not t.is_inference()]
 
 
 def random_states() -> dict[str, Tensor]:

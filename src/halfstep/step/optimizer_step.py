@@ -1,14 +1,11 @@
-"""The tail of a step: one reading pass over the gradients, then unscale, clip, judge and update as one factor.
+"""Updates through ``optimizer.step()``: in torch's fused form if only speed changes, and not where gradients are bad.
 
-torch.amp with clipping walks the gradients four times (unscale, norm, clip, step). Here one pass gives every tensor's
-norm; the total says whether all is finite (the predicate), how far to clip, and, only if somebody asks, which
-parameters are to blame. Unscaling and clipping become one divisor that a fused optimizer applies while it reads.
+torch's fused optimizers unscale and skip on the device; all others read the verdict on the host, one wait an update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,45 +13,25 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from halfstep.kernels.choose import judge_for, norms_for
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import fused_works
 from halfstep.scale.forms import keep_working_form
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
 
 __all__ = [
-    "Verdict",
-    "apply",
     "can_fuse",
     "clip_values_",
     "is_fused",
-    "judge",
     "prefer_fused",
+    "step_unless",
     "stored",
     "takes_predicate",
 ]
 
-FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own, which knows nothing of scales
+FUSED = frozenset({Adam, AdamW, SGD, Adagrad})  # a subclass may have a step of its own
 
 ADAGRAD_ON_CUDA = "2.13"  # from here on its fused form is known to take CUDA parameters
-LOWS = frozenset({torch.float16, torch.bfloat16})
-PLAIN = frozenset({Tensor, FakeTensor})  # a fake tensor goes the way of the real one that it stands for
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one reading pass over the gradients says; device tensors only.
-
-    Attributes:
-        norms: (number of gradients,) fp32 2-norms of the scaled gradients.
-        norm: 0-dim fp32, total 2-norm of the unscaled gradients.
-        bad: 0-dim bool, whether that norm is not finite.
-        factor: 0-dim fp32, what the update multiplies gradients by: unscaling and clipping in one.
-    """
-
-    norms: Tensor
-    norm: Tensor
-    bad: Tensor
-    factor: Tensor
+WHOLE_TENSORS = frozenset({Tensor, FakeTensor})  # types whose storage holds all of their values
 
 
 def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -68,22 +45,10 @@ def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
 def _stored(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         return gradient._values()
-    if type(gradient) not in PLAIN and hasattr(gradient, "to_local"):
+    if type(gradient) not in WHOLE_TENSORS and hasattr(gradient, "to_local"):
         part: Tensor = gradient.to_local()
         return part
     return gradient
-
-
-def judge(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> Verdict:
-    """Read `gradients` once.
-
-    Args:
-        gradients: what the update will read, still scaled.
-        divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
-        clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
-    """
-    norms = norms_for(gradients)
-    return Verdict(norms, *judge_for(norms, divisor, clip_norm))
 
 
 def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: float) -> None:
@@ -120,13 +85,13 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     operator. Adagrad's state was made when they were fp32, and its fused form refuses CUDA up to torch 2.11.
     """
     device = parameter.device.type
-    if device not in {"cpu", "cuda"} or type(parameter.data) not in PLAIN:
+    if device not in {"cpu", "cuda"} or type(parameter.data) not in WHOLE_TENSORS:
         return False
     if not fused_works(type(optimizer), parameter):
         return False
     if type(optimizer) is Adagrad and device == "cuda" and torch.__version__ < ADAGRAD_ON_CUDA:
         return False
-    return parameter.dtype is torch.float32 or (parameter.dtype in LOWS and type(optimizer) is not Adagrad)
+    return parameter.dtype is torch.float32 or (parameter.dtype in LOW_DTYPES and type(optimizer) is not Adagrad)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -135,7 +100,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
-    """Return whether nothing about `optimizer` itself speaks against torch's fused form."""
+    """Return whether `optimizer` itself allows torch's fused form."""
     return (
         type(optimizer) in FUSED and not _stepped(optimizer) and all(_free(group) for group in optimizer.param_groups)
     )
@@ -168,14 +133,14 @@ def takes_predicate(optimizer: Optimizer) -> bool:
     return skips_itself(optimizer) and not must_not_skip(optimizer)
 
 
-def apply(optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None, bad: Tensor) -> bool:
+def step_unless(bad: Tensor, optimizer: Optimizer, gradients: Sequence[Tensor], factor: Tensor | None) -> bool:
     """Step `optimizer` with ``gradients * factor`` unless `bad`; return whether the host had to read `bad`.
 
     Args:
+        bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
         optimizer: holds `gradients` (or the precise copies of them) in its parameters.
         gradients: what the optimizer reads; multiplied in place where it cannot do so itself.
         factor: 0-dim fp32 or None for 1.
-        bad: 0-dim bool: leave parameters, optimizer state and step counts as they are.
     """
     if type(optimizer) is SGD and skips_itself(optimizer):
         _begin_momentum(optimizer, gradients)

@@ -1,0 +1,271 @@
+"""The moments of a training step: which parts take part in it, when each is called, and what an exception leaves.
+
+A *participant* is an object that keeps something consistent from the first micro-batch of a window to its update:
+BatchNorm's statistics, low copies of weights, fp32 sums of gradients, averages over ranks, the loss scale, watchers,
+the record. It has any of four methods. `Moments` calls each at its moment, the first two in the order of the
+participants, the last two in reverse:
+
+    begin_window()          gradients are dropped, and no forward pass has run
+    before_update()         the backward passes are over, and nothing has been written
+    after_update(bad)       parameters and optimizer state are written, unless `bad`: a 0-dim bool on the device
+    abort(written=...)      the window was cut off. `written`: its update has begun to write and cannot be undone;
+                            else return to the state before `begin_window`. May be called twice
+
+Note [cut off]: an exception can end a call at any bytecode: Ctrl-C, a lack of memory, a hook of the user's. Before the
+update a call has changed gradients and BatchNorm's statistics, which are restored. In the critical part, from the first
+write of the optimizer to the end of `after_update`, signals are deferred. An exception there leaves a mixture of two
+states, unless the optimizer has not written yet (`undo.Marks`); then every later call is refused until a checkpoint is
+loaded. The phase is one attribute, assigned before anything is changed and after everything is, so it is right at any
+bytecode, also where an exception ends the handling of another one; the next call continues from it.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # below `signal`, which takes 3 us a call; typeshed does not have it
+import signal
+import threading
+from _thread import get_ident
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import StepError
+from halfstep.events import StepWatcher
+from halfstep.step.undo import SchedulerCopy
+
+__all__ = ["ADVANCE", "LOAD", "REST", "UPDATE", "WINDOW", "Deferral", "Moments", "Watchers"]
+
+REST = ""  # between calls
+WINDOW = "a micro-batch"
+UPDATE = "the update"
+ADVANCE = "the scheduler's step"
+LOAD = "load_state_dict"
+
+
+class Moments:
+    """Calls the participants of one training step, and keeps how far its current call has come.
+
+    Args:
+        participants: in their order.
+        has_written: returns whether an update under way has changed anything, as far as is known.
+
+    Attributes:
+        phase: which part of a call is under way, or was cut off; `REST` between calls.
+        grad: whether gradients were recorded where the call came from.
+        scheduler: the scheduler before the step it is making.
+        critical: the context manager of the critical part.
+        cause: what ended a part that cannot be undone.
+    """
+
+    __slots__ = (
+        "_abort",
+        "_after",
+        "_before",
+        "_begin",
+        "cause",
+        "critical",
+        "grad",
+        "has_written",
+        "phase",
+        "scheduler",
+    )
+
+    def __init__(self, participants: Iterable[object], has_written: Callable[[], bool]) -> None:
+        self.phase = REST
+        self.grad = True
+        self.has_written = has_written
+        self.scheduler: SchedulerCopy | None = None
+        self.critical = Deferral()
+        self.cause = ""
+        self._begin: list[Callable[[], None]] = []
+        self._before: list[Callable[[], None]] = []
+        self._after: list[Callable[[Tensor], None]] = []
+        self._abort: list[Callable[..., None]] = []
+        for participant in participants:
+            self.add(participant)
+
+    def add(self, participant: object) -> None:
+        """Call `participant` too: it is the last of all."""
+        for name, calls in (("begin_window", self._begin), ("before_update", self._before)):
+            if hasattr(participant, name):
+                calls.append(getattr(participant, name))
+        for name, reverse in (("after_update", self._after), ("abort", self._abort)):
+            if hasattr(participant, name):
+                reverse.insert(0, getattr(participant, name))
+
+    def begin_window(self) -> None:
+        """Begin a window of micro-batches."""
+        for call in self._begin:
+            call()
+
+    def before_update(self) -> None:
+        """Complete the gradients of the window."""
+        for call in self._before:
+            call()
+
+    def update(self, write: Callable[[], None], bad: Tensor) -> None:
+        """Carry out `write`, which changes parameters unless `bad`, and call `after_update`: the critical part.
+
+        Every participant is called, also if one raises.
+
+        Raises:
+            Exception: the first one that a participant raised, after all of them were called.
+        """
+        failed: Exception | None = None
+        with self.critical:
+            self.phase = UPDATE
+            write()
+            for call in self._after:
+                try:
+                    call(bad)
+                except Exception as error:
+                    failed = failed or error
+            self.phase = REST
+        if failed is not None:
+            raise failed
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Undo what the phase under way has changed, if that can be done; may be called again.
+
+        Args:
+            error: what cut it off; None: not known.
+        """
+        if error is not None:
+            torch._C._set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
+        if self.phase == ADVANCE and self.scheduler is not None:
+            self.scheduler.restore()
+            self.phase = REST
+        if self.phase not in {UPDATE, WINDOW}:
+            return
+        written = self.phase == UPDATE and self.has_written()
+        if written and error is not None and not self.cause:
+            self.cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''} "
+        for call in self._abort:
+            call(written=written)
+        if not written:
+            self.phase = REST
+
+    def refuse(self, done: int) -> None:
+        """Undo what an earlier call has left, or refuse to go on.
+
+        Args:
+            done: micro-batches of the updates made so far.
+
+        Raises:
+            StepError: it was cut off where it cannot be undone.
+        """
+        self.abort()
+        if self.phase:
+            cause = self.cause or "an exception "
+            raise StepError(
+                f"{cause}cut off {self.phase} after {done} micro-batches, and weights, optimizer state, loss "
+                "scale and counters are partly those before it and partly those after it; load a checkpoint with "
+                "step.load_state_dict(...), or build the TrainStep anew to go on from what is there"
+            )
+
+    def forget(self) -> None:
+        """Begin anew: a checkpoint has been loaded."""
+        self.phase, self.scheduler, self.cause = REST, None, ""
+
+
+class Watchers(list[StepWatcher]):
+    """The watchers of a training step, as a participant of it.
+
+    Attributes:
+        parameters: returns the optimizer's parameters that have gradients.
+        paused: whether they see nothing: a captured update is no update.
+    """
+
+    def __init__(self, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        super().__init__()
+        self.parameters, self.paused = parameters, False
+
+    def before_update(self) -> None:
+        """Show the watchers what is about to be updated."""
+        if self and not self.paused:
+            parameters = self.parameters()
+            for watcher in self:
+                watcher.before_update(parameters)
+
+    def after_update(self, bad: Tensor) -> None:
+        """Show them what became of it."""
+        for watcher in () if self.paused else self:
+            watcher.after_update(bad)
+
+
+# ---------------------------------------------------------------------- signals
+
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGBREAK")
+NUMBERS = tuple(int(getattr(signal, name)) for name in NAMES if hasattr(signal, name))
+
+Handler = Callable[[int, "FrameType | None"], Any]
+
+
+class Deferral:
+    """A context manager that defers signals to its end; it can be entered again and again.
+
+    Python calls a signal's handler between two bytecodes of the main thread. Here a signal whose handler is a Python
+    function is remembered, and its handler is called at the end. A second signal of the same number is not deferred: a
+    part that hangs can still be interrupted. Other signals, and other threads, are not affected.
+
+    Note [left behind]: an exception in the middle of entering or leaving can leave `_defer` installed. Outside of the
+    block it restores the handler it stands for and calls it, so no signal is lost.
+    """
+
+    __slots__ = ("_found", "_handlers", "_mine", "_on", "_waiting")
+
+    def __init__(self) -> None:
+        self._mine = self._defer  # one object, by which it is recognised
+        self._found: list[Any] = []  # the handlers there were when it was entered last
+        self._handlers: dict[int, Handler] = {}  # those of them that `_defer` stands for
+        self._waiting: list[tuple[int, FrameType | None]] = []
+        self._on = False
+
+    def __enter__(self) -> None:
+        if get_ident() != threading.main_thread().ident:
+            return
+        found = [*map(_signal.getsignal, NUMBERS)]
+        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
+            known = self._handlers  # also for what is left behind
+            self._handlers = {
+                number: known[number] if handler is self._mine else handler
+                for number, handler in zip(NUMBERS, found, strict=True)
+                if callable(handler)
+            }
+            self._found = found
+        for number in self._handlers:
+            _signal.signal(number, self._mine)
+        self._on = True
+
+    def __exit__(self, *raised: object) -> None:
+        if not self._on:
+            return
+        self._on = False
+        for number, handler in self._handlers.items():
+            if _signal.getsignal(number) is self._mine:
+                _signal.signal(number, handler)
+        if self._waiting:
+            self._deliver()
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        """Stand for a handler of the user's."""
+        handler = self._handlers[number]
+        if not self._on:  # note [left behind]
+            _signal.signal(number, handler)
+        elif all(known != number for known, _ in self._waiting):
+            self._waiting.append((number, frame))
+            return
+        handler(number, frame)
+
+    def _deliver(self) -> None:
+        """Call the handlers of the deferred signals, all of them, also if one raises."""
+        if self._waiting:
+            number, frame = self._waiting.pop(0)
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self._deliver()
