@@ -139,7 +139,7 @@ def stepped() -> Callable[[], object]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.0), lambda m, x: m(x).sum(), policy=MIXED)
-    return lambda: step._forward(step.model, (X,), {})
+    return lambda: step.run_forward(step.model, (X,), {})
 
 
 def below_an_instrument() -> None:

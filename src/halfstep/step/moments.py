@@ -7,7 +7,9 @@ participants, the last two in reverse:
 
     begin_window()          gradients are dropped, and no forward pass has run
     before_update()         the backward passes are over, and nothing has been written
-    after_update(bad)       parameters and optimizer state are written, unless `bad`: a 0-dim bool on the device
+    after_update(bad)       parameters and optimizer state are written, unless `bad`: a 0-dim bool on the device. An
+                            exception that it returns is raised once the update is complete; one that it raises cuts
+                            the update off
     abort(written=...)      the window was cut off. `written`: its update has begun to write and cannot be undone;
                             else return to the state before `begin_window`. May be called twice
 
@@ -83,7 +85,7 @@ class Moments:
         self.cause = ""
         self._begin: list[Callable[[], None]] = []
         self._before: list[Callable[[], None]] = []
-        self._after: list[Callable[[Tensor], None]] = []
+        self._after: list[Callable[[Tensor], Exception | None]] = []
         self._abort: list[Callable[..., None]] = []
         for participant in participants:
             self.add(participant)
@@ -110,23 +112,18 @@ class Moments:
     def update(self, write: Callable[[], None], bad: Tensor) -> None:
         """Carry out `write`, which changes parameters unless `bad`, and call `after_update`: the critical part.
 
-        Every participant is called, also if one raises.
-
         Raises:
-            Exception: the first one that a participant raised, after all of them were called.
+            Exception: what a participant returned.
         """
-        failed: Exception | None = None
+        raised: Exception | None = None
         with self.critical:
             self.phase = UPDATE
             write()
             for call in self._after:
-                try:
-                    call(bad)
-                except Exception as error:
-                    failed = failed or error
+                raised = call(bad) or raised
             self.phase = REST
-        if failed is not None:
-            raise failed
+        if raised is not None:
+            raise raised
 
     def abort(self, error: BaseException | None = None) -> None:
         """Undo what the phase under way has changed, if that can be done; may be called again.
@@ -191,10 +188,15 @@ class Watchers(list[StepWatcher]):
             for watcher in self:
                 watcher.before_update(parameters)
 
-    def after_update(self, bad: Tensor) -> None:
-        """Show them what became of it."""
+    def after_update(self, bad: Tensor) -> Exception | None:
+        """Show them what became of it; return what one of them raised."""
+        raised: Exception | None = None
         for watcher in () if self.paused else self:
-            watcher.after_update(bad)
+            try:
+                watcher.after_update(bad)
+            except Exception as error:
+                raised = raised or error
+        return raised
 
 
 # ---------------------------------------------------------------------- signals

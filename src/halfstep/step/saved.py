@@ -89,7 +89,7 @@ def check_model(model: nn.Module, state: object) -> None:
     given: dict[str, Tensor] = {}
     for name, mine in have.items():
         value = state[name]
-        if not isinstance(mine, Tensor) or is_lazy(mine):  # extra state, which only its module knows
+        if not isinstance(mine, Tensor) or is_lazy(mine):  # extra state, in the module's own format
             continue
         _check_tensor(f"model[{name!r}]", value, mine)
         if name in parameters:

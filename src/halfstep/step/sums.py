@@ -21,7 +21,7 @@ from halfstep.kernels.eager.accumulate import add_low_
 __all__ = ["Sums"]
 
 MANY = 1 << 16  # elements of a gradient from which a hook and a look at the graph pay
-RECOMPUTES = "CheckpointFunctionBackward"  # runs a graph of its own, which nobody sees before
+RECOMPUTES = "CheckpointFunctionBackward"  # runs a graph of its own, made in the backward pass
 
 
 class Sums:
@@ -88,7 +88,7 @@ class Sums:
         gradient = parameter.grad
         if not self._on or gradient is None or gradient.dtype is torch.float32 or gradient.layout is not torch.strided:
             return
-        if len(getattr(parameter, "_post_accumulate_grad_hooks", ())) > 1:  # somebody else wants to see it
+        if len(getattr(parameter, "_post_accumulate_grad_hooks", ())) > 1:  # another hook reads it
             parameter.grad = gradient.float()
             return
         key = id(parameter)

@@ -30,7 +30,7 @@ from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.recompute import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
-from halfstep.errors import StepError
+from halfstep.errors import ScaleError, StepError
 from halfstep.events import StepResult, Verdict
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
@@ -532,14 +532,14 @@ class Scaling:
     def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self.scaler, self.optimizer = scaler, optimizer
 
-    def after_update(self, bad: Tensor) -> None:
-        """Count the update, and move the scale.
-
-        Raises:
-            ScaleError: the scale's alarm, if its rule raises.
-        """
+    def after_update(self, bad: Tensor) -> Exception | None:
+        """Count the update and move the scale; return the scale's alarm, if its rule raises one."""
         self.scaler.record(bad, optimizer=self.optimizer)
-        self.scaler.update()
+        try:
+            self.scaler.update()
+        except (ScaleError, Warning) as error:
+            return error
+        return None
 
 
 # A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.

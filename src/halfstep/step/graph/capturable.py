@@ -62,7 +62,7 @@ def kind_of(tree: Any, found: list[Tensor], generators: list[torch.Generator]) -
     """Return what distinguishes kinds of batches; put their tensors into `found`.
 
     Raises:
-        StepError: a tensor with a history, or a value of which nobody can say whether it has changed.
+        StepError: a tensor with a history, or a value that cannot be compared from call to call.
     """
     if isinstance(tree, Tensor):
         if tree.grad_fn is not None:

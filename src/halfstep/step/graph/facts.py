@@ -1,4 +1,4 @@
-"""What the graphs of a training step hold fast: facts they rest on, and rates that are brought into them."""
+"""What CUDA graphs of a training step depend on: facts that must not change, and learning rates, which may."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Rates", "facts_of"]
 
 
 def facts_of(step: TrainStep) -> dict[str, Any]:
-    """Return what all graphs of `step` rest on, by what a message calls it; the host knows it without a wait."""
+    """Return what all graphs of `step` depend on, by its name in messages; waits for nothing."""
     groups = step.optimizer.param_groups
     model = unwrap(step.model)
     return {
@@ -51,7 +51,7 @@ def _on_device(rate: object) -> bool:
 
 
 class Rates:
-    """Learning rates as fp32 tensors on the device, for the time of a capture; else they are the user's numbers.
+    """Learning rates as fp32 tensors on the device while a graph is captured; otherwise they are the user's numbers.
 
     A rate that is a tensor on the device already stays as it is: changing it in place changes what graphs read.
     """
@@ -63,7 +63,7 @@ class Rates:
 
     @contextmanager
     def as_tensors(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let `optimizer` find tensors for its rates, and itself marked capturable."""
+        """Replace the rates of `optimizer` by tensors, and mark it capturable."""
         groups = optimizer.param_groups
         if not self._tensors:
             self._tensors = [

@@ -4,15 +4,15 @@ Forward, backward, scaling, clipping, the optimizer and the scale's update wait 
 captured. A call of the step with a new kind of batch runs eagerly `WARM_UPS` times, then it is captured and replayed;
 warm-up calls, the call that captures and replays are all real steps, each on its own batch.
 
-Note [what is baked in]: a graph repeats kernels, their arguments and addresses. What may change from call to call is
-brought into static tensors before a replay: the batch, and the learning rate, which is a number in `param_groups` and a
+Note [what is captured]: a graph repeats kernels, their arguments and addresses. What may change from call to call is
+copied to static tensors before a replay: the batch, and the learning rate, which is a number in `param_groups` and a
 tensor only while a graph is captured. Everything else that Python decides is either part of the key of a graph (shapes
 and formats of the batch, what in it is no tensor, train or eval mode, which parameters are frozen) or a fact that all
-graphs rest on (other hyperparameters, where parameters, buffers and the optimizer's state are): if a fact changes, all
+graphs depend on (other hyperparameters, where parameters, buffers and the optimizer's state are): if a fact changes, all
 graphs are dropped and made again.
 
 Note [windows]: with `accumulate` above 1 there is a graph for the first micro-batch, one for those between and one for
-the last with its update; what one leaves for the next is pinned (`pinned`), so that any first graph can go before any
+the last with its update; what one leaves for the next is in static tensors, so that any first graph can precede any
 last one.
 """
 
@@ -34,7 +34,7 @@ from halfstep.events import StepResult
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
 from halfstep.step.graph.recorder import Recorder, recorder_for
-from halfstep.step.graph.static import Pins
+from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import REST, UPDATE, WINDOW, Moments
 from halfstep.step.prepare import unwrap
 from halfstep.step.statistics import Statistics
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["Graphs"]
 
 LOG = logging.getLogger("halfstep.step")
-WARM_UPS = 3  # what torch's notes on CUDA graphs take: libraries choose kernels and make workspaces in the first calls
+WARM_UPS = 3  # as in torch's notes on CUDA graphs: libraries choose kernels and make workspaces in the first calls
 KINDS = 8  # of batches that get graphs; each keeps its memory
-RESETS = 3  # before it is said aloud that graphs are made again and again
+RESETS = 3  # before a warning that graphs are captured again and again
 
 
 @dataclass(slots=True)
@@ -114,10 +114,10 @@ class Graphs:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs: whatever they rest on has changed."""
+        """Drop all graphs: something they depend on has changed."""
         self._graphs: dict[Hashable, _Graph] = {}
         self._kinds: set[Hashable] = set()
-        self._pins = Pins()
+        self._static = StaticTensors()
         self._rates = Rates(self._device)
         self._full = False
 
@@ -133,7 +133,7 @@ class Graphs:
         graph, watched = self._graph_of(kind), self._watched()
         if graph is None or graph.calls < WARM_UPS or watched:
             batch, named = map_tensors((batch, named), self._moved)
-            result = self._recorder.warm(lambda: self._pinned_step(batch, named))
+            result = self._recorder.warm(lambda: self._static_step(batch, named))
             if graph is not None:
                 graph.calls += 1
             return replace(result, scale=result.scale.clone())
@@ -142,11 +142,11 @@ class Graphs:
             self._capture(graph, found, generators, batch, named, updates=updates)
         else:
             self.replays += 1
-        self._bring(graph, found, updates=updates)
+        self._fill_inputs(graph, found, updates=updates)
         return self._replayed(graph, updates=updates)
 
     def _watched(self) -> bool:
-        """Return whether a watcher wants to look at the coming update, which then must not be a replay.
+        """Return whether a watcher must see the coming update, which then cannot be a replay.
 
         Raises:
             StepError: a watcher that cannot say so.
@@ -187,15 +187,15 @@ class Graphs:
         there = () if before == 0 else tuple([p.grad is not None for p in self._model.parameters()])
         return self._graphs.setdefault((kind, place, there), _Graph())
 
-    def _pinned_step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
-        """Take the step, and pin what it leaves for the next micro-batch; note [windows]."""
+    def _static_step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
+        """Take the step, and copy what it leaves for the next micro-batch to static tensors; note [windows]."""
         step = self._step
         first = step.record.micro_batches == 0
         result = self._run(batch, named)
         if step.record.micro_batches:
             if first:
-                step.record.scale = self._pins.pinned_scale(step.record.scale)
-            self._pins.pin_gradients(self._model.parameters())
+                step.record.scale = self._static.static_scale(step.record.scale)
+            self._static.make_gradients_static(self._model.parameters())
         return result
 
     # ------------------------------------------------------------------ capture and replay
@@ -228,7 +228,7 @@ class Graphs:
         try:
             with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
                 graph.replay, (outputs, numbers, skipped) = self._recorder.capture(
-                    lambda: _packed(self._pinned_step(batch, named), updates=updates), generators
+                    lambda: _packed(self._static_step(batch, named), updates=updates), generators
                 )
         except BaseException as error:
             self._moments.phase = WINDOW
@@ -261,7 +261,7 @@ class Graphs:
         torch.clear_autocast_cache()
         STATE.casts.clear()
 
-    def _bring(self, graph: _Graph, found: list[Tensor], *, updates: bool) -> None:
+    def _fill_inputs(self, graph: _Graph, found: list[Tensor], *, updates: bool) -> None:
         """Fill the static tensors that `graph` reads."""
         with torch.no_grad():
             for static, tensor in zip(graph.inputs, found, strict=True):
@@ -288,7 +288,7 @@ class Graphs:
         return result
 
     def _done(self, graph: _Graph, *, updates: bool) -> StepResult:
-        """Do on the host what a replay does not, and return copies of its results."""
+        """Do the host's part of a replayed micro-batch; return copies of its results."""
         step, static = self._step, graph.outputs
         assert static is not None and graph.numbers is not None and graph.skipped is not None
         record = step.record
@@ -299,8 +299,8 @@ class Graphs:
             parameter.grad = None
         for parameter, gradient in graph.gradients:
             parameter.grad = gradient
-        if not updates and self._pins.scale is not None:
-            step.record.scale = self._pins.scale
+        if not updates and self._static.scale is not None:
+            step.record.scale = self._static.scale
         numbers, skipped = graph.numbers.clone(), graph.skipped.clone()
         exact = static.loss.dtype is torch.float32
         loss = numbers[-1].reshape(static.loss.shape) if exact else static.loss.clone()
@@ -330,29 +330,29 @@ class Graphs:
         torch.autograd.graph.increment_version(changed)
         torch.clear_autocast_cache()  # torch's own does not look at versions
 
-    # ------------------------------------------------------------------ what graphs rest on
+    # ------------------------------------------------------------------ what graphs depend on
 
     def _check_facts(self) -> None:
-        """Drop all graphs if anything they rest on has changed; note [what is baked in]."""
+        """Drop all graphs if anything they depend on has changed; note [what is captured]."""
         step = self._step
         facts = facts_of(step)
         if self._facts is not None and facts != self._facts:
             changed = [name for name, value in facts.items() if self._facts[name] != value]
             if any(graph.replay is not None for graph in self._graphs.values()):
-                self._tell_reset(" and ".join(changed))
+                self._report_reset(" and ".join(changed))
             if step.record.micro_batches == 0:
                 self.reset()
             else:
                 raise StepError(f"cuda_graph=True: {' and '.join(changed)} changed within an accumulation window")
         self._facts = facts
 
-    def _tell_reset(self, what: str) -> None:
+    def _report_reset(self, what: str) -> None:
         self._resets += 1
         LOG.info("TrainStep(cuda_graph=True): %s changed; graphs are made again", what)
         if self._resets == RESETS:
             warnings.warn(
-                f"cuda_graph=True: graphs were dropped {RESETS} times because {what} changed, and a graph holds it "
-                "fast; only the learning rate may change from step to step (OneCycleLR: cycle_momentum=False), or "
+                f"cuda_graph=True: graphs were dropped {RESETS} times because {what} changed, and a graph cannot "
+                "change it; only the learning rate may change from step to step (OneCycleLR: cycle_momentum=False), or "
                 f"{REMEDY}",
                 stacklevel=5,
             )

@@ -1,6 +1,6 @@
-"""How work on a device is recorded once and repeated without Python: CUDA graphs behind three verbs.
+"""Recorders: work on a device is recorded once and repeated without Python.
 
-`Recorder` is the whole interface that `graphed` knows, so that its bookkeeping can be tested on any machine.
+`Graphs` uses the protocol `Recorder` and nothing else of CUDA graphs, so its bookkeeping can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CudaRecorder:
     """CUDA graphs, one memory pool for all of them, captured on one side stream.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (torch 2.13). One pool is enough because the graphs
-    of a training step never run at the same time, and none reads memory of another that nobody holds.
+    of a training step never run at the same time, and none reads freed memory of another.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class CudaRecorder:
         return result
 
     def capture(self, function: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Callable[[], None], T]:
-        """Capture `function`; if that fails, raise what it raised and not what its end makes of it."""
+        """Capture `function`; if that fails, raise what it raised, not the error of ending a broken capture."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)

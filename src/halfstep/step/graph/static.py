@@ -1,7 +1,7 @@
-"""What one micro-batch of an accumulation window leaves for the next, in tensors that stay where they are.
+"""Static tensors: the gradients and the scale that one micro-batch of a window leaves for the next.
 
-A CUDA graph knows its gradients and the scale of the window by their addresses. Copied into the same tensors after
-every micro-batch, whichever graph or eager call made them, they can be read by whichever comes next.
+A CUDA graph reads them at fixed addresses. After every micro-batch, made by a graph or eagerly, they are copied to the
+same tensors, so any graph of the next place in the window can follow.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Pins"]
+__all__ = ["StaticTensors"]
 
 
-class Pins:
-    """The tensors that stay.
+class StaticTensors:
+    """The static tensors of one training step.
 
     Attributes:
         scale: that of the window; None before there was one.
@@ -25,7 +25,7 @@ class Pins:
         self.scale: Tensor | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
-    def pinned_scale(self, scale: Tensor) -> Tensor:
+    def static_scale(self, scale: Tensor) -> Tensor:
         """Copy `scale` and return the copy, which is the same tensor every time."""
         if self.scale is None:
             self.scale = scale.clone()
@@ -33,17 +33,17 @@ class Pins:
             self.scale.copy_(scale)
         return self.scale
 
-    def pin_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace gradients by their copies; the first of each parameter is the tensor that stays."""
-        pinned, made = [], []
+    def make_gradients_static(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace gradients by their copies; the first of each parameter is the tensor that is static."""
+        static, made = [], []
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             known = self._gradients.setdefault(parameter, gradient)
             if known is not gradient:
-                pinned.append(known)
+                static.append(known)
                 made.append(gradient)
                 parameter.grad = known
-        if pinned:
-            torch._foreach_copy_(pinned, made)
+        if static:
+            torch._foreach_copy_(static, made)

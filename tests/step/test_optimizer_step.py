@@ -1,4 +1,4 @@
-"""The tail: which optimizers may be fused, and that fused steps do what the others do."""
+"""Which optimizers may be fused, and that fused steps do what the others do."""
 
 from __future__ import annotations
 
