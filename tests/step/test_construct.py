@@ -115,7 +115,7 @@ def test_a_model_that_was_prepared_stays_prepared(monkeypatch: pytest.MonkeyPatc
     policy = hs.Policy.of("O2", dtype="bf16")
     hs.prepare(model, optimizer, policy=policy)
     before = facts(model, optimizer)
-    monkeypatch.setattr(train_step, "Record", lambda model: 1 / 0)
+    monkeypatch.setattr(train_step, "Statistics", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hs.TrainStep(model, optimizer, square)
     assert facts(model, optimizer) == before and hs.prepared_policy(model) == policy
@@ -131,7 +131,7 @@ def test_an_activation_of_another_prepared_model_stays_that_models(
     model.add_module("3", shared)
     expected, before = other(X), facts(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(train_step, "Record", lambda model: 1 / 0)
+        patch.setattr(train_step, "Statistics", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hs.TrainStep(model, optimizer, square, policy=hs.Policy.of(policy, dtype="bf16"))
     assert facts(model, optimizer) == before and hs.prepared_policy(model) is None

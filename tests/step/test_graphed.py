@@ -145,14 +145,14 @@ def test_every_call_is_one_step_on_its_own_batch() -> None:
 
 
 @pytest.mark.parametrize("fault", ["rates", "batch", "casts"])
-def test_the_tape_notices_what_is_baked_in(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tape_notices_what_is_captured(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, graph = pair(dtype="bf16")
     if fault == "rates":
         monkeypatch.setattr(Rates, "as_tensors", lambda self, optimizer: nullcontext())
         monkeypatch.setattr(Rates, "fill", lambda self, optimizer: None)
     if fault == "batch":
         monkeypatch.setattr(
-            Graphs, "_bring", lambda self, graph, found, updates: self._rates.fill(self._step.optimizer)
+            Graphs, "_fill_inputs", lambda self, graph, found, updates: self._rates.fill(self._step.optimizer)
         )
     if fault == "casts":
         monkeypatch.setattr(Graphs, "_clear_casts", staticmethod(lambda: None))

@@ -125,13 +125,17 @@ class Record:
         if self.history is not None:
             self.history.begin()
 
-    def after_update(self, bad: Tensor) -> None:
-        """Count the micro-batches of the window as done."""
+    def after_update(self, bad: Tensor) -> Exception | None:
+        """Count the micro-batches of the window as done; return what keeping them raised."""
         self.bad = bad
         self.done += self.micro_batches
         self.micro_batches = 0
-        if self.history is not None:
-            self.history.end(bad, self.scale)
+        try:
+            if self.history is not None:
+                self.history.end(bad, self.scale)
+        except Exception as error:  # such as a lack of pinned memory: the update is complete without it
+            return error
+        return None
 
     def abort(self, *, written: bool) -> None:
         """Forget the window: its gradients are partial, and dropped when the next one begins."""

@@ -8,8 +8,8 @@ Note [what is captured]: a graph repeats kernels, their arguments and addresses.
 copied to static tensors before a replay: the batch, and the learning rate, which is a number in `param_groups` and a
 tensor only while a graph is captured. Everything else that Python decides is either part of the key of a graph (shapes
 and formats of the batch, what in it is no tensor, train or eval mode, which parameters are frozen) or a fact that all
-graphs depend on (other hyperparameters, where parameters, buffers and the optimizer's state are): if a fact changes, all
-graphs are dropped and made again.
+graphs depend on (other hyperparameters, the addresses of parameters, buffers and optimizer state): if a fact changes,
+all graphs are dropped and captured again.
 
 Note [windows]: with `accumulate` above 1 there is a graph for the first micro-batch, one for those between and one for
 the last with its update; what one leaves for the next is in static tensors, so that any first graph can precede any
