@@ -73,7 +73,6 @@ class TrainStep:
     Attributes:
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
         copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
-        watchers: objects that are shown each update, such as `hs.Monitor`; a list to append to.
         evidence: the folder for the evidence of bad steps, or None.
 
     Args:
@@ -139,11 +138,11 @@ class TrainStep:
                 self._graphs = Graphs(
                     self, graph_device, self._micro_batch, self._moments, self._statistics, self._updater
                 )
-            self._refuse_replaced_parameters()
+            self._updater.refuse_replaced_parameters(self._names)
             if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
-                optimizer_step.prefer_fused(optimizer, self._stepped_parameters())
+                optimizer_step.prefer_fused(optimizer, self._updater.stepped_parameters())
             if self._scales:
-                self.scaler.name_parameters(unwrap(model).named_parameters())
+                self._scaler.name_parameters(unwrap(model).named_parameters())
 
     def _prepare(self, wanted: Policy, scaler: GradScaler | None) -> None:
         """Prepare model and optimizer, and make the participants of the step."""
@@ -153,8 +152,8 @@ class TrainStep:
         binding = binding_of(unwrap(model))
         assert binding is not None
         self.policy = resolved(wanted, binding.device_types[0])
-        self.scaler = own_scaler if scaler is None else scaler
-        self._scales = self.scaler.is_enabled()
+        self._scaler = own_scaler if scaler is None else scaler
+        self._scales = self._scaler.is_enabled()
         self._recipe = binding.recipe
         store = store_of(model)
         if store is not None:
@@ -162,7 +161,7 @@ class TrainStep:
         self._updater = Updater(optimizer, store)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         windows = self.accumulate > 1 and not self.cuda_graph  # what is added by Python is not repeated by a graph
-        wide = self._stepped_parameters() if store is None else ()
+        wide = self._updater.stepped_parameters() if store is None else ()
         self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
         low = store.parameters() if store is not None and self.policy.grads == "fp32" else ()
         # DistributedDataParallel's hooks want to find each gradient in its place; in no_sync they look at none
@@ -171,15 +170,17 @@ class TrainStep:
         self._sums = sums if sums else None
         if self._ranks is not None:
             self._ranks.join(store, self.record)
-        self.watchers = Watchers(self._updater.parameters)
+        self._watchers = Watchers(self._updater.parameters)
         participants: list[object] = [self._updater, self.record, self.copies]
         if self._sums is not None:
             participants.append(self._sums)
         if self._ranks is not None:
             participants.append(self._ranks)
-        participants.append(self.watchers)  # after those that complete gradients; reversed: before those that drop them
+        participants.append(
+            self._watchers
+        )  # after those that complete gradients; reversed: before those that drop them
         if self._scales:
-            participants.append(Scaling(self.scaler, optimizer))
+            participants.append(Scaling(self._scaler, optimizer))
         self._moments = Moments(participants, self._updater.has_written)
         self._statistics = Statistics(unwrap(model), self._moments.add)
 
@@ -274,7 +275,7 @@ class TrainStep:
         record = self.record
         if record.micro_batches == 0:  # a window has one scale, also if another step moves the scaler's meanwhile
             if self._scales:
-                record.scale = self.scaler.scale_on(loss.device).clone()
+                record.scale = self._scaler.scale_on(loss.device).clone()
             else:
                 record.scale = torch.ones((), dtype=torch.float32, device=loss.device)
         seed = record.scale if self.accumulate == 1 else record.scale / self.accumulate
@@ -311,6 +312,16 @@ class TrainStep:
         return self._metrics
 
     # ------------------------------------------------------------------ one update
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The loss scaler, which other training steps may share; given when the step is built."""
+        return self._scaler
+
+    @property
+    def watchers(self) -> Watchers:
+        """The objects that are shown each update, such as `hs.Monitor`: a list to append to."""
+        return self._watchers
 
     @property
     def generic(self) -> str:
@@ -422,26 +433,6 @@ class TrainStep:
                 f"{type(scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where it was before, "
                 "one update behind; leave it out: step.scheduler = None"
             ) from error
-
-    # ------------------------------------------------------------------ parameters
-
-    def _stepped_parameters(self) -> list[nn.Parameter]:
-        """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""
-        own = [p for g in self.optimizer.param_groups for p in g["params"]]
-        store = self._updater.store
-        return own if store is None else [store.value(p) if p in store else p for p in own]
-
-    def _refuse_replaced_parameters(self) -> None:
-        """Refuse low parameters that took the place of prepared ones: they would be stepped without masters."""
-        store = self._updater.store
-        for group in self.optimizer.param_groups if store is not None else ():
-            for parameter in group["params"]:
-                if store is not None and parameter.dtype is store.dtype and parameter not in store:
-                    name = self._names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
-                    raise StepError(
-                        f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
-                        "hs.prepare (fully_shard does that); shard under a policy with params='fp32', such as 'mixed'"
-                    )
 
     # ------------------------------------------------------------------ explanations
 

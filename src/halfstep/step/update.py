@@ -126,6 +126,30 @@ class Updater:
         self._rates_of = itemgetter(*rates, *rates) if rates else lambda group: ()  # twice: of one name it is no tuple
         self._sound_rates: list[tuple[Any, ...]] = []
 
+    def stepped_parameters(self) -> list[nn.Parameter]:
+        """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""
+        own = [p for g in self.optimizer.param_groups for p in g["params"]]
+        store = self.store
+        return own if store is None else [store.value(p) if p in store else p for p in own]
+
+    def refuse_replaced_parameters(self, names: Mapping[int, str]) -> None:
+        """Refuse low parameters that took the place of prepared ones: they would be stepped without masters.
+
+        Args:
+            names: of the model's parameters, by id.
+
+        Raises:
+            StepError: there is one.
+        """
+        store = self.store
+        for parameter in [p for g in self.optimizer.param_groups for p in g["params"]] if store is not None else ():
+            if store is not None and parameter.dtype is store.dtype and parameter not in store:
+                name = names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
+                raise StepError(
+                    f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
+                    "hs.prepare (fully_shard does that); shard under a policy with params='fp32', such as 'mixed'"
+                )
+
     def check_rates(self) -> None:
         """Do what `check_rates` does; look closer only where a number is another object than before.
 

@@ -29,7 +29,7 @@ def facts_of(step: TrainStep) -> dict[str, Any]:
         ],
         "a learning rate that is a tensor": [id(g["lr"]) if _on_device(g["lr"]) else None for g in groups],
         "the place of a parameter or buffer": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
-        "clipping or the scaler": (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule, id(step.scaler)),
+        "clipping or the scaler": (step.clip_norm, step.clip_value, step.accumulate, step.scaler.rule),
         "the optimizer's state": _Same(step.optimizer.state),
     }
 
