@@ -24,7 +24,6 @@ __all__ = [
     "is_fused",
     "prefer_fused",
     "step_unless",
-    "stored",
     "takes_predicate",
 ]
 

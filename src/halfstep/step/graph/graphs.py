@@ -228,7 +228,7 @@ class Graphs:
         try:
             with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
                 graph.replay, (outputs, numbers, skipped) = self._recorder.capture(
-                    lambda: _packed(self._static_step(batch, named), updates=updates), generators
+                    lambda: _packed(self._static_step(batch, named)), generators
                 )
         except BaseException as error:
             self._moments.phase = WINDOW
@@ -358,7 +358,7 @@ class Graphs:
             )
 
 
-def _packed(result: StepResult, *, updates: bool) -> tuple[StepResult, Tensor, Tensor]:
+def _packed(result: StepResult) -> tuple[StepResult, Tensor, Tensor]:
     """Bring the small results of a step into two tensors, so that copying them takes two launches."""
     parts = [result.scale, result.grad_norm]
     if isinstance(result.find_culprits, Culprits):
