@@ -176,9 +176,8 @@ class TrainStep:
             participants.append(self._sums)
         if self._ranks is not None:
             participants.append(self._ranks)
-        participants.append(
-            self._watchers
-        )  # after those that complete gradients; reversed: before those that drop them
+        # after those that complete gradients, and before those that drop them, which are called in reverse
+        participants.append(self._watchers)
         if self._scales:
             participants.append(Scaling(self._scaler, optimizer))
         self._moments = Moments(participants, self._updater.has_written)
