@@ -42,7 +42,7 @@ def ambient() -> tuple[Any, ...]:
         list(STATE.frames),
         STATE.above,
         STATE.visit,
-        dict(STATE.casts._casts),
+        dict(STATE.casts),
     )
 
 
@@ -92,7 +92,7 @@ def interrupted(
 def repair(before: tuple[Any, ...]) -> None:
     """Let one finding not cause the next."""
     while STATE.frames:
-        opening._put_back(STATE.frames[-1])
+        opening._restore(STATE.frames[-1])
     restack(before[4])
     STATE.mode, STATE.bound, STATE.above = before[5:7] + before[8:9]
     while ambient()[0] > before[0]:

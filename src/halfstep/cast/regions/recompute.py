@@ -1,47 +1,33 @@
-"""Recomputation: what a backward pass computes again follows the rules of the region it ran in first.
+"""Recomputation: what a checkpoint computes again in the backward pass follows the rules of the region it ran in first.
 
-Activation checkpointing runs a function a second time in the backward pass, when the region is closed. torch's autocast
-state it brings back by itself; the region's mode, and what bound models know of the region they are in, it does not.
+Activation checkpointing runs a function a second time in the backward pass, when the region is closed. torch restores
+autocast's own state for it; the region's mode, and `STATE.bound`, are restored here.
 
 Note [checkpoints]: torch.utils.checkpoint keeps the function it will run again where the forward pass can find it, and
 there it is replaced by one that runs it in the region of the time (`_Again`); no function of torch is. Without re-entry
-torch hangs hooks for saved tensors over the function, and the closure of the hooks holds the checkpoint's frame with
-its `recompute_fn`. Hooks may lie over hooks, so all are looked at when the topmost has not been seen yet. With re-entry
-the function is kept by the node of the graph, `CheckpointFunction`'s `ctx`, which is found when that switches gradients
-off: torch reports this to modes. Both are looked for where the region begins to matter: at the first operator with a
-rule, and before a region is opened inside the function.
-
-Note [other recomputation]: what else brings autocast's state back in a backward pass (`custom_bwd`, checkpointing of
-other libraries) reports it to no mode. For these the mode of a training step's region lies on
-torch's stack during its backward pass. Its rules hold where autocast is on (`RuleMode.active`), and there that is in
-recomputations alone. On a CUDA device the engine runs the backward pass in a thread of its own, into which torch brings
-the stack of modes and in which no region is open; `mode_here` finds the mode there.
+torch pushes hooks for saved tensors around the function, and the closure of the hooks holds the checkpoint's frame with
+its `recompute_fn`. Hooks nest, so all are examined when the topmost is new. With re-entry the function is kept by the
+node of the graph, `CheckpointFunction`'s `ctx`, which is found when that switches gradients off: torch reports this to
+modes. Both are looked for where the region begins to matter: at the first operator with a rule, and before a region is
+opened inside the function.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import _autograd
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import _get_current_function_mode_stack
 
-from halfstep.cast.regions.stack import depth_below, lay, take_off
+from halfstep.cast.regions.stack import rules_on
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 
-if TYPE_CHECKING:
-    from halfstep.cast.rules.dispatch import RuleMode
-    from halfstep.cast.rules.recipe import Recipe
-
-__all__ = ["GRADIENTS_SWITCHED", "again_in_region", "backward", "hooks_over_this", "recomputing", "remember"]
+__all__ = ["GRADIENTS_SWITCHED", "again_in_region", "hooks_over_this", "remember"]
 
 GRADIENTS_SWITCHED: Callable[..., Any] = torch._C._set_grad_enabled
 """What `CheckpointFunction` calls, by way of `torch.no_grad`, just before it runs its function."""
@@ -69,31 +55,8 @@ class _Again:
         self.function, self.mode, self.bound = function, STATE.mode, STATE.bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state, mode = STATE, self.mode
-        before, bound, above = state.mode, state.bound, state.above
-        depth = depth_below(above)
-        laid = mode is not None and (before is not mode or not depth)
-        others = list(_get_current_function_mode_stack()).count(mode) if laid else 0
-        try:
-            state.mode, state.bound = mode, self.bound
-            if laid:
-                lay(mode, above)  # type: ignore[arg-type]  # not None where laid
+        with rules_on(self.mode, self.bound):
             return self.function(*args, **kwargs)
-        finally:
-            try:
-                if laid:
-                    take_off(mode, depth, above, others=others)  # type: ignore[arg-type]
-                self._leave(before, bound)
-            finally:  # again, should Ctrl-C have come in between
-                if laid:
-                    take_off(mode, depth, above, others=others)  # type: ignore[arg-type]
-                self._leave(before, bound)
-
-    def _leave(self, before: RuleMode | None, bound: Any) -> None:
-        """Put the state of the thread back; a second call changes nothing."""
-        STATE.mode, STATE.bound = before, bound
-        if not STATE.frames:  # as at the end of a region
-            STATE.casts.clear()
 
 
 again_in_region = _Again.__call__
@@ -168,49 +131,3 @@ def _remember_entered() -> None:
                 node.run_function = _Again(function)
             return
         frame = frame.f_back
-
-
-# ------------------------------------------------------------------ note [other recomputation]
-
-
-def backward(recipe: Recipe, loss: Tensor, seed: Tensor) -> None:
-    """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`."""
-    if type(loss) is not Tensor or not _needed(recipe):
-        loss.backward(gradient=seed)
-        return
-    with recomputing(recipe):  # Tensor.backward would report itself to the mode, which then sees nothing inside
-        _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@contextmanager
-def recomputing(recipe: Recipe) -> Iterator[None]:
-    """Let what a backward pass in this block computes again follow `recipe`."""
-    mode, state = recipe.mode, STATE
-    if mode is None or not _needed(recipe):
-        yield
-        return
-    above = state.above
-    depth = depth_below(above)
-    try:
-        lay(mode, above)
-        state.mode = mode
-        yield
-    finally:
-        try:
-            _end_recomputing(mode, depth, above)
-        finally:  # again, should Ctrl-C have come in between
-            _end_recomputing(mode, depth, above)
-
-
-def _end_recomputing(mode: RuleMode, depth: int, above: RuleMode | None) -> None:
-    """Put the state of the thread back after a backward pass; a second call changes nothing."""
-    STATE.mode = None
-    take_off(mode, depth, above)
-    STATE.casts.clear()
-
-
-def _needed(recipe: Recipe) -> bool:
-    """Return whether the region has rules, and none is open here: one around a backward pass holds as it is."""
-    if recipe.mode is None or STATE.mode is not None or STATE.frames:
-        return False
-    return not any(torch.is_autocast_enabled(device) for device, _, _ in recipe.devices)

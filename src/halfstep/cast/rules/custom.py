@@ -22,10 +22,11 @@ from torch.autograd import Function
 from halfstep.cast.arithmetic.emulate import widened
 from halfstep.cast.arithmetic.simulate import simulated
 from halfstep.cast.regions.opening import opened
-from halfstep.cast.rules.dispatch import FLOATS, RuleMode, cast_tensor, mode_here, run
+from halfstep.cast.rules.dispatch import RuleMode, cast_tensor, mode_here, run
 from halfstep.cast.rules.handlers import target_of
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.errors import PolicyError, did_you_mean
+from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.policy.custom import CustomOperator, custom_rule, register
 from halfstep.policy.optable import RULES
 from halfstep.policy.policy import Policy
@@ -36,7 +37,6 @@ __all__ = ["operator"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BACKWARDS = ("", "low", "fp32", "keep")
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 """Device type -> torch's dispatch key of its autocast."""
@@ -136,7 +136,7 @@ def _where(target: Any, library: list[Any]) -> str:
 
 def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``func(*args, **kwargs)`` under the rule that holds for `op` here and now."""
-    found = [t for t in tensors((args, kwargs)) if t.dtype in FLOATS]
+    found = [t for t in tensors((args, kwargs)) if t.dtype in POLICY_DTYPES]
     device = next((t.device.type for t in found), None)
     if device is None or not torch.is_autocast_enabled(device):
         return func(*args, **kwargs)
@@ -154,7 +154,7 @@ def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any)
     def cast(tensor: Tensor) -> Tensor:
         if mode is not None:
             return cast_tensor(tensor, dtype, mode)
-        return tensor.to(dtype) if tensor.dtype in FLOATS and tensor.device.type == device else tensor
+        return tensor.to(dtype) if tensor.dtype in POLICY_DTYPES and tensor.device.type == device else tensor
 
     args, kwargs = map_tensors((args, kwargs), cast)
     return run(device, func, args, kwargs)
@@ -224,7 +224,7 @@ def _backward_regions(rule: str) -> Mapping[str, Mapping[torch.dtype, Recipe]]:
         mode = _BackwardMode((device,), recipe.mode.handlers, recipe.mode.how, recipe.mode.overrides)
         return dataclasses.replace(recipe, mode=mode)
 
-    return {device: {low: region(device, name) for name, low in LOWS.items()} for device in default_device_types()}
+    return {device: {low: region(device, DTYPE_NAMES[low]) for low in LOW_DTYPES} for device in default_device_types()}
 
 
 class _BackwardMode(RuleMode):
