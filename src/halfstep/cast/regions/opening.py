@@ -16,12 +16,13 @@ from collections.abc import Callable
 from itertools import starmap
 from sys import _getframe
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import (
     autocast_decrement_nesting,
     autocast_increment_nesting,
+    clear_autocast_cache,
     get_autocast_dtype,
     is_autocast_cache_enabled,
     is_autocast_enabled,
@@ -67,14 +68,13 @@ class _Frame:
 
     __slots__ = ("bound", "cache", "code", "counts", "instruction", "laid", "mode", "owner", "states", "visit")
 
-    def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None) -> None:
-        state = STATE
+    def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None, state: dict[str, Any]) -> None:
         self.owner: Callable[[], object] = weakref.ref(owner, _orphaned)
         self.code = caller.f_code
         self.instruction = caller.f_lasti  # `place` computes the line
         self.laid = laid
         self.cache = is_autocast_cache_enabled()
-        self.mode, self.bound, self.visit = state.mode, state.bound, state.visit
+        self.mode, self.bound, self.visit = state["mode"], state["bound"], state["visit"]
         self.states: list[tuple[str, bool, torch.dtype]] = []
         self.counts: list[int] = []
 
@@ -91,14 +91,14 @@ def _gone() -> None:
 
 def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
     """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
-    state = STATE
-    frames = state.frames
+    state = STATE.__dict__  # this thread's, found once: each attribute of a thread-local object costs a look-up
+    frames = state["frames"]
     while frames and frames[-1].owner() is None:  # its object died in another thread
         _restore(frames[-1])
     if hooks_over_this(True) is not None:
         remember()
     mode = recipe.mode
-    frame = _Frame(owner, _getframe(depth), mode)
+    frame = _Frame(owner, _getframe(depth), mode, state)
     try:
         frames.append(frame)
         for device, dtype, on in recipe.devices:
@@ -107,13 +107,13 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
             set_autocast_enabled(device, on)
             if dtype is not None and before is not dtype:
                 set_autocast_dtype(device, dtype)
-                torch.clear_autocast_cache()  # its key lacks the format
+                clear_autocast_cache()  # its key lacks the format
         frame.counts.extend(starmap(autocast_increment_nesting, ONCE))
         if recipe.cache is not None and frame.cache is not recipe.cache:
             set_autocast_cache_enabled(recipe.cache)
-        state.mode = mode
+        state["mode"] = mode
         if mode is not None:
-            above = state.above
+            above = state["above"]
             _push_on_torch_function_stack(mode) if above is None else lay(mode, above)
         return frame
     except BaseException:
@@ -155,8 +155,8 @@ def _restore(frame: _Frame) -> bool:
     Returns:
         Whether a region of torch.autocast was entered or left inside; torch's state is then left to that region.
     """
-    state = STATE
-    frames = state.frames
+    state = STATE.__dict__
+    frames = state["frames"]
     laid = frame.laid
     if laid is not None:
         others = 0 if len(frames) == 1 else sum(outer.laid is laid for outer in frames[:-1])
@@ -165,27 +165,27 @@ def _restore(frame: _Frame) -> bool:
             _pop_torch_function_stack()
         else:
             take_off(laid, others)
-    state.mode, state.bound, state.visit = frame.mode, frame.bound, frame.visit
+    state["mode"], state["bound"], state["visit"] = frame.mode, frame.bound, frame.visit
     counts, foreign = frame.counts, False
     if len(counts) == 1:
         counts.extend(starmap(autocast_decrement_nesting, ONCE))
     if counts:
         foreign = counts[1] != counts[0] - 1
         if counts[1] == 0:
-            torch.clear_autocast_cache()
+            clear_autocast_cache()
     if not foreign:
         for device, on, before in frame.states:
             set_autocast_enabled(device, on)
             if get_autocast_dtype(device) is not before:
-                torch.clear_autocast_cache()
+                clear_autocast_cache()
                 set_autocast_dtype(device, before)
         if frame.cache is not is_autocast_cache_enabled():
             if not frame.cache:  # copies end with the outermost region that keeps any
-                torch.clear_autocast_cache()
-                state.casts.clear()
+                clear_autocast_cache()
+                state["casts"].clear()
             set_autocast_cache_enabled(frame.cache)
     if len(frames) == 1:
-        state.casts.clear()
+        state["casts"].clear()
     frames.pop()
     frame.owner = _gone  # only now: until then an interrupted call is repeated
     return foreign
