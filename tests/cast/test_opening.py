@@ -191,7 +191,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_thread_as_it_was(name: str) 
 def test_a_region_that_is_not_closed_twice_is_found_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seeded fault: nothing closes a region whose end was interrupted."""
     monkeypatch.setattr(opening, "abandon", lambda frame: None)
-    monkeypatch.setattr(opening, "_orphaned", lambda owner: None)
+    monkeypatch.setattr(opening, "_owner_freed", lambda owner: None)
     assert interrupted(with_region)
 
 

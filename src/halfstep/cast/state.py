@@ -24,7 +24,7 @@ class _State(threading.local):
         casts: the low tensors that `dispatch` caches until the outermost region ends.
         copies: the low weights of the training step that runs in this thread, or None.
         above: a function mode that stays above those of all regions (it sees operators as they are called), or None.
-        seen: the hooks for saved tensors that `recompute.remember` has examined last, a weak reference.
+        marked: the hooks for saved tensors that `recompute.mark_checkpoints` has examined last, a weak reference.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _State(threading.local):
         self.casts: dict[Hashable, Any] = {}
         self.copies: Copies | None = None
         self.above: Any = None
-        self.seen: Callable[[], Any] | None = None
+        self.marked: Callable[[], Any] | None = None
 
 
 STATE = _State()

@@ -206,7 +206,7 @@ WIDENED = RECURRENT | {
 REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     torch.Tensor.__rmatmul__: _rmatmul,
 }
-"""Callables whose operands come the other way round."""
+"""Callables whose operands come in reverse order."""
 
 
 def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | None:

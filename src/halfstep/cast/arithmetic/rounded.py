@@ -198,7 +198,7 @@ class _Recomputed(Function):
 def _recorded(*inputs: Tensor) -> bool:
     """Return whether widening and rounding must be operators of their own: the Functions above cannot stand here.
 
-    Dynamo traces operators, forward-mode derivatives want every operator's own, and a ragged batch has no shape.
+    Dynamo traces operators, forward-mode derivatives need that of every operator, and a ragged batch has no shape.
     """
     return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(t.is_nested for t in inputs)
 

@@ -95,7 +95,7 @@ def linear_cross_entropy(
         reduction: "mean" (over the weights of the targets that count), "sum" or "none".
         ignore_index: class indices that do not count; None is -100.
         label_smoothing: from 0 to 1.
-        chunk: rows whose logits are held at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
+        chunk: rows whose logits exist at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
             a CPU, and 2**24 logits elsewhere.
 
     Returns:
@@ -127,11 +127,11 @@ def linear_cross_entropy(
         emulating = input.dtype is torch.float16 and not units(device).fp16
         return fused_loss(input, linear_weight, linear_bias, target, settings, emulating=emulating)
     low = torch.get_autocast_dtype(device)  # torch.autocast without rules of ours: linear is on its list everywhere
-    operands: Any = [
+    low_input, low_weight, low_bias = (
         t.to(low) if t is not None and t.dtype in POLICY_DTYPES else t for t in (input, linear_weight, linear_bias)
-    ]
+    )
     with torch.autocast(device, enabled=False):
-        return fused_loss(*operands, target, settings)
+        return fused_loss(low_input, low_weight, low_bias, target, settings)  # type: ignore[arg-type]
 
 
 def fused_loss(
@@ -293,7 +293,7 @@ class LinearCrossEntropy(Function):
         chunk: int,
         emulating: bool,
     ) -> Tensor:
-        product = _Product(linear_weight, linear_bias, emulating)
+        product = _LinearLayer(linear_weight, linear_bias, emulating)
         found = [
             losses(product.logits(x), labels, weight, ignored, smoothing) for x, labels in parts(chunk, (input, target))
         ]
@@ -313,12 +313,12 @@ class LinearCrossEntropy(Function):
             if differentiated(grads[0]):
                 found = _differentiable(input, linear_weight, linear_bias, share)
             else:
-                product = _Product(linear_weight, linear_bias, ctx.emulating)
+                product = _LinearLayer(linear_weight, linear_bias, ctx.emulating)
                 found = _gradients(product, input, share, ctx.chunk, ctx.needs_input_grad[:3])
         return *found, None, None, None, None, None, None
 
 
-class _Product:
+class _LinearLayer:
     """The weight and bias of a linear layer, ready to be applied to one part of its input after the other.
 
     Emulating means: fp32 arithmetic, each result rounded once to the low format.
@@ -349,7 +349,7 @@ class _Product:
 
 
 def _gradients(
-    product: _Product, input: Tensor, share: Shares, chunk: int, needs: tuple[bool, ...]
+    product: _LinearLayer, input: Tensor, share: Shares, chunk: int, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias that are needed, part by part."""
     wide = torch.float64 if input.dtype is torch.float64 else torch.float32

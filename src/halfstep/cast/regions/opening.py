@@ -37,8 +37,8 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 
-from halfstep.cast.regions.recompute import again_in_region, hooks_over_this, remember
-from halfstep.cast.regions.stack import lay, take_off
+from halfstep.cast.regions.recompute import again_in_region, mark_checkpoints, saved_tensor_hooks
+from halfstep.cast.regions.stack import push, remove
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
@@ -55,9 +55,9 @@ class _Frame:
     """One open region: the state that it found and must restore, and where it was entered.
 
     Attributes:
-        owner: the object that opened it, by a weak reference; `_gone` once the region is closed.
+        owner: the object that opened it, by a weak reference; `_closed` once the region is closed.
         code: that of the user's function, with `instruction` in it.
-        laid: the mode it put on torch's stack, or None.
+        pushed: the mode it put on torch's stack, or None.
         cache: whether torch's cache of weight casts was on.
         mode: `STATE.mode` before.
         bound: `STATE.bound` before.
@@ -66,13 +66,13 @@ class _Frame:
         counts: what torch's count of open regions became when this one was counted in and, after that, out.
     """
 
-    __slots__ = ("bound", "cache", "code", "counts", "instruction", "laid", "mode", "owner", "states", "visit")
+    __slots__ = ("bound", "cache", "code", "counts", "instruction", "mode", "owner", "pushed", "states", "visit")
 
-    def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None, state: dict[str, Any]) -> None:
-        self.owner: Callable[[], object] = weakref.ref(owner, _orphaned)
+    def __init__(self, owner: object, caller: FrameType, pushed: RuleMode | None, state: dict[str, Any]) -> None:
+        self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)
         self.code = caller.f_code
         self.instruction = caller.f_lasti  # `place` computes the line
-        self.laid = laid
+        self.pushed = pushed
         self.cache = is_autocast_cache_enabled()
         self.mode, self.bound, self.visit = state["mode"], state["bound"], state["visit"]
         self.states: list[tuple[str, bool, torch.dtype]] = []
@@ -85,18 +85,18 @@ class _Frame:
         return f"{self.code.co_filename}:{line} (in {self.code.co_name})"
 
 
-def _gone() -> None:
-    """Stand for the reference to an object that is no more."""
+def _closed() -> None:
+    """Replace the reference to the owner of a region that is closed."""
 
 
 def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
     """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
     state = STATE.__dict__  # this thread's, found once: each attribute of a thread-local object costs a look-up
     frames = state["frames"]
-    while frames and frames[-1].owner() is None:  # its object died in another thread
+    while frames and frames[-1].owner() is None:  # freed in another thread
         _restore(frames[-1])
-    if hooks_over_this(True) is not None:
-        remember()
+    if saved_tensor_hooks(True) is not None:
+        mark_checkpoints()
     mode = recipe.mode
     frame = _Frame(owner, _getframe(depth), mode, state)
     try:
@@ -114,7 +114,7 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
         state["mode"] = mode
         if mode is not None:
             above = state["above"]
-            _push_on_torch_function_stack(mode) if above is None else lay(mode, above)
+            _push_on_torch_function_stack(mode) if above is None else push(mode, above)
         return frame
     except BaseException:
         abandon(frame)
@@ -136,10 +136,10 @@ def close_recipe(owner: object, *, failing: bool = False) -> None:
     try:
         foreign = _restore(frame)
     finally:
-        if frame.owner is not _gone:
+        if frame.owner is not _closed:
             abandon(frame)
     if foreign:
-        _refuse_foreign(frame, failing=failing)
+        _report_foreign(frame, failing=failing)
 
 
 def abandon(frame: _Frame | None) -> None:
@@ -157,14 +157,14 @@ def _restore(frame: _Frame) -> bool:
     """
     state = STATE.__dict__
     frames = state["frames"]
-    laid = frame.laid
-    if laid is not None:
-        others = 0 if len(frames) == 1 else sum(outer.laid is laid for outer in frames[:-1])
+    pushed = frame.pushed
+    if pushed is not None:
+        others = 0 if len(frames) == 1 else sum(outer.pushed is pushed for outer in frames[:-1])
         top = _len_torch_function_stack() - 1
-        if not others and top >= 0 and _get_function_stack_at(top) is laid:
+        if not others and top >= 0 and _get_function_stack_at(top) is pushed:
             _pop_torch_function_stack()
         else:
-            take_off(laid, others)
+            remove(pushed, others)
     state["mode"], state["bound"], state["visit"] = frame.mode, frame.bound, frame.visit
     counts, foreign = frame.counts, False
     if len(counts) == 1:
@@ -187,7 +187,7 @@ def _restore(frame: _Frame) -> bool:
     if len(frames) == 1:
         state["casts"].clear()
     frames.pop()
-    frame.owner = _gone  # only now: until then an interrupted call is repeated
+    frame.owner = _closed  # only now: until then an interrupted call is repeated
     return foreign
 
 
@@ -218,11 +218,11 @@ class opened:
         try:
             close_recipe(self, failing=exc_type is not None)
         finally:
-            if self.frame is not None and self.frame.owner is not _gone:
+            if self.frame is not None and self.frame.owner is not _closed:
                 abandon(self.frame)
 
 
-def _orphaned(owner: weakref.ref[object]) -> None:
+def _owner_freed(owner: weakref.ref[object]) -> None:
     """Close the region whose object was freed; an interrupt kept it open."""
     frames = STATE.frames
     index = next((i for i, frame in enumerate(frames) if frame.owner is owner), None)
@@ -231,7 +231,7 @@ def _orphaned(owner: weakref.ref[object]) -> None:
     if index == len(frames) - 1:
         _restore(frames[index])
     else:
-        _take_out(index)
+        _close_outer(index)
 
 
 def _close_out_of_order(owner: object, *, failing: bool) -> None:
@@ -245,7 +245,7 @@ def _close_out_of_order(owner: object, *, failing: bool) -> None:
             "enter and leave a region in the same function of the same thread"
         )
     frame, inner = frames[index], frames[index + 1]
-    _take_out(index)
+    _close_outer(index)
     if not failing:
         raise RegionError(
             f"the region entered at {frame.place} was left while the one entered at {inner.place} was still open; "
@@ -253,12 +253,12 @@ def _close_out_of_order(owner: object, *, failing: bool) -> None:
         )
 
 
-def _take_out(index: int) -> None:
+def _close_outer(index: int) -> None:
     """Remove a region that is not the innermost; the one entered next restores the state that it found."""
     frames = STATE.frames
     frame, inner = frames.pop(index), frames[index]  # after the pop, `inner` is the region entered next
-    if frame.laid is not None:
-        take_off(frame.laid)
+    if frame.pushed is not None:
+        remove(frame.pushed)
     autocast_decrement_nesting()
     for later in frames[index:]:
         later.counts[0] -= 1
@@ -266,7 +266,7 @@ def _take_out(index: int) -> None:
     inner.mode, inner.bound = frame.mode, frame.bound
 
 
-def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
+def _report_foreign(frame: _Frame, *, failing: bool) -> None:
     """Report that torch's state was left to the region of torch.autocast that was entered or left in between.
 
     That region may restore what it found in this one, which cannot be prevented; so while an exception passes (closing
@@ -281,6 +281,6 @@ def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon, remember):
+for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon, mark_checkpoints):
     run_eagerly(_function)
 run_eagerly(again_in_region, below=False)  # what is computed again may be compiled

@@ -27,17 +27,17 @@ from halfstep.cast.regions.stack import rules_on
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 
-__all__ = ["GRADIENTS_SWITCHED", "again_in_region", "hooks_over_this", "remember"]
+__all__ = ["SET_GRAD_ENABLED", "again_in_region", "mark_checkpoints", "saved_tensor_hooks"]
 
-GRADIENTS_SWITCHED: Callable[..., Any] = torch._C._set_grad_enabled
+SET_GRAD_ENABLED: Callable[..., Any] = torch._C._set_grad_enabled
 """What `CheckpointFunction` calls, by way of `torch.no_grad`, just before it runs its function."""
 
 CHECKPOINTS = "torch.utils.checkpoint"
 NEAR = 16  # frames between that call and CheckpointFunction's: no_grad's two, and two or three for each mode above
 ONCE = ((),)
 
-hooks_over_this: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
-"""Return the topmost (pack, unpack) hooks for saved tensors, or None; its argument: also while torch traces."""
+saved_tensor_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+"""Return the topmost (pack, unpack) hooks for saved tensors, or None; its argument: whether also while tracing."""
 
 
 class _Again:
@@ -62,30 +62,30 @@ class _Again:
 again_in_region = _Again.__call__
 
 
-def remember(func: Callable[..., Any] | None = None) -> None:
-    """Let the checkpoints whose functions run now run them again in the region that is open now; note [checkpoints].
+def mark_checkpoints(func: Callable[..., Any] | None = None) -> None:
+    """Make the checkpoints whose functions run now run them again in the region that is open now; note [checkpoints].
 
     Args:
-        func: what was called, if a mode has seen it.
+        func: what was called, where a mode handles the call.
 
     Raises:
         RegionError: this version of torch keeps a checkpoint's function in a place that is not known.
     """
-    if func is GRADIENTS_SWITCHED:
-        _remember_entered()
-    hooks = hooks_over_this(True)
-    if hooks is not None and (STATE.seen is None or STATE.seen() is not hooks[0]):
+    if func is SET_GRAD_ENABLED:
+        _mark_entered()
+    hooks = saved_tensor_hooks(True)
+    if hooks is not None and (STATE.marked is None or STATE.marked() is not hooks[0]):
         for pack in _packs():
-            _remember_frame(pack)
-        STATE.seen = weakref.ref(hooks[0])
+            _mark_frame(pack)
+        STATE.marked = weakref.ref(hooks[0])
 
 
 def _packs() -> list[Callable[..., Any]]:
-    """Return the pack function of all hooks for saved tensors, the topmost first; they are taken off and put back."""
+    """Return the pack function of all hooks for saved tensors, the topmost first; they are popped and pushed again."""
     found: list[Any] = []
-    taken: list[None] = []  # counted by the very call that takes, which no signal divides
+    taken: list[None] = []  # counted by the call that pops, which no signal divides
     try:
-        while (hooks := hooks_over_this(True)) is not None:
+        while (hooks := saved_tensor_hooks(True)) is not None:
             found.append(hooks)
             taken.extend(starmap(_autograd._pop_saved_tensors_default_hooks, ONCE))
     finally:
@@ -95,8 +95,8 @@ def _packs() -> list[Callable[..., Any]]:
     return [pack for pack, _ in found]
 
 
-def _remember_frame(pack: Callable[..., Any]) -> None:
-    """Give the checkpoint without re-entry whose hook `pack` is its region, if it has none."""
+def _mark_frame(pack: Callable[..., Any]) -> None:
+    """Set the region of the checkpoint without re-entry whose hook is `pack`, if it has none."""
     if getattr(pack, "__module__", "") != CHECKPOINTS or "_recomputation_hook" in getattr(pack, "__qualname__", ""):
         return  # hooks of others, or of a recomputation
     for cell in getattr(pack, "__closure__", None) or ():
@@ -106,14 +106,14 @@ def _remember_frame(pack: Callable[..., Any]) -> None:
                 frame.recompute_fn = _Again(frame.recompute_fn)
             return
     raise RegionError(
-        f"torch {torch.__version__} keeps the function of a checkpoint elsewhere than the versions this release knows, "
-        "so its recomputation could not follow the policy; checkpoint modules of a model under hs.prepare instead, or "
-        "use use_reentrant=True"
+        f"torch {torch.__version__} keeps the function of a checkpoint elsewhere than the versions this release "
+        "supports, so its recomputation could not follow the policy; checkpoint modules of a model under hs.prepare "
+        "instead, or use use_reentrant=True"
     )
 
 
-def _remember_entered() -> None:
-    """Give the checkpoint with re-entry that is about to run its function its region."""
+def _mark_entered() -> None:
+    """Set the region of the checkpoint with re-entry that is about to run its function."""
     frame: Any = sys._getframe(2)
     for _ in range(NEAR):
         if frame is None:
@@ -124,7 +124,7 @@ def _remember_entered() -> None:
             if function is None:
                 raise RegionError(
                     f"torch {torch.__version__} keeps the function of a reentrant checkpoint elsewhere than the "
-                    "versions this release knows, so its recomputation could not follow the policy; use "
+                    "versions this release supports, so its recomputation could not follow the policy; use "
                     "use_reentrant=False"
                 )
             if not isinstance(function, _Again):

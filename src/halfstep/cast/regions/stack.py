@@ -1,11 +1,11 @@
 """torch's stack of function modes: how the rules of a region are put on it and removed, in a region and without one.
 
-An instrument that sees operators as they are called (`STATE.above`) stays above the modes of all regions; while it
+An instrument that handles operators as they are called (`STATE.above`) stays above the modes of all regions; while it
 handles an operator it is off the stack. Regions without such an instrument push and pop by themselves (`opening`).
 
-Note [other recomputation]: activation checkpointing of torch brings the rules of a region back itself (`recompute`).
-What else restores autocast's state in a backward pass (`custom_bwd`, checkpointing of other libraries) reports it to no
-mode. For these the mode of a training step's region is on torch's stack during its backward pass. Its rules hold where
+Note [other recomputation]: what a checkpoint of torch computes again gets its rules from `recompute`. What else
+restores autocast's state in a backward pass (`custom_bwd`, checkpointing of other libraries) reports it to no mode.
+For these the mode of a training step's region is on torch's stack during its backward pass. Its rules hold where
 autocast is on (`RuleMode.active`), and there that is in recomputations alone. On a CUDA device the engine runs the
 backward pass in a thread of its own, into which torch copies the stack of modes and in which no region is open;
 `mode_here` finds the mode there.
@@ -36,36 +36,31 @@ if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
     from halfstep.cast.rules.recipe import Recipe
 
-__all__ = ["backward", "depth_below", "lay", "recomputing", "restack", "rules_on", "take_off"]
+__all__ = ["backward", "push", "recomputing", "remove", "restack", "rules_on"]
 
 
-def _top() -> Any:
-    length = _len_torch_function_stack()
-    return _get_function_stack_at(length - 1) if length else None
-
-
-def depth_below(above: Any) -> int:
-    """Return how many modes are on the stack, `above` not counted."""
-    length = _len_torch_function_stack()
-    return length if above is None or _top() is not above else length - 1
-
-
-def lay(mode: RuleMode, above: Any) -> None:
+def push(mode: RuleMode, above: Any) -> None:
     """Put `mode` on top of the stack, but under `above`."""
-    if above is None or _top() is not above:
-        _push_on_torch_function_stack(mode)
+    modes = [] if above is None else list(_get_current_function_mode_stack())
+    if modes and modes[-1] is above:
+        restack([*modes[:-1], mode, above])
     else:
-        modes = list(_get_current_function_mode_stack())
-        restack([*modes[:-1], mode, modes[-1]])
+        _push_on_torch_function_stack(mode)
 
 
-def take_off(mode: RuleMode, others: int = 0) -> None:
-    """Remove `mode`, which `lay` put on the stack, from wherever it is now; a second call changes nothing.
+def remove(mode: RuleMode, others: int = 0) -> None:
+    """Remove `mode`, which `push` put on the stack, from wherever it is now; a second call changes nothing.
 
     Args:
         mode: what to remove, once: the topmost.
         others: how many regions further out have put the same mode on the stack.
     """
+    top = _len_torch_function_stack() - 1
+    if top < 0:
+        return
+    if not others and _get_function_stack_at(top) is mode:
+        _pop_torch_function_stack()
+        return
     modes = list(_get_current_function_mode_stack())
     found = [i for i, other in enumerate(modes) if other is mode]
     if len(found) > others:
@@ -93,25 +88,26 @@ def rules_on(mode: RuleMode | None, bound: Any) -> Iterator[None]:
         bound: what `STATE.bound` is meanwhile.
     """
     state = STATE
+    modes = list(_get_current_function_mode_stack()) if _len_torch_function_stack() else []
     outer, above = (state.mode, state.bound), state.above
-    laid = mode if outer[0] is not mode or not depth_below(above) else None
-    others = 0 if laid is None else list(_get_current_function_mode_stack()).count(laid)
+    pushed = mode if state.mode is not mode or mode not in modes else None
+    others = modes.count(mode)
     try:
         state.mode, state.bound = mode, bound
-        if laid is not None:
-            lay(laid, above)
+        if pushed is not None:
+            push(pushed, above)
         yield
     finally:
         try:
-            _end(laid, others, outer)
+            _end(pushed, others, outer)
         finally:  # again, should Ctrl-C have come in between
-            _end(laid, others, outer)
+            _end(pushed, others, outer)
 
 
-def _end(laid: RuleMode | None, others: int, outer: tuple[RuleMode | None, Any]) -> None:
+def _end(pushed: RuleMode | None, others: int, outer: tuple[RuleMode | None, Any]) -> None:
     """Restore the state of the thread; a second call changes nothing."""
-    if laid is not None:
-        take_off(laid, others)
+    if pushed is not None:
+        remove(pushed, others)
     STATE.mode, STATE.bound = outer
     if not STATE.frames:  # as at the end of a region
         STATE.casts.clear()

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from halfstep.cast.regions.recompute import GRADIENTS_SWITCHED, hooks_over_this, remember
+from halfstep.cast.regions.recompute import SET_GRAD_ENABLED, mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 
@@ -97,7 +97,7 @@ class RuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
-        self.handlers = {GRADIENTS_SWITCHED: _as_called, **handlers}
+        self.handlers = {SET_GRAD_ENABLED: _as_called, **handlers}
         self.how = how
         self.overrides = overrides
 
@@ -107,8 +107,8 @@ class RuleMode(TorchFunctionMode):
         handler = self.handlers.get(func)
         if handler is None:  # most calls: keep this path short
             return func(*args, **kwargs) if kwargs else func(*args)
-        if not is_dynamo_compiling() and (hooks_over_this(True) is not None or func is GRADIENTS_SWITCHED):
-            remember(func)
+        if not is_dynamo_compiling() and (saved_tensor_hooks(True) is not None or func is SET_GRAD_ENABLED):
+            mark_checkpoints(func)
         if STATE.mode is not self:
             if _in_engine_thread():
                 return _uncached(handler, self, func, args, kwargs or {})
@@ -147,8 +147,8 @@ def _uncached(handler: Handler, mode: RuleMode, func: Callable[..., Any], args: 
 def mode_here() -> RuleMode | None:
     """Return the mode of the innermost region, or of the one whose operators a backward pass computes again."""
     if not _in_engine_thread():
-        if not is_dynamo_compiling() and hooks_over_this(True) is not None:
-            remember()
+        if not is_dynamo_compiling() and saved_tensor_hooks(True) is not None:
+            mark_checkpoints()
         return STATE.mode
     stack = torch.overrides._get_current_function_mode_stack()
     return next((mode for mode in reversed(stack) if isinstance(mode, RuleMode)), None)

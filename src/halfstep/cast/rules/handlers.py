@@ -45,7 +45,7 @@ INPUT = "input"  # not a rule of the policy: torch has one and the policy has no
 
 
 def _handler(target: Target, *, gathers: bool = False) -> Handler:
-    """Make the handler of a rule from the function that says which format its tensors take (None: as they are)."""
+    """Make the handler of a rule from the function that returns the format of its tensors (None: as they are)."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of(args, mode.devices) + (tensors_of(kwargs.values(), mode.devices) if kwargs else [])
@@ -84,7 +84,7 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
 def _stateful(target: Target, form: Format | None) -> Handler:
     """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
 
-    Kernels take a low input with fp32 statistics and compute in fp32, but want weight and bias in the statistics'
+    Kernels take a low input with fp32 statistics and compute in fp32, but need weight and bias in the statistics'
     format. `form` is a simulated low format.
     """
 
@@ -111,7 +111,7 @@ def _stateful(target: Target, form: Format | None) -> Handler:
 
 
 def of_statistics() -> Handler:
-    """Return the handler of a norm without a rule under low parameters: its weights meet its fp32 statistics."""
+    """Return the handler of a norm without a rule whose parameters are low: they are cast to its statistics' format."""
     return _stateful(_as_it_is, None)
 
 

@@ -119,7 +119,7 @@ def recipe_for(
 
 
 def _lacks_units(policy: Policy, device: str, name: str) -> bool:
-    """Return whether `device` runs `policy` another way, or slower, than its user may expect."""
+    """Return whether `device` runs `policy` in another format, or slower, than its user may expect."""
     there = units(device)
     if name == "fp16":
         return not there.fp16 and policy.emulate == "never"
