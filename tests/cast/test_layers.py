@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.cast.copies.layers import LAYERS, unruled
 from halfstep.cast.rules.dispatch import RuleMode
-from halfstep.cast.rules.recipe import recipe_for
+from halfstep.cast.rules.recipe import LAYERS, recipe_for, unruled
 
 BF16 = torch.bfloat16
 POLICIES = ("mixed", "O1")

@@ -429,7 +429,7 @@ def test_cross_entropy_of_low_logits_takes_gradients_in_a_batch_too() -> None:
         ({"input": torch.ones(3, 4).long(), "linear_weight": torch.ones(5, 4).long()}, r"got int64"),
         ({"target": torch.zeros(2).long()}, r"int64 of shape \(3,\), or class .* got int64 of shape \(2,\)"),
         ({"target": torch.zeros(3).int()}, r"got int32 of shape \(3,\)"),
-        ({"target": torch.ones(3, 5), "ignore_index": 1}, r"ignore_index=1 speaks of class indices"),
+        ({"target": torch.ones(3, 5), "ignore_index": 1}, r"ignore_index=1 is a class index"),
         ({"weight": torch.ones(4)}, r"one value a class, shape \(5,\); got \(4,\)"),
         ({"reduction": "most"}, r"one of mean, sum, none; got 'most'"),
         ({"label_smoothing": 1.5}, r"from 0 to 1; got 1.5"),

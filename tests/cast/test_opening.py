@@ -42,7 +42,7 @@ def ambient() -> tuple[Any, ...]:
         list(STATE.frames),
         STATE.above,
         STATE.visit,
-        dict(STATE.casts._casts),
+        dict(STATE.casts),
     )
 
 
@@ -92,7 +92,7 @@ def interrupted(
 def repair(before: tuple[Any, ...]) -> None:
     """Let one finding not cause the next."""
     while STATE.frames:
-        opening._put_back(STATE.frames[-1])
+        opening._restore(STATE.frames[-1])
     restack(before[4])
     STATE.mode, STATE.bound, STATE.above = before[5:7] + before[8:9]
     while ambient()[0] > before[0]:
@@ -191,7 +191,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_thread_as_it_was(name: str) 
 def test_a_region_that_is_not_closed_twice_is_found_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seeded fault: nothing closes a region whose end was interrupted."""
     monkeypatch.setattr(opening, "abandon", lambda frame: None)
-    monkeypatch.setattr(opening, "_orphaned", lambda owner: None)
+    monkeypatch.setattr(opening, "_owner_freed", lambda owner: None)
     assert interrupted(with_region)
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import halfstep as hs
 from halfstep.cast.regions import recompute
-from halfstep.cast.regions.recompute import backward, recomputing
+from halfstep.cast.regions.stack import backward, recomputing
 from halfstep.cast.rules.dispatch import mode_here
 from halfstep.cast.rules.recipe import recipe_for
 from halfstep.cast.state import STATE
@@ -53,7 +53,7 @@ def trained(how: str, policy: hs.Policy) -> dict[str, Tensor]:
     for k in range(4):
         step(torch.randn(4, 4, generator=torch.Generator().manual_seed(k)))
     assert STATE.mode is None
-    assert not STATE.casts._casts
+    assert not STATE.casts
     assert _len_torch_function_stack() == 0
     return model.state_dict()
 
@@ -113,7 +113,7 @@ def gradients(
     before = model.weight.detach().clone()
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     run(model, x, policy)
-    assert STATE.mode is None and not STATE.casts._casts and _len_torch_function_stack() == 0
+    assert STATE.mode is None and not STATE.casts and _len_torch_function_stack() == 0
     return [x.grad, before - model.weight.detach(), model.weight.grad]
 
 
@@ -376,7 +376,7 @@ def test_the_engines_thread_finds_the_mode_on_the_stack_and_keeps_no_copies(monk
                 monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     seen.append((mode_here() is recipe.mode, torch.softmax(weight @ weight, -1).dtype))
-            seen.append((bool(STATE.casts._casts), len(_get_current_function_mode_stack())))
+            seen.append((bool(STATE.casts), len(_get_current_function_mode_stack())))
         finally:
             _pop_mode()
 

@@ -429,13 +429,13 @@ def test_copies_of_weights_end_with_the_outermost_region_that_keeps_any() -> Non
             before = layer(x)
         layer.weight.data.add_(1.0)  # nothing tells of this write
         layer.bias.data.zero_()
-        assert not STATE.casts._casts
+        assert not STATE.casts
         for cache in (False, True):
             with hs.autocast(policy=hs.Policy.of("mixed", dtype="fp16"), cache_enabled=cache):
                 after = layer(x)
             assert not torch.equal(before, after)
         layer(x)
-        assert not STATE.casts._casts
+        assert not STATE.casts
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

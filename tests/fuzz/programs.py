@@ -266,7 +266,7 @@ def ambient() -> tuple[Any, ...]:
         torch._C._len_torch_function_stack(),
         torch.is_grad_enabled(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
-        (STATE.mode, STATE.bound, STATE.above, len(STATE.frames), len(STATE.casts._casts)),
+        (STATE.mode, STATE.bound, STATE.above, len(STATE.frames), len(STATE.casts)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Regions, what they do to operators, and rules for one's own."""
+"""Regions, what they do to operators, and rules for operators of the user."""
 
 from halfstep.cast.losses.linear_loss import linear_cross_entropy
 from halfstep.cast.regions.autocast import autocast, suspended

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cast.copies.cache import WeightCasts
-
 if TYPE_CHECKING:
-    from halfstep.cast.copies.kept import Copies
+    from halfstep.cast.copies import Copies
     from halfstep.cast.rules.dispatch import RuleMode
 
 __all__ = ["STATE"]
@@ -19,15 +17,15 @@ class _State(threading.local):
     """State of one thread.
 
     Attributes:
-        mode: the mode of the innermost region; the modes of outer regions, still on torch's stack, stand aside.
+        mode: the mode of the innermost region; those of outer regions, still on torch's stack, are inactive.
         bound: the innermost recipe opened by a bound module or a training step, or None.
         visit: the statistics of the training step that runs in this thread (`models`, and `add` for one that is not
             among them), which every prepared model meets before it runs; or None.
         frames: the open regions, innermost last.
-        casts: the weight casts of the open regions.
+        casts: the low tensors that `dispatch` caches until the outermost region ends.
         copies: the low weights of the training step that runs in this thread, or None.
         above: a function mode that stays above those of all regions (it sees operators as they are called), or None.
-        seen: the hooks for saved tensors that `recompute.remember` has looked at last, by reference.
+        marked: the hooks for saved tensors that `recompute.mark_checkpoints` has examined last, a weak reference.
     """
 
     def __init__(self) -> None:
@@ -35,10 +33,10 @@ class _State(threading.local):
         self.bound: Any = None
         self.visit: Any = None
         self.frames: list[Any] = []
-        self.casts = WeightCasts()
+        self.casts: dict[Hashable, Any] = {}
         self.copies: Copies | None = None
         self.above: Any = None
-        self.seen: Callable[[], Any] | None = None
+        self.marked: Callable[[], Any] | None = None
 
 
 STATE = _State()

@@ -29,13 +29,13 @@ from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.nn.utils.parametrize import is_parametrized
 
-from halfstep.cast.copies.layers import low_forward, unruled
+from halfstep.cast.copies import low_forward
 from halfstep.cast.regions.autocast import SUSPENDED
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
-from halfstep.cast.regions.recompute import hooks_over_this, remember
+from halfstep.cast.regions.recompute import mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.rules.dispatch import RuleMode
-from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
+from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.policy.policy import Policy
@@ -260,8 +260,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
     args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
     if inside:
-        if hooks_over_this(True) is not None:
-            remember()  # a checkpoint around it, which would find no region later
+        if saved_tensor_hooks(True) is not None:
+            mark_checkpoints()  # a checkpoint around it, which would find no region later
         result = forward(module, *args, **kwargs)
     else:
         meet_fx(binding.recipe, store, (args, kwargs))

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.cast.copies.kept import Copies
+from halfstep.cast.copies import Copies
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import opened
-from halfstep.cast.regions.recompute import backward
+from halfstep.cast.regions.stack import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import ScaleError, StepError

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, product, recomputed, rounded
+from halfstep.formats import LOW_DTYPES
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of", "widened"]
@@ -153,9 +154,6 @@ def _attention(
     return recomputed(compute, *tensors, twice=differentiable_twice)
 
 
-LOWS = frozenset({torch.float16, torch.bfloat16})
-
-
 def widened(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return `func` computed in fp32 from low tensors, every result rounded once (sequences, rare products).
 
@@ -164,10 +162,10 @@ def widened(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wide(*args: Any, **kwargs: Any) -> Any:
-        low = next((t.dtype for t in tensors((args, kwargs)) if t.dtype in LOWS), None)
+        low = next((t.dtype for t in tensors((args, kwargs)) if t.dtype in LOW_DTYPES), None)
         if low is None:
             return func(*args, **kwargs)
-        args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOWS else t)
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOW_DTYPES else t)
         return map_tensors(func(*args, **kwargs), lambda t: t.to(low) if t.dtype is torch.float32 else t)
 
     return wide
@@ -208,7 +206,7 @@ WIDENED = RECURRENT | {
 REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     torch.Tensor.__rmatmul__: _rmatmul,
 }
-"""Callables whose operands come the other way round."""
+"""Callables whose operands come in reverse order."""
 
 
 def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | None:

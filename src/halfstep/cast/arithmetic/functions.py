@@ -1,4 +1,4 @@
-"""How this package calls its autograd Functions, and what their backward passes run in."""
+"""How this package calls its autograd Functions, and how their backward passes run without rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from halfstep.cast.state import STATE
 
-__all__ = ["apply", "plain"]
+__all__ = ["apply", "rules_off"]
 
 
 def apply(function: type[Function], *inputs: Any) -> Tensor:
@@ -30,10 +30,10 @@ def apply(function: type[Function], *inputs: Any) -> Tensor:
 
 
 @contextmanager
-def plain(device: str) -> Iterator[None]:
-    """Switch autocast (and with it every operator rule) off: a backward pass may run inside somebody's region.
+def rules_off(device: str) -> Iterator[None]:
+    """Switch autocast (and with it every operator rule) off: a backward pass may run inside a region of the user.
 
-    A mode that lies on the stack alone has nothing to do then, and each operator costs a microsecond less without it.
+    A mode that is alone on the stack has nothing to do then, and each operator costs a microsecond less without it.
     """
     enabled = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, False)
@@ -47,11 +47,11 @@ def plain(device: str) -> Iterator[None]:
 
 
 def _taken_off() -> Any:
-    """Take the region's mode off torch's stack, if it lies there alone, and return it."""
+    """Remove the region's mode from torch's stack, if it is there alone, and return it."""
     if STATE.mode is None or STATE.above is not None or _len_torch_function_stack() != 1:
         return None
     mode = _pop_torch_function_stack()
     if mode is STATE.mode:
         return mode
-    _push_on_torch_function_stack(mode)  # somebody's own
+    _push_on_torch_function_stack(mode)  # another mode
     return None

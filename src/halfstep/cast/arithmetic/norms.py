@@ -20,21 +20,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.rounded import recomputed
-from halfstep.cast.rules.dispatch import Handler, RuleMode
 
-__all__ = ["NORMS", "of_norm", "wide_statistics"]
+__all__ = ["NORMS", "STATEFUL", "STATEFUL_IN_F", "wide_statistics"]
 
 _GROUP = ("input", "num_groups", "weight", "bias")
-_STATEFUL_F = ("input", "running_mean", "running_var", "weight", "bias")
-_STATEFUL = ("input", "weight", "bias", "running_mean", "running_var")
+
+STATEFUL_IN_F = ("input", "running_mean", "running_var", "weight", "bias")
+"""First arguments of F.batch_norm and F.instance_norm."""
+
+STATEFUL = ("input", "weight", "bias", "running_mean", "running_var")
+"""First arguments of torch.batch_norm and torch.instance_norm."""
 
 _OTHERS: Mapping[Callable[..., Any], tuple[str, ...]] = {
     F.group_norm: _GROUP,
     torch.group_norm: _GROUP,
-    F.batch_norm: _STATEFUL_F,
-    torch.batch_norm: _STATEFUL,
-    F.instance_norm: _STATEFUL_F,
-    torch.instance_norm: _STATEFUL,
+    F.batch_norm: STATEFUL_IN_F,
+    torch.batch_norm: STATEFUL,
+    F.instance_norm: STATEFUL_IN_F,
+    torch.instance_norm: STATEFUL,
 }
 """Callable -> its first arguments."""
 
@@ -50,7 +53,7 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    if not _is_meant(input):
+    if not _is_fp16_on_cpu(input):
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
 
     def compute(wide: Tensor, *affine: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ def _layer_norm(
     return recomputed(compute, input, *(one for one in (weight, bias) if one is not None))
 
 
-def _is_meant(input: Any) -> bool:
+def _is_fp16_on_cpu(input: Any) -> bool:
     return isinstance(input, Tensor) and input.dtype is torch.float16 and input.device.type == "cpu"
 
 
@@ -80,7 +83,7 @@ def wide_statistics(func: Callable[..., Any]) -> Callable[..., Any]:
         values: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         input: Any = values.get("input")
         running = values.get("running_mean")
-        if not _is_meant(input) or (isinstance(running, Tensor) and running.dtype is torch.float16):
+        if not _is_fp16_on_cpu(input) or (isinstance(running, Tensor) and running.dtype is torch.float16):
             return func(*args, **kwargs)
         weight = values.get("weight")
         if weight is None:
@@ -91,13 +94,3 @@ def wide_statistics(func: Callable[..., Any]) -> Callable[..., Any]:
         return func(*head, *args[len(names) :], **{**kwargs, **given})
 
     return wide
-
-
-def of_norm(handler: Handler | None, func: Callable[..., Any]) -> Handler:
-    """Return the handler of `func`, one of `NORMS`, that does what `handler` does, if any, in fp32 inside."""
-    wide = wide_statistics(func)
-
-    def handle(mode: RuleMode, called: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return wide(*args, **kwargs) if handler is None else handler(mode, wide, args, kwargs)
-
-    return handle

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.functions import apply, plain
+from halfstep.cast.arithmetic.functions import apply, rules_off
 
 __all__ = ["add_product", "convolve", "linear", "product", "recomputed", "rounded"]
 
@@ -61,7 +61,7 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        with plain(a.device.type):
+        with rules_off(a.device.type):
             grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
             need_a, need_b = ctx.needs_input_grad
             return (
@@ -89,7 +89,7 @@ class _AddProduct(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        with plain(a.device.type):
+        with rules_off(a.device.type):
             grad, wide_a, wide_b = grads[0].float(), a.float(), b.float()
             need_bias, need_a, need_b = ctx.needs_input_grad[:3]
             alpha = ctx.alpha
@@ -120,7 +120,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        with plain(x.device.type):
+        with rules_off(x.device.type):
             need_x, need_weight, need_bias = ctx.needs_input_grad
             grad = grads[0].float()
             rows = grad.flatten(0, -2) if grad.dim() != 1 else grad[None]
@@ -156,7 +156,7 @@ class _Convolution(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
-        with plain(x.device.type):
+        with rules_off(x.device.type):
             wide = _aten.convolution_backward(
                 grads[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, needs
             )
@@ -184,7 +184,7 @@ class _Recomputed(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         compute = ctx.twice if torch.is_grad_enabled() else ctx.compute
-        with plain(tensors[0].device.type):
+        with rules_off(tensors[0].device.type):
             pull = torch.func.vjp(compute, *(t.float() for t in tensors))[1]
             wide = pull(grads[0].float())
             needs = ctx.needs_input_grad[2:]
@@ -198,7 +198,7 @@ class _Recomputed(Function):
 def _recorded(*inputs: Tensor) -> bool:
     """Return whether widening and rounding must be operators of their own: the Functions above cannot stand here.
 
-    Dynamo traces operators, forward-mode derivatives want every operator's own, and a ragged batch has no shape.
+    Dynamo traces operators, forward-mode derivatives need that of every operator, and a ragged batch has no shape.
     """
     return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(t.is_nested for t in inputs)
 

@@ -1,25 +1,23 @@
 """Simulation: operators in a format that no dtype stores, its values carried in fp32.
 
-What a unit for the format would do: its numbers in, fp32 compute, one rounding of the result; gradients likewise,
-rounded where they arrive and where they leave. Memory is fp32's and speed is worse: this is for finding out what a
-format does to a model before there is hardware for it.
+What a unit for the format would do: its numbers in, fp32 compute, one rounding of the result; gradients are rounded
+where they arrive and where they leave. Memory is fp32's and speed is worse: this shows what a format does to a model
+before there is hardware for it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from halfstep.formats import Format
+from halfstep.formats import POLICY_DTYPES, Format
 from halfstep.trees import map_tensors
 
-__all__ = ["simulated"]
-
-FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+__all__ = ["rounded_to", "simulated"]
 
 
 class _Rounded(Function):
@@ -37,19 +35,20 @@ class _Rounded(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return _rounded(grads[0], ctx.form), None
+        return rounded_to(ctx.form, grads[0]), None
 
 
-def _rounded(tensor: Tensor, form: Format) -> Tensor:
+def rounded_to(form: Format, tensor: Tensor) -> Tensor:
+    """Return the numbers of `form` nearest to those of `tensor`, as fp32; tensors that no policy casts as they are."""
+    if tensor.dtype not in POLICY_DTYPES:
+        return tensor
     function: type[Function] = _Rounded
     return cast(Tensor, function.apply(tensor.float(), form))
 
 
 def simulated(func: Callable[..., Any], form: Format, *, inputs: bool = True) -> Callable[..., Any]:
     """Return `func` as units for `form` would compute it: rounded tensors in (if `inputs`), a rounded result out."""
-
-    def round_off(tensor: Tensor) -> Tensor:
-        return _rounded(tensor, form) if tensor.dtype in FLOATS else tensor
+    round_off = functools.partial(rounded_to, form)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if inputs:

@@ -2,8 +2,8 @@
 
 cross_entropy over a vocabulary is the largest tensor of a language model: torch saves fp32 log-probabilities, twice the
 bytes of the bf16 logits they came from. Here the logits themselves are saved, as they are; the fp32 probabilities of a
-few rows at a time are made again in the backward pass. The losses of the rows are those torch
-computes from ``logits.float()``, bit for bit; the gradient is the fp32 gradient rounded once.
+few rows at a time are computed again in the backward pass. The losses of the rows are those torch computes from
+``logits.float()``, bit for bit; the gradient is the fp32 gradient rounded once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.functions import apply, plain
+from halfstep.cast.arithmetic.functions import apply, rules_off
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.reference.cross_entropy import losses, parts, rows_at_a_time, shares, slope, slope_into
 from halfstep.kernels.triton import loss_ops
 
-__all__ = ["cross_entropy", "differentiated", "reduced"]
+__all__ = ["REDUCTIONS", "cross_entropy", "differentiated", "reduced"]
 
-LOWS = frozenset({torch.float16, torch.bfloat16})
+REDUCTIONS = ("mean", "sum", "none")
 
 
 def cross_entropy(
@@ -37,8 +38,8 @@ def cross_entropy(
     """F.cross_entropy in fp32 of low logits; what is saved for backward is the low logits.
 
     Args:
-        input: logits, (C,) or (N, C, ...); fp16 or bf16 take the way described above, fp32 torch's own.
-        target: class indices, () or (N, ...); class probabilities take torch's own way.
+        input: logits, (C,) or (N, C, ...); fp16 or bf16 are saved as they are, fp32 logits take torch's own operator.
+        target: class indices, () or (N, ...); class probabilities take torch's own operator.
         weight: (C,) or None.
         size_average: torch's old spelling of `reduction`.
         ignore_index: a target that does not count.
@@ -51,7 +52,7 @@ def cross_entropy(
     """
     wide_weight = None if weight is None else weight.float()
     lean = (
-        input.dtype in LOWS
+        input.dtype in LOW_DTYPES
         and input.dim() > 1
         and target.dtype is torch.long
         and target.shape == input.shape[:1] + input.shape[2:]
@@ -59,14 +60,14 @@ def cross_entropy(
         and size_average is None
         and reduce is None
         and not (weight is not None and weight.requires_grad)
-        and reduction in {"mean", "sum", "none"}
+        and reduction in REDUCTIONS
         and 0.0 <= label_smoothing <= 1.0
         and not torch.compiler.is_compiling()  # a compiler fuses the widening into the loss by itself
         and torch.autograd.forward_ad._current_level < 0
         and not input.is_nested
     )
     if not lean:
-        target = target.float() if target.dtype in LOWS else target
+        target = target.float() if target.dtype in LOW_DTYPES else target
         return F.cross_entropy(
             input.float(), target, wide_weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
@@ -114,7 +115,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         logits, target, weight = ctx.saved_tensors
-        with plain(logits.device.type):
+        with rules_off(logits.device.type):
             share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
             if differentiated(grads[0]):
                 return slope(logits, share).to(logits.dtype), None, None, None, None

@@ -1,6 +1,16 @@
-"""linear_cross_entropy: what it takes, what a region makes of it. What it computes is in `linear_rows`.
+"""linear_cross_entropy: the loss of a linear layer's outputs, some rows at a time, so that no logits are saved.
 
 The function is torch's of version 2.13, on every version and on inputs of any number of dimensions.
+
+Over a large vocabulary the logits are most of what a language model saves. Here the input of the last layer is saved,
+as low as it is, and its weight, which is there anyway; the logits of some rows at a time are computed in the forward
+pass and once more in the backward pass: a fourth product where three are needed, for which what is kept does not grow
+with the vocabulary.
+
+The gradients of the weight and the bias are summed in fp32 over the parts and rounded once. (The chunked losses of
+Liger, github.com/linkedin/Liger-Kernel, and of torch, nn.LinearCrossEntropyOptions, compute gradients in the forward
+pass: they keep as many bytes as the weight has, have no second derivative, and precede the loss's scale, so that small
+gradients round to 0 in fp16.)
 """
 
 from __future__ import annotations
@@ -10,23 +20,35 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from halfstep.cast.arithmetic.emulate import EMULATED
-from halfstep.cast.losses.cross_entropy import LOWS, cross_entropy, reduced
-from halfstep.cast.losses.linear_rows import losses_of_rows
+from halfstep.cast.arithmetic.functions import apply, rules_off
+from halfstep.cast.losses.cross_entropy import REDUCTIONS, cross_entropy, differentiated, reduced
 from halfstep.cast.rules.dispatch import tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import LossError
-from halfstep.kernels.reference.cross_entropy import rows_at_a_time
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.kernels.reference.cross_entropy import (
+    Shares,
+    losses,
+    parts,
+    rounded_slope,
+    rows_at_a_time,
+    shares,
+    slope,
+    widened,
+)
 from halfstep.policy.units import units
 
 __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
 
-FLOATS = LOWS | {torch.float32, torch.float64}
+PRODUCT_DTYPES = POLICY_DTYPES | {torch.float64}
+"""The dtypes of the tensors of the product."""
+
 NOT_COUNTED = -100  # torch's default for targets that do not count
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class Settings(NamedTuple):
@@ -73,7 +95,7 @@ def linear_cross_entropy(
         reduction: "mean" (over the weights of the targets that count), "sum" or "none".
         ignore_index: class indices that do not count; None is -100.
         label_smoothing: from 0 to 1.
-        chunk: rows whose logits are held at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
+        chunk: rows whose logits exist at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
             a CPU, and 2**24 logits elsewhere.
 
     Returns:
@@ -105,12 +127,11 @@ def linear_cross_entropy(
         emulating = input.dtype is torch.float16 and not units(device).fp16
         return fused_loss(input, linear_weight, linear_bias, target, settings, emulating=emulating)
     low = torch.get_autocast_dtype(device)  # torch.autocast without rules of ours: linear is on its list everywhere
+    low_input, low_weight, low_bias = (
+        t.to(low) if t is not None and t.dtype in POLICY_DTYPES else t for t in (input, linear_weight, linear_bias)
+    )
     with torch.autocast(device, enabled=False):
-        return fused_loss(_cast(input, low), _cast(linear_weight, low), _cast(linear_bias, low), target, settings)
-
-
-def _cast(tensor: Any, dtype: torch.dtype) -> Any:
-    return tensor if tensor is None or tensor.dtype not in FLOATS - {torch.float64} else tensor.to(dtype)
+        return fused_loss(low_input, low_weight, low_bias, target, settings)  # type: ignore[arg-type]
 
 
 def fused_loss(
@@ -143,7 +164,7 @@ def fused_loss(
     )
     if not lean:
         linear = EMULATED["linear"] if emulating else F.linear
-        loss = cross_entropy if input.dtype in LOWS else F.cross_entropy
+        loss = cross_entropy if input.dtype in LOW_DTYPES else F.cross_entropy
         return loss_in_parts(input, linear_weight, linear_bias, target, settings, linear=linear, loss=loss)
     rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     weight = settings.weight
@@ -187,7 +208,7 @@ def loss_in_parts(
 def _check(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, settings: Settings
 ) -> None:
-    """Refuse what does not belong together, before anything is computed."""
+    """Raise LossError for arguments that do not belong together, before anything is computed."""
     if input.dim() < 1 or linear_weight.dim() < 2 or (linear_weight.dim() > 2 and input.dim() != 2):
         raise LossError(
             f"linear_cross_entropy takes input (..., F) and linear_weight (C, F), or (N, F) and (C, d1, ..., F); got "
@@ -204,7 +225,7 @@ def _check(
             f"linear_weight without its last dimension; got {_shape(linear_bias)}"
         )
     formats = {t.dtype for t in (input, linear_weight, linear_bias) if t is not None}
-    if len(formats) > 1 or not formats <= FLOATS:
+    if len(formats) > 1 or not formats <= PRODUCT_DTYPES:
         names = ", ".join(sorted(str(f).removeprefix("torch.") for f in formats))
         raise LossError(
             f"linear_cross_entropy: input, linear_weight and linear_bias must have one floating format; got {names}; "
@@ -222,7 +243,7 @@ def _check(
         )
     if target.is_floating_point() and settings.ignore_index is not None:
         raise LossError(
-            f"linear_cross_entropy: ignore_index={settings.ignore_index} speaks of class indices, and target holds "
+            f"linear_cross_entropy: ignore_index={settings.ignore_index} is a class index, and target holds "
             "class probabilities; leave ignore_index out"
         )
     if settings.weight is not None and settings.weight.shape != (classes,):
@@ -242,3 +263,128 @@ def _check(
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+# ------------------------------------------------------------------ rows at a time
+
+
+def losses_of_rows(*arguments: Any) -> Tensor:
+    """Return the wide loss of every row; the arguments are those of `LinearCrossEntropy.forward`."""
+    if torch.compiler.is_compiling():
+        call: Any = LinearCrossEntropy.apply
+        return call(*arguments)  # type: ignore[no-any-return]
+    return apply(LinearCrossEntropy, *arguments)
+
+
+class LinearCrossEntropy(Function):
+    """Unreduced cross entropy (N,) of ``F.linear(input, linear_weight, linear_bias)`` with class indices (N,)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        ignored: int,
+        smoothing: float,
+        chunk: int,
+        emulating: bool,
+    ) -> Tensor:
+        product = _LinearLayer(linear_weight, linear_bias, emulating)
+        found = [
+            losses(product.logits(x), labels, weight, ignored, smoothing) for x, labels in parts(chunk, (input, target))
+        ]
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.ignored, ctx.smoothing, ctx.chunk, ctx.emulating = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        input, linear_weight, linear_bias, target, weight = ctx.saved_tensors
+        device = input.device.type
+        with torch.autocast(device, enabled=False) if torch.compiler.is_compiling() else rules_off(device):
+            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, len(linear_weight))
+            if differentiated(grads[0]):
+                found = _differentiable(input, linear_weight, linear_bias, share)
+            else:
+                product = _LinearLayer(linear_weight, linear_bias, ctx.emulating)
+                found = _gradients(product, input, share, ctx.chunk, ctx.needs_input_grad[:3])
+        return *found, None, None, None, None, None, None
+
+
+class _LinearLayer:
+    """The weight and bias of a linear layer, ready to be applied to one part of its input after the other.
+
+    Emulating means: fp32 arithmetic, each result rounded once to the low format.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, emulating: bool) -> None:
+        self.low = weight.dtype
+        self.bias_low = None if bias is None else bias.dtype
+        self.emulating = emulating
+        self.weight = weight.float() if emulating else weight
+        self.bias = bias if bias is None or not emulating else bias.float()
+
+    def operand(self, low: Tensor) -> Tensor:
+        return low.float() if self.emulating else low
+
+    def logits(self, input: Tensor) -> Tensor:
+        return F.linear(self.operand(input), self.weight, self.bias).to(self.low)
+
+    def onto(self, total: Tensor, grad: Tensor, input: Tensor) -> None:
+        """Add ``grad.T @ input`` to `total`, which is wide."""
+        grad = grad.t()
+        if total.dtype == grad.dtype:
+            total.addmm_(grad, input)
+        elif total.device.type == "cuda":
+            total.add_(torch.mm(grad, input, out_dtype=torch.float32))
+        else:
+            total.add_(torch.mm(grad, input))  # no kernel gives fp32: each part is rounded, their sum is not
+
+
+def _gradients(
+    product: _LinearLayer, input: Tensor, share: Shares, chunk: int, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of input, weight and bias that are needed, part by part."""
+    wide = torch.float64 if input.dtype is torch.float64 else torch.float32
+    need_input, need_weight, need_bias = needs
+    of_input = torch.empty_like(input) if need_input else None
+    summed = need_weight and chunk < len(input)  # one product accumulates in fp32 by itself
+    of_weight = torch.zeros_like(product.weight, dtype=wide) if summed else None
+    of_bias = torch.zeros_like(product.weight[:, 0], dtype=wide) if need_bias else None
+    places = input if of_input is None else of_input
+    for (x, place), of_part in zip(parts(chunk, (input, places)), share.parts(chunk), strict=True):
+        grad = rounded_slope(product.logits(x), of_part)
+        if of_bias is not None:
+            of_bias += grad.sum(0, dtype=wide)
+        grad = product.operand(grad)
+        if of_input is not None and product.emulating:
+            place.copy_(torch.mm(grad, product.weight))
+        elif of_input is not None:
+            torch.mm(grad, product.weight, out=place)
+        if of_weight is not None:
+            product.onto(of_weight, grad, product.operand(x))
+        elif need_weight:
+            of_weight = torch.mm(grad.t(), product.operand(x))
+    return (
+        of_input,
+        None if of_weight is None else of_weight.to(product.low),
+        None if of_bias is None else of_bias.to(product.low),
+    )
+
+
+def _differentiable(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, share: Shares
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return all three gradients from all logits at once, by operators that have a derivative; nothing is rounded."""
+    x, weight = widened(input), widened(linear_weight)
+    bias = None if linear_bias is None else widened(linear_bias)
+    grad = slope(F.linear(x, weight, bias), share)
+    of_bias = None if linear_bias is None else grad.sum(0).to(linear_bias.dtype)
+    return (grad @ weight).to(input.dtype), (grad.t() @ x).to(linear_weight.dtype), of_bias

@@ -1,1 +1,1 @@
-"""Regions: how they are opened and closed, recomputed in, and what is said of torch's dtype errors there."""
+"""Regions: how they are opened, closed and recomputed in, and explanations of torch's dtype errors there."""

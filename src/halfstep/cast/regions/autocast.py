@@ -17,9 +17,10 @@ from torch import get_autocast_dtype
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.rules.dispatch import RuleMode
-from halfstep.cast.rules.recipe import DTYPES, Recipe, call_traced, recipe_for, run_eagerly
+from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
+from halfstep.formats import DTYPE_NAMES
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import require_engine
@@ -30,22 +31,20 @@ __all__ = ["SUSPENDED", "autocast", "suspended"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 class autocast:
-    """Run operators as a policy says: a context manager and a decorator with torch.autocast's signature, and more.
+    """Run operators under a policy: a context manager and a decorator with torch.autocast's signature, and more.
 
     ``autocast("cuda", dtype=torch.float16)`` means what torch.autocast means (preset ``torch``), and emulates fp16
     where the device has no fp16 units. ``autocast(policy="mixed")`` follows any Policy on the accelerator, if there is
     one, and the CPU. Regions nest, also in different formats; one object can be entered again while it is open;
     a recursive function can be decorated. Inside a function given to `torch.compile` use the decorator (or
-    `hs.prepare`): Dynamo traces those whole and breaks the graph at the ``with`` of a class it does not know.
+    `hs.prepare`): Dynamo traces those whole and breaks the graph at the ``with`` of any other class.
 
     Args:
         device_type: "cpu", "cuda", ...; may be left out with `policy`.
         dtype: torch.float16 or torch.bfloat16; default: that of the region this object is made in, or torch's for the
-            device, or what the policy says. As in torch.autocast, torch.float32 and torch.float64 make a region that is
+            device, or that of the policy. As in torch.autocast, torch.float32 and torch.float64 make a region that is
             off, and so does the default inside one of these.
         enabled: False opens a region in which nothing is cast.
         cache_enabled: whether low copies of weights may be kept until the outermost region that keeps any ends.
@@ -116,7 +115,9 @@ class autocast:
         return wrapper
 
     def __repr__(self) -> str:
-        devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on and t else f"{d}: off" for d, t, on in self.recipe.devices)
+        devices = ", ".join(
+            f"{d}: {DTYPE_NAMES.get(t, t)}" if on and t else f"{d}: off" for d, t, on in self.recipe.devices
+        )
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 
@@ -127,22 +128,22 @@ class decorated(opened):
 
 
 def _refuse_what_needs_a_model(policy: Policy) -> None:
-    """Refuse the fields that speak of a model, an optimizer or a loss, which a region never sees.
+    """Refuse the fields about a model, an optimizer or a loss, which a region does not have.
 
-    The two it lets pass are asked for by presets: `outputs` (a block has none) and ``scale="auto"``.
+    Two of them pass, since presets set them: `outputs` and ``scale="auto"``.
 
     Raises:
         PolicyError: the first such field, and what carries it out.
     """
-    asked = {
+    needs_a_model = {
         "params": "lowers parameters",
         "modules": "has module rules",
         "inputs": "casts a model's inputs",
         "grads": "sums gradients in fp32",
         "state": "keeps optimizer states low",
-        "reduce": "says in which format gradients are summed across processes",
+        "reduce": "sets the format in which gradients are summed across processes",
     }
-    for field, what in asked.items():
+    for field, what in needs_a_model.items():
         value = getattr(policy, field)
         if value != DEFAULTS[field]:
             raise PolicyError(
@@ -160,7 +161,7 @@ def _refuse_what_needs_a_model(policy: Policy) -> None:
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Policy)}
 
 SUSPENDED = object()
-"""What `STATE.bound` is inside `suspended`: bound models see it and open no region."""
+"""What `STATE.bound` is inside `suspended`: bound models then open no region."""
 
 
 class suspended:
@@ -191,7 +192,7 @@ class suspended:
 
 @functools.lru_cache(maxsize=8)
 def _nothing(device_types: tuple[str, ...]) -> Recipe:
-    """Return the recipe of `suspended`; its mode has no rules and looks out for checkpoints alone."""
+    """Return the recipe of `suspended`; its mode has no rules and only marks checkpoints."""
     off = Policy(name="suspended", dtype="fp32", table="none", loss="keep", scale="none")
     return dataclasses.replace(recipe_for(off, device_types, enabled=False), mode=RuleMode((), {}))
 
@@ -204,7 +205,7 @@ def _dtype_here(device_type: str | None) -> torch.dtype | None:
     """Return the format torch.autocast would take here and now: that of an outer region, or the device's default."""
     try:
         return get_autocast_dtype(torch.device(device_type).type)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # `_recipe` says what is wrong
+    except (RuntimeError, TypeError):  # `_recipe` raises a PolicyError
         return None
 
 
@@ -223,14 +224,14 @@ def _recipe(
     try:
         devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
     except RuntimeError as error:
-        words = f"a policy is given by name: hs.autocast(policy={device_type!r})"
-        remedy = words if device_type in PRESETS else f"torch says: {error}"
+        by_name = f"a policy is given by name: hs.autocast(policy={device_type!r})"
+        remedy = by_name if device_type in PRESETS else f"torch says: {error}"
         raise PolicyError(f"device_type {device_type!r} is no device torch knows; {remedy}") from None
     for device in devices:
         if not torch.amp.is_autocast_available(device):
             raise PolicyError(f"torch.autocast does not exist for device_type {device!r}; use 'cpu' or an accelerator")
     wide = dtype in {torch.float32, torch.float64} and policy is None  # the region is off, and its format is set
-    if dtype is not None and dtype not in NAMES and not wide:
+    if dtype is not None and dtype not in DTYPE_NAMES and not wide:
         raise PolicyError(
             f"dtype={dtype!r} is not a format a region can lower to; use torch.bfloat16 or torch.float16 "
             "(torch.float32 and, without a policy, torch.float64 switch the region off)"
@@ -239,9 +240,9 @@ def _recipe(
         if device_type == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn("hs.autocast('cuda') on a machine without CUDA does nothing", stacklevel=4)
             enabled = False
-        chosen = Policy.of("torch", dtype="fp32" if wide else NAMES[dtype or get_autocast_dtype(devices[0])])
+        chosen = Policy.of("torch", dtype="fp32" if wide else DTYPE_NAMES[dtype or get_autocast_dtype(devices[0])])
     else:
-        chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=NAMES[dtype])
+        chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=DTYPE_NAMES[dtype])
         require_engine(chosen)
         if enabled:
             _refuse_what_needs_a_model(chosen)

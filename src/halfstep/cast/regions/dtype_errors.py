@@ -1,7 +1,7 @@
 """Errors of torch that mixed formats cause, and what to do about each.
 
-torch names two dtypes; the user wrote neither. A region that ends with one of these errors raises it again with its
-cause and its remedy, torch's own words last. Everything else passes as it is.
+torch names two dtypes; the user wrote neither. A region that ends with one of these errors raises a new one with cause
+and remedy, torch's own message last. Other errors pass as they are.
 
 Note [kinds]: the new error is a `RegionError` and of the built-in kind that torch raised, so ``except TypeError``
 around a call still catches it.
@@ -20,7 +20,7 @@ from halfstep.trees import tensors
 __all__ = ["EXPLAINED", "explained"]
 
 EXPLAINED = (RuntimeError, TypeError)
-"""The kinds of errors that `explained` knows; NotImplementedError is a RuntimeError."""
+"""The kinds of errors that `explained` handles; NotImplementedError is a RuntimeError."""
 
 FORMATS = {"BFloat16": "bf16", "Half": "fp16", "Float": "fp32", "float": "fp32", "Double": "fp64", "double": "fp64"}
 INTEGERS = ("Long", "Int", "Short", "Byte", "Char", "Bool", "long int", "int", "short", "unsigned char")

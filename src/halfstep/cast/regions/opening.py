@@ -1,11 +1,11 @@
-"""Opening: how a region is entered and left, and what it puts back.
+"""Opening: how a region is entered and left, and how it restores the state of the thread.
 
-Note [interrupts]: Ctrl-C raises KeyboardInterrupt between any two instructions. A region is first written down, with
-all that it found, and then entered; leaving it puts back what is written down, and doing that twice changes nothing. So
-what opens a region closes it in `finally`, and again in a `finally` within, and one interrupt anywhere is survived. The
-depth of nesting, which torch counts and does not tell, is counted and written down in one call of C. What a `with`
+Note [interrupts]: Ctrl-C raises KeyboardInterrupt between any two instructions. A region is first recorded, with all
+the state that it found, and then entered; leaving it restores what is recorded, and doing that twice changes nothing.
+So what opens a region closes it in `finally`, and again in a `finally` within, and one interrupt anywhere is survived.
+The depth of nesting, which torch counts and has no getter for, is counted and recorded in one call of C. What a `with`
 statement cannot catch is an interrupt at the first instructions of `__exit__`: the region is then closed when the
-object that entered it is gone, or by the next region its thread opens after that.
+object that entered it is freed, or by the next region its thread opens after that.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections.abc import Callable
 from itertools import starmap
 from sys import _getframe
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import (
     autocast_decrement_nesting,
     autocast_increment_nesting,
+    clear_autocast_cache,
     get_autocast_dtype,
     is_autocast_cache_enabled,
     is_autocast_enabled,
@@ -29,10 +30,15 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
-from torch._C import _len_torch_function_stack, _push_on_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 
-from halfstep.cast.regions.recompute import again_in_region, hooks_over_this, remember
-from halfstep.cast.regions.stack import depth_below, lay, take_off, take_out
+from halfstep.cast.regions.recompute import again_in_region, mark_checkpoints, saved_tensor_hooks
+from halfstep.cast.regions.stack import push, remove
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
@@ -46,12 +52,12 @@ ONCE = ((),)
 
 
 class _Frame:
-    """One open region: what it found and must put back, and where it was entered.
+    """One open region: the state that it found and must restore, and where it was entered.
 
     Attributes:
-        owner: the object that opened it, by reference.
+        owner: the object that opened it, by a weak reference; `_closed` once the region is closed.
         code: that of the user's function, with `instruction` in it.
-        laid: the mode it laid on torch's stack, on `depth` others, or None.
+        pushed: the mode it put on torch's stack, or None.
         cache: whether torch's cache of weight casts was on.
         mode: `STATE.mode` before.
         bound: `STATE.bound` before.
@@ -60,28 +66,15 @@ class _Frame:
         counts: what torch's count of open regions became when this one was counted in and, after that, out.
     """
 
-    __slots__ = (
-        "bound",
-        "cache",
-        "code",
-        "counts",
-        "depth",
-        "instruction",
-        "laid",
-        "mode",
-        "owner",
-        "states",
-        "visit",
-    )
+    __slots__ = ("bound", "cache", "code", "counts", "instruction", "mode", "owner", "pushed", "states", "visit")
 
-    def __init__(self, owner: object, caller: FrameType, laid: RuleMode | None, depth: int) -> None:
-        state = STATE
-        self.owner: Callable[[], object] = weakref.ref(owner, _orphaned)
+    def __init__(self, owner: object, caller: FrameType, pushed: RuleMode | None, state: dict[str, Any]) -> None:
+        self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)
         self.code = caller.f_code
-        self.instruction = caller.f_lasti  # the line is worked out if it is asked for
-        self.laid, self.depth = laid, depth
+        self.instruction = caller.f_lasti  # `place` computes the line
+        self.pushed = pushed
         self.cache = is_autocast_cache_enabled()
-        self.mode, self.bound, self.visit = state.mode, state.bound, state.visit
+        self.mode, self.bound, self.visit = state["mode"], state["bound"], state["visit"]
         self.states: list[tuple[str, bool, torch.dtype]] = []
         self.counts: list[int] = []
 
@@ -92,18 +85,20 @@ class _Frame:
         return f"{self.code.co_filename}:{line} (in {self.code.co_name})"
 
 
+def _closed() -> None:
+    """Replace the reference to the owner of a region that is closed."""
+
+
 def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
     """Enter `recipe` in this thread; `owner` must close it. `depth` is how many frames up the user's line is."""
-    state = STATE
-    frames = state.frames
-    while frames and frames[-1].owner() is None:  # its object died in another thread
-        _put_back(frames[-1])
-    if hooks_over_this(True) is not None:
-        remember()
+    state = STATE.__dict__  # this thread's, found once: each attribute of a thread-local object costs a look-up
+    frames = state["frames"]
+    while frames and frames[-1].owner() is None:  # freed in another thread
+        _restore(frames[-1])
+    if saved_tensor_hooks(True) is not None:
+        mark_checkpoints()
     mode = recipe.mode
-    above = None if mode is None else state.above
-    below = _len_torch_function_stack() if above is None else depth_below(above)
-    frame = _Frame(owner, _getframe(depth), mode, below)
+    frame = _Frame(owner, _getframe(depth), mode, state)
     try:
         frames.append(frame)
         for device, dtype, on in recipe.devices:
@@ -112,13 +107,14 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
             set_autocast_enabled(device, on)
             if dtype is not None and before is not dtype:
                 set_autocast_dtype(device, dtype)
-                torch.clear_autocast_cache()  # it does not look at the format
+                clear_autocast_cache()  # its key lacks the format
         frame.counts.extend(starmap(autocast_increment_nesting, ONCE))
         if recipe.cache is not None and frame.cache is not recipe.cache:
             set_autocast_cache_enabled(recipe.cache)
-        state.mode = mode
+        state["mode"] = mode
         if mode is not None:
-            _push_on_torch_function_stack(mode) if above is None else lay(mode, above)
+            above = state["above"]
+            _push_on_torch_function_stack(mode) if above is None else push(mode, above)
         return frame
     except BaseException:
         abandon(frame)
@@ -126,11 +122,11 @@ def open_recipe(recipe: Recipe, owner: object, depth: int = 2) -> _Frame:
 
 
 def close_recipe(owner: object, *, failing: bool = False) -> None:
-    """Leave the region that `owner` opened and put back what it found.
+    """Leave the region that `owner` opened and restore the state that it found.
 
     Raises:
         RegionError: the region is not the innermost of this thread (a generator or coroutine was suspended inside a
-            region); everything is put in order first. Not raised while another exception passes (`failing`).
+            region); all state is restored first. Not raised while another exception passes (`failing`).
     """
     frames = STATE.frames
     if not frames or frames[-1].owner() is not owner:
@@ -138,58 +134,61 @@ def close_recipe(owner: object, *, failing: bool = False) -> None:
         return
     frame = frames[-1]
     try:
-        foreign = _put_back(frame)
+        foreign = _restore(frame)
     finally:
-        abandon(frame)
+        if frame.owner is not _closed:
+            abandon(frame)
     if foreign:
-        _refuse_foreign(frame, failing=failing)
+        _report_foreign(frame, failing=failing)
 
 
 def abandon(frame: _Frame | None) -> None:
     """Leave a region that an interrupt kept open; one that is closed, or not the innermost, stays as it is."""
     frames = STATE.frames
     if frames and frames[-1] is frame:
-        _put_back(frame)
+        _restore(frame)
 
 
-def _put_back(frame: _Frame) -> bool:
-    """Put back what the innermost region found, and take it from the list; return whether others are left in between.
+def _restore(frame: _Frame) -> bool:
+    """Restore the state that the innermost region found and forget the region.
 
-    Then torch's state is left to the region of torch.autocast that was entered or left there.
+    Returns:
+        Whether a region of torch.autocast was entered or left inside; torch's state is then left to that region.
     """
-    state = STATE
-    frames = state.frames
-    if frame.laid is not None:
-        others = 0 if len(frames) == 1 else sum(outer.laid is frame.laid for outer in frames[:-1])
-        take_off(frame.laid, frame.depth, state.above, others=others)
-    state.mode, state.bound, state.visit = frame.mode, frame.bound, frame.visit
+    state = STATE.__dict__
+    frames = state["frames"]
+    pushed = frame.pushed
+    if pushed is not None:
+        others = 0 if len(frames) == 1 else sum(outer.pushed is pushed for outer in frames[:-1])
+        top = _len_torch_function_stack() - 1
+        if not others and top >= 0 and _get_function_stack_at(top) is pushed:
+            _pop_torch_function_stack()
+        else:
+            remove(pushed, others)
+    state["mode"], state["bound"], state["visit"] = frame.mode, frame.bound, frame.visit
     counts, foreign = frame.counts, False
     if len(counts) == 1:
         counts.extend(starmap(autocast_decrement_nesting, ONCE))
     if counts:
         foreign = counts[1] != counts[0] - 1
         if counts[1] == 0:
-            torch.clear_autocast_cache()
+            clear_autocast_cache()
     if not foreign:
         for device, on, before in frame.states:
             set_autocast_enabled(device, on)
             if get_autocast_dtype(device) is not before:
-                torch.clear_autocast_cache()
+                clear_autocast_cache()
                 set_autocast_dtype(device, before)
         if frame.cache is not is_autocast_cache_enabled():
-            if not frame.cache:  # a copy lives no longer than the outermost region that keeps copies
-                torch.clear_autocast_cache()
-                state.casts.clear()
+            if not frame.cache:  # copies end with the outermost region that keeps any
+                clear_autocast_cache()
+                state["casts"].clear()
             set_autocast_cache_enabled(frame.cache)
     if len(frames) == 1:
-        state.casts.clear()
-    frame.owner = _gone  # the object may live on, or die without a word
+        state["casts"].clear()
     frames.pop()
+    frame.owner = _closed  # only now: until then an interrupted call is repeated
     return foreign
-
-
-def _gone() -> None:
-    """Stand for the reference to an object that is no more."""
 
 
 class opened:
@@ -219,19 +218,20 @@ class opened:
         try:
             close_recipe(self, failing=exc_type is not None)
         finally:
-            abandon(self.frame)
+            if self.frame is not None and self.frame.owner is not _closed:
+                abandon(self.frame)
 
 
-def _orphaned(owner: weakref.ref[object]) -> None:
-    """Close the region whose object is gone; an interrupt kept it open."""
+def _owner_freed(owner: weakref.ref[object]) -> None:
+    """Close the region whose object was freed; an interrupt kept it open."""
     frames = STATE.frames
     index = next((i for i, frame in enumerate(frames) if frame.owner is owner), None)
-    if index is None:  # it is another thread's, which will see it
+    if index is None:  # it is another thread's, whose next region closes it
         return
     if index == len(frames) - 1:
-        _put_back(frames[index])
+        _restore(frames[index])
     else:
-        _take_out(index)
+        _close_outer(index)
 
 
 def _close_out_of_order(owner: object, *, failing: bool) -> None:
@@ -245,7 +245,7 @@ def _close_out_of_order(owner: object, *, failing: bool) -> None:
             "enter and leave a region in the same function of the same thread"
         )
     frame, inner = frames[index], frames[index + 1]
-    _take_out(index)
+    _close_outer(index)
     if not failing:
         raise RegionError(
             f"the region entered at {frame.place} was left while the one entered at {inner.place} was still open; "
@@ -253,14 +253,12 @@ def _close_out_of_order(owner: object, *, failing: bool) -> None:
         )
 
 
-def _take_out(index: int) -> None:
-    """Take a region that is not the innermost out; the one entered next puts back what it found."""
+def _close_outer(index: int) -> None:
+    """Remove a region that is not the innermost; the one entered next restores the state that it found."""
     frames = STATE.frames
     frame, inner = frames.pop(index), frames[index]  # after the pop, `inner` is the region entered next
-    if frame.laid is not None:
-        take_out(frame.laid)
-        for later in frames[index:]:
-            later.depth -= later.laid is not None
+    if frame.pushed is not None:
+        remove(frame.pushed)
     autocast_decrement_nesting()
     for later in frames[index:]:
         later.counts[0] -= 1
@@ -268,11 +266,11 @@ def _take_out(index: int) -> None:
     inner.mode, inner.bound = frame.mode, frame.bound
 
 
-def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
-    """Say that torch's state was left to the region of torch.autocast that was entered or left in between.
+def _report_foreign(frame: _Frame, *, failing: bool) -> None:
+    """Report that torch's state was left to the region of torch.autocast that was entered or left in between.
 
-    That region may put back what it found in this one, where nothing can be done about it; so it is said, by a warning,
-    also while an exception passes (closing a suspended generator is one).
+    That region may restore what it found in this one, which cannot be prevented; so while an exception passes (closing
+    a suspended generator is one) a warning reports it.
     """
     text = (
         f"between the region entered at {frame.place} and its end a region of torch.autocast was entered and not left, "
@@ -283,6 +281,6 @@ def _refuse_foreign(frame: _Frame, *, failing: bool) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon, remember):
+for _function in (opened.__enter__, opened.__exit__, open_recipe, close_recipe, abandon, mark_checkpoints):
     run_eagerly(_function)
 run_eagerly(again_in_region, below=False)  # what is computed again may be compiled

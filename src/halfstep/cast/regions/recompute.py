@@ -1,57 +1,43 @@
-"""Recomputation: what a backward pass computes again follows the rules of the region it ran in first.
+"""Recomputation: what a checkpoint computes again in the backward pass follows the rules of the region it ran in first.
 
-Activation checkpointing runs a function a second time in the backward pass, when the region is closed. torch's autocast
-state it brings back by itself; the region's mode, and what bound models know of the region they are in, it does not.
+Activation checkpointing runs a function a second time in the backward pass, when the region is closed. torch restores
+autocast's own state for it; the region's mode, and `STATE.bound`, are restored here.
 
 Note [checkpoints]: torch.utils.checkpoint keeps the function it will run again where the forward pass can find it, and
 there it is replaced by one that runs it in the region of the time (`_Again`); no function of torch is. Without re-entry
-torch hangs hooks for saved tensors over the function, and the closure of the hooks holds the checkpoint's frame with
-its `recompute_fn`. Hooks may lie over hooks, so all are looked at when the topmost has not been seen yet. With re-entry
-the function is kept by the node of the graph, `CheckpointFunction`'s `ctx`, which is found when that switches gradients
-off: torch reports this to modes. Both are looked for where the region begins to matter: at the first operator with a
-rule, and before a region is opened inside the function.
-
-Note [other recomputation]: what else brings autocast's state back in a backward pass (`custom_bwd`, checkpointing of
-other libraries) reports it to no mode. For these the mode of a training step's region lies on
-torch's stack during its backward pass. Its rules hold where autocast is on (`RuleMode.active`), and there that is in
-recomputations alone. On a CUDA device the engine runs the backward pass in a thread of its own, into which torch brings
-the stack of modes and in which no region is open; `mode_here` finds the mode there.
+torch pushes hooks for saved tensors around the function, and the closure of the hooks holds the checkpoint's frame with
+its `recompute_fn`. Hooks nest, so all are examined when the topmost is new. With re-entry the function is kept by the
+node of the graph, `CheckpointFunction`'s `ctx`, which is found when that switches gradients off: torch reports this to
+modes. Both are looked for where the region begins to matter: at the first operator with a rule, and before a region is
+opened inside the function.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import _autograd
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import _get_current_function_mode_stack
 
-from halfstep.cast.regions.stack import depth_below, lay, take_off
+from halfstep.cast.regions.stack import rules_on
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 
-if TYPE_CHECKING:
-    from halfstep.cast.rules.dispatch import RuleMode
-    from halfstep.cast.rules.recipe import Recipe
+__all__ = ["SET_GRAD_ENABLED", "again_in_region", "mark_checkpoints", "saved_tensor_hooks"]
 
-__all__ = ["GRADIENTS_SWITCHED", "again_in_region", "backward", "hooks_over_this", "recomputing", "remember"]
-
-GRADIENTS_SWITCHED: Callable[..., Any] = torch._C._set_grad_enabled
+SET_GRAD_ENABLED: Callable[..., Any] = torch._C._set_grad_enabled
 """What `CheckpointFunction` calls, by way of `torch.no_grad`, just before it runs its function."""
 
 CHECKPOINTS = "torch.utils.checkpoint"
 NEAR = 16  # frames between that call and CheckpointFunction's: no_grad's two, and two or three for each mode above
 ONCE = ((),)
 
-hooks_over_this: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
-"""Return the topmost (pack, unpack) hooks for saved tensors, or None; its argument: also while torch traces."""
+saved_tensor_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+"""Return the topmost (pack, unpack) hooks for saved tensors, or None; its argument: whether also while tracing."""
 
 
 class _Again:
@@ -69,60 +55,37 @@ class _Again:
         self.function, self.mode, self.bound = function, STATE.mode, STATE.bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state, mode = STATE, self.mode
-        before, bound, above = state.mode, state.bound, state.above
-        depth = depth_below(above)
-        laid = mode is not None and (before is not mode or not depth)
-        others = list(_get_current_function_mode_stack()).count(mode) if laid else 0
-        try:
-            state.mode, state.bound = mode, self.bound
-            if laid:
-                lay(mode, above)  # type: ignore[arg-type]  # not None where laid
+        with rules_on(self.mode, self.bound):
             return self.function(*args, **kwargs)
-        finally:
-            try:
-                if laid:
-                    take_off(mode, depth, above, others=others)  # type: ignore[arg-type]
-                self._leave(before, bound)
-            finally:  # again, should Ctrl-C have come in between
-                if laid:
-                    take_off(mode, depth, above, others=others)  # type: ignore[arg-type]
-                self._leave(before, bound)
-
-    def _leave(self, before: RuleMode | None, bound: Any) -> None:
-        """Put the state of the thread back; a second call changes nothing."""
-        STATE.mode, STATE.bound = before, bound
-        if not STATE.frames:  # as at the end of a region
-            STATE.casts.clear()
 
 
 again_in_region = _Again.__call__
 
 
-def remember(func: Callable[..., Any] | None = None) -> None:
-    """Let the checkpoints whose functions run now run them again in the region that is open now; note [checkpoints].
+def mark_checkpoints(func: Callable[..., Any] | None = None) -> None:
+    """Make the checkpoints whose functions run now run them again in the region that is open now; note [checkpoints].
 
     Args:
-        func: what was called, if a mode has seen it.
+        func: what was called, where a mode handles the call.
 
     Raises:
         RegionError: this version of torch keeps a checkpoint's function in a place that is not known.
     """
-    if func is GRADIENTS_SWITCHED:
-        _remember_entered()
-    hooks = hooks_over_this(True)
-    if hooks is not None and (STATE.seen is None or STATE.seen() is not hooks[0]):
+    if func is SET_GRAD_ENABLED:
+        _mark_entered()
+    hooks = saved_tensor_hooks(True)
+    if hooks is not None and (STATE.marked is None or STATE.marked() is not hooks[0]):
         for pack in _packs():
-            _remember_frame(pack)
-        STATE.seen = weakref.ref(hooks[0])
+            _mark_frame(pack)
+        STATE.marked = weakref.ref(hooks[0])
 
 
 def _packs() -> list[Callable[..., Any]]:
-    """Return the pack function of all hooks for saved tensors, the topmost first; they are taken off and put back."""
+    """Return the pack function of all hooks for saved tensors, the topmost first; they are popped and pushed again."""
     found: list[Any] = []
-    taken: list[None] = []  # counted by the very call that takes, which no signal divides
+    taken: list[None] = []  # counted by the call that pops, which no signal divides
     try:
-        while (hooks := hooks_over_this(True)) is not None:
+        while (hooks := saved_tensor_hooks(True)) is not None:
             found.append(hooks)
             taken.extend(starmap(_autograd._pop_saved_tensors_default_hooks, ONCE))
     finally:
@@ -132,8 +95,8 @@ def _packs() -> list[Callable[..., Any]]:
     return [pack for pack, _ in found]
 
 
-def _remember_frame(pack: Callable[..., Any]) -> None:
-    """Give the checkpoint without re-entry whose hook `pack` is its region, if it has none."""
+def _mark_frame(pack: Callable[..., Any]) -> None:
+    """Set the region of the checkpoint without re-entry whose hook is `pack`, if it has none."""
     if getattr(pack, "__module__", "") != CHECKPOINTS or "_recomputation_hook" in getattr(pack, "__qualname__", ""):
         return  # hooks of others, or of a recomputation
     for cell in getattr(pack, "__closure__", None) or ():
@@ -143,14 +106,14 @@ def _remember_frame(pack: Callable[..., Any]) -> None:
                 frame.recompute_fn = _Again(frame.recompute_fn)
             return
     raise RegionError(
-        f"torch {torch.__version__} keeps the function of a checkpoint elsewhere than the versions this release knows, "
-        "so its recomputation could not follow the policy; checkpoint modules of a model under hs.prepare instead, or "
-        "use use_reentrant=True"
+        f"torch {torch.__version__} keeps the function of a checkpoint elsewhere than the versions this release "
+        "supports, so its recomputation could not follow the policy; checkpoint modules of a model under hs.prepare "
+        "instead, or use use_reentrant=True"
     )
 
 
-def _remember_entered() -> None:
-    """Give the checkpoint with re-entry that is about to run its function its region."""
+def _mark_entered() -> None:
+    """Set the region of the checkpoint with re-entry that is about to run its function."""
     frame: Any = sys._getframe(2)
     for _ in range(NEAR):
         if frame is None:
@@ -161,56 +124,10 @@ def _remember_entered() -> None:
             if function is None:
                 raise RegionError(
                     f"torch {torch.__version__} keeps the function of a reentrant checkpoint elsewhere than the "
-                    "versions this release knows, so its recomputation could not follow the policy; use "
+                    "versions this release supports, so its recomputation could not follow the policy; use "
                     "use_reentrant=False"
                 )
             if not isinstance(function, _Again):
                 node.run_function = _Again(function)
             return
         frame = frame.f_back
-
-
-# ------------------------------------------------------------------ note [other recomputation]
-
-
-def backward(recipe: Recipe, loss: Tensor, seed: Tensor) -> None:
-    """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`."""
-    if type(loss) is not Tensor or not _needed(recipe):
-        loss.backward(gradient=seed)
-        return
-    with recomputing(recipe):  # Tensor.backward would report itself to the mode, which then sees nothing inside
-        _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@contextmanager
-def recomputing(recipe: Recipe) -> Iterator[None]:
-    """Let what a backward pass in this block computes again follow `recipe`."""
-    mode, state = recipe.mode, STATE
-    if mode is None or not _needed(recipe):
-        yield
-        return
-    above = state.above
-    depth = depth_below(above)
-    try:
-        lay(mode, above)
-        state.mode = mode
-        yield
-    finally:
-        try:
-            _end_recomputing(mode, depth, above)
-        finally:  # again, should Ctrl-C have come in between
-            _end_recomputing(mode, depth, above)
-
-
-def _end_recomputing(mode: RuleMode, depth: int, above: RuleMode | None) -> None:
-    """Put the state of the thread back after a backward pass; a second call changes nothing."""
-    STATE.mode = None
-    take_off(mode, depth, above)
-    STATE.casts.clear()
-
-
-def _needed(recipe: Recipe) -> bool:
-    """Return whether the region has rules, and none is open here: one around a backward pass holds as it is."""
-    if recipe.mode is None or STATE.mode is not None or STATE.frames:
-        return False
-    return not any(torch.is_autocast_enabled(device) for device, _, _ in recipe.devices)

@@ -1,70 +1,69 @@
-"""torch's stack of function modes: how the mode of a region is laid on it and taken off again.
+"""torch's stack of function modes: how the rules of a region are put on it and removed, in a region and without one.
 
-An instrument that sees operators as they are called (`above`) stays above the modes of all regions; while it handles an
-operator it is off the stack. Only regions opened under such an instrument need the general way.
+An instrument that handles operators as they are called (`STATE.above`) stays above the modes of all regions; while it
+handles an operator it is off the stack. Regions without such an instrument push and pop by themselves (`opening`).
+
+Note [other recomputation]: what a checkpoint of torch computes again gets its rules from `recompute`. What else
+restores autocast's state in a backward pass (`custom_bwd`, checkpointing of other libraries) reports it to no mode.
+For these the mode of a training step's region is on torch's stack during its backward pass. Its rules hold where
+autocast is on (`RuleMode.active`), and there that is in recomputations alone. On a CUDA device the engine runs the
+backward pass in a thread of its own, into which torch copies the stack of modes and in which no region is open;
+`mode_here` finds the mode there.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, repeat, starmap
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch._C import (
     _get_function_stack_at,
     _len_torch_function_stack,
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import _get_current_function_mode_stack
+
+from halfstep.cast.state import STATE
 
 if TYPE_CHECKING:
     from halfstep.cast.rules.dispatch import RuleMode
+    from halfstep.cast.rules.recipe import Recipe
 
-__all__ = ["depth_below", "lay", "restack", "take_off", "take_out"]
-
-
-def _top() -> Any:
-    length = _len_torch_function_stack()
-    return _get_function_stack_at(length - 1) if length else None
+__all__ = ["backward", "push", "recomputing", "remove", "restack", "rules_on"]
 
 
-def depth_below(above: Any) -> int:
-    """Return how many modes are on the stack, `above` not counted."""
-    length = _len_torch_function_stack()
-    return length if above is None or _top() is not above else length - 1
-
-
-def lay(mode: RuleMode, above: Any) -> None:
-    """Lay `mode` on top of the stack, but under `above`."""
-    if above is None or _top() is not above:
-        _push_on_torch_function_stack(mode)
+def push(mode: RuleMode, above: Any) -> None:
+    """Put `mode` on top of the stack, but under `above`."""
+    modes = [] if above is None else list(_get_current_function_mode_stack())
+    if modes and modes[-1] is above:
+        restack([*modes[:-1], mode, above])
     else:
-        modes = list(_get_current_function_mode_stack())
-        restack([*modes[:-1], mode, modes[-1]])
+        _push_on_torch_function_stack(mode)
 
 
-def take_off(mode: RuleMode, depth: int, above: Any, *, others: int = 0) -> None:
-    """Take off `mode`, which was laid on `depth` others, and leave those above it; a second call changes nothing.
+def remove(mode: RuleMode, others: int = 0) -> None:
+    """Remove `mode`, which `push` put on the stack, from wherever it is now; a second call changes nothing.
 
     Args:
-        mode: what `lay` laid.
-        depth: `depth_below` before.
-        above: the instrument above all regions, or None.
-        others: how many regions further out have laid the same mode.
+        mode: what to remove, once: the topmost.
+        others: how many regions further out have put the same mode on the stack.
     """
-    length = _len_torch_function_stack()
-    if above is None and length == depth + 1 and _get_function_stack_at(depth) is mode:
+    top = _len_torch_function_stack() - 1
+    if top < 0:
+        return
+    if not others and _get_function_stack_at(top) is mode:
         _pop_torch_function_stack()
-    elif length and list(_get_current_function_mode_stack()).count(mode) > others:
-        take_out(mode)
-
-
-def take_out(mode: RuleMode) -> None:
-    """Take the topmost `mode` off, wherever it is."""
+        return
     modes = list(_get_current_function_mode_stack())
     found = [i for i, other in enumerate(modes) if other is mode]
-    if found:
+    if len(found) > others:
         restack([other for i, other in enumerate(modes) if i != found[-1]])
 
 
@@ -75,3 +74,70 @@ def restack(modes: list[Any]) -> None:
         map(_push_on_torch_function_stack, modes),
     )
     deque(changes, maxlen=0)
+
+
+# ------------------------------------------------------------------ rules without a region
+
+
+@contextmanager
+def rules_on(mode: RuleMode | None, bound: Any) -> Iterator[None]:
+    """Apply the rules of `mode` in this block, with autocast's own state as it is.
+
+    Args:
+        mode: the rules; None: torch's own lists, or none.
+        bound: what `STATE.bound` is meanwhile.
+    """
+    state = STATE
+    modes = list(_get_current_function_mode_stack()) if _len_torch_function_stack() else []
+    outer, above = (state.mode, state.bound), state.above
+    pushed = mode if state.mode is not mode or mode not in modes else None
+    others = modes.count(mode)
+    try:
+        state.mode, state.bound = mode, bound
+        if pushed is not None:
+            push(pushed, above)
+        yield
+    finally:
+        try:
+            _end(pushed, others, outer)
+        finally:  # again, should Ctrl-C have come in between
+            _end(pushed, others, outer)
+
+
+def _end(pushed: RuleMode | None, others: int, outer: tuple[RuleMode | None, Any]) -> None:
+    """Restore the state of the thread; a second call changes nothing."""
+    if pushed is not None:
+        remove(pushed, others)
+    STATE.mode, STATE.bound = outer
+    if not STATE.frames:  # as at the end of a region
+        STATE.casts.clear()
+
+
+def backward(recipe: Recipe, loss: Tensor, seed: Tensor) -> None:
+    """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`."""
+    if type(loss) is not Tensor or not _needed(recipe):
+        loss.backward(gradient=seed)
+        return
+    with rules_on(recipe.mode, STATE.bound):  # Tensor.backward would report itself to the mode and switch it off
+        _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextmanager
+def recomputing(recipe: Recipe) -> Iterator[None]:
+    """Let what a backward pass in this block computes again follow `recipe`."""
+    if _needed(recipe):
+        with rules_on(recipe.mode, STATE.bound):
+            yield
+    else:
+        yield
+
+
+def _needed(recipe: Recipe) -> bool:
+    """Return whether `recipe` has rules, and no region is open here: one around a backward pass holds as it is."""
+    state = STATE
+    if recipe.mode is None or state.mode is not None or state.frames:
+        return False
+    for device, _, _ in recipe.devices:
+        if torch.is_autocast_enabled(device):
+            return False
+    return True

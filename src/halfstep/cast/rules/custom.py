@@ -1,10 +1,10 @@
-"""Custom operators: a rule for somebody's own function, autograd.Function or torch.library operator.
+"""Custom operators: a rule for a function, autograd.Function or torch.library operator of the user.
 
-`operator` gives a function a name and a rule. In a region its tensors are cast as the rule says, wherever they are in
-its arguments, and it runs with autocast and every other rule off: inside it formats are its author's business. A policy
-can say otherwise by the name. Under plain torch.autocast the rule holds too; outside regions nothing changes.
+`operator` gives a function a name and a rule. In a region its tensors are cast by the rule, wherever they are in its
+arguments, and it runs with autocast and every other rule off: its author chooses the formats inside. A policy can set
+another rule by the name. Under plain torch.autocast the rule holds too; outside regions nothing changes.
 
-A torch.library operator gets its rule in torch's dispatcher, so it holds for everybody who calls the operator.
+A torch.library operator gets its rule in torch's dispatcher, so it holds for every caller of the operator.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from torch.autograd import Function
 from halfstep.cast.arithmetic.emulate import widened
 from halfstep.cast.arithmetic.simulate import simulated
 from halfstep.cast.regions.opening import opened
-from halfstep.cast.rules.dispatch import FLOATS, RuleMode, cast_tensor, mode_here, run
+from halfstep.cast.rules.dispatch import RuleMode, cast_tensor, mode_here, run
 from halfstep.cast.rules.handlers import target_of
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.errors import PolicyError, did_you_mean
+from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.policy.custom import CustomOperator, custom_rule, register
 from halfstep.policy.optable import RULES
 from halfstep.policy.policy import Policy
@@ -36,7 +37,6 @@ __all__ = ["operator"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BACKWARDS = ("", "low", "fp32", "keep")
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 """Device type -> torch's dispatch key of its autocast."""
@@ -136,7 +136,7 @@ def _where(target: Any, library: list[Any]) -> str:
 
 def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``func(*args, **kwargs)`` under the rule that holds for `op` here and now."""
-    found = [t for t in tensors((args, kwargs)) if t.dtype in FLOATS]
+    found = [t for t in tensors((args, kwargs)) if t.dtype in POLICY_DTYPES]
     device = next((t.device.type for t in found), None)
     if device is None or not torch.is_autocast_enabled(device):
         return func(*args, **kwargs)
@@ -154,7 +154,7 @@ def _apply(op: CustomOperator, func: Callable[..., Any], args: Any, kwargs: Any)
     def cast(tensor: Tensor) -> Tensor:
         if mode is not None:
             return cast_tensor(tensor, dtype, mode)
-        return tensor.to(dtype) if tensor.dtype in FLOATS and tensor.device.type == device else tensor
+        return tensor.to(dtype) if tensor.dtype in POLICY_DTYPES and tensor.device.type == device else tensor
 
     args, kwargs = map_tensors((args, kwargs), cast)
     return run(device, func, args, kwargs)
@@ -224,11 +224,11 @@ def _backward_regions(rule: str) -> Mapping[str, Mapping[torch.dtype, Recipe]]:
         mode = _BackwardMode((device,), recipe.mode.handlers, recipe.mode.how, recipe.mode.overrides)
         return dataclasses.replace(recipe, mode=mode)
 
-    return {device: {low: region(device, name) for name, low in LOWS.items()} for device in default_device_types()}
+    return {device: {low: region(device, DTYPE_NAMES[low]) for low in LOW_DTYPES} for device in default_device_types()}
 
 
 class _BackwardMode(RuleMode):
-    """Rules that hold wherever the mode is on: Dynamo lets no backward pass say so in the state of the thread."""
+    """Rules that hold wherever the mode is on: under Dynamo a backward pass cannot set the state of the thread."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -240,7 +240,7 @@ class _BackwardMode(RuleMode):
 def _in_backward(recipe: Recipe | None, device: str, func: Callable[..., Any], *args: Any) -> Any:
     """Call a backward function in the region of `recipe`; without one, with every rule off."""
     if recipe is None:
-        if torch.is_autocast_enabled(device):  # the backward pass runs in somebody's region
+        if torch.is_autocast_enabled(device):  # the backward pass runs in a region of the user
             return run(device, func, args, {})
         return func(*args)
     if torch.compiler.is_compiling():
@@ -257,8 +257,8 @@ def _in_backward(recipe: Recipe | None, device: str, func: Callable[..., Any], *
 def _govern(overload: Any, op: CustomOperator) -> None:
     """Register the rule of `op` as the autocast kernel of a torch.library operator, on every device type."""
     namespace, _, local = overload._schema.name.partition("::")
-    library = torch.library.Library(namespace, "FRAGMENT")  # what it registers goes with it,
-    overload._halfstep_library = library  # so it lives as long as the operator
+    library = torch.library.Library(namespace, "FRAGMENT")
+    overload._halfstep_library = library  # when a Library is freed, so is what it has registered
     qualified = f"{local}.{overload._schema.overload_name}" if overload._schema.overload_name else local
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

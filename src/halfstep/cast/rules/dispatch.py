@@ -1,44 +1,59 @@
-"""Operator -> rule -> casts -> operator: the mode that looks operators up, and the casts of their arguments.
+"""Operator -> handler -> casts -> operator: the mode that looks operators up, and the casts of their arguments.
 
-`RuleMode` is the `TorchFunctionMode` of a region. It holds a table from callable to `Handler`: `rules.py` makes it from
-a policy, `handlers.py` says what each handler does. Only operators that torch.autocast would treat differently on one
-of the devices are in it: everything else passes through to the real autocast region underneath.
+`RuleMode` is the `TorchFunctionMode` of a region. It holds a table from callable to `Handler`, which `recipe.py` makes
+from a policy and the handlers in `handlers.py`. Only operators that torch.autocast would treat differently on one of
+the devices are in it: all others pass through to the torch.autocast region underneath.
+
+Note [cached casts]: torch's own cache is keyed by the tensor alone, so it returns a stale copy after an in-place update
+and the wrong format where regions of two formats nest; and it never keeps a frozen weight, which is cast at every use.
+Here (`STATE.casts`) the key is tensor, version, address and format. The cache belongs to one thread and ends with its
+outermost region: a write through ``.data``, which is how momentum encoders are updated, leaves no trace, so no copy may
+outlive a step. A low copy that was written into is not used again.
+
+Note [cached activation]: beside the weights the one activation cast last is kept, for layers that read it one after the
+other: query, key and value, or the two halves of a gated unit. Each reader gets an autograd edge of its own, so that
+their gradients are summed in fp32, as after a cast for each. The activation itself is referenced weakly, and only an
+output of autograd is cached: user code rarely writes into its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from halfstep.cast.regions.recompute import GRADIENTS_SWITCHED, hooks_over_this, remember
+from halfstep.cast.regions.recompute import SET_GRAD_ENABLED, mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.state import STATE
-from halfstep.formats import Format
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 
 __all__ = [
-    "FLOATS",
-    "LOWS",
     "NATIVELY",
     "Handler",
     "Lowering",
     "RuleMode",
     "Target",
+    "address",
     "cast",
+    "cast_activation",
     "cast_tensor",
     "mode_here",
     "run",
     "tensors_of",
 ]
 
-FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # what rules apply to: never fp64, complex, integer
-LOWS = frozenset({torch.float16, torch.bfloat16})
-PLAIN = frozenset({Tensor, nn.Parameter})  # tensor subclasses (DTensor, functional wrappers) have their own lives
+EXACT_TYPES = frozenset({Tensor, nn.Parameter})
+"""The types whose low copies are cached; other subclasses (DTensor, functional wrappers) have data of their own."""
+
+ACTIVATION = "activation"
+"""The key of the activation cast last in `STATE.casts`; the keys of weights are tuples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,55 +78,12 @@ Target = Callable[[str, list[Tensor]], "torch.dtype | None"]
 Handler = Callable[["RuleMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-def tensors_of(values: Iterable[Any], devices: frozenset[str]) -> list[Tensor]:
-    """Return the eligible tensors among `values` and in lists and tuples among them, in order."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype in FLOATS and value.device.type in devices:
-                found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_of(value, devices)
-    return found
-
-
-def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
-    """Return `tensor` in `dtype` if it is eligible; weights from the caches."""
-    if tensor.dtype is dtype or tensor.dtype not in FLOATS or tensor.device.type not in mode.devices:
-        return tensor
-    if dtype not in LOWS or torch.compiler.is_compiling() or type(tensor) not in PLAIN or peek_interpreter_stack():
-        return tensor.to(dtype)  # what is made inside a torch.func transform must not be found outside it
-    if not torch.is_autocast_cache_enabled():
-        return tensor.to(dtype)
-    if tensor.is_leaf:
-        if tensor.requires_grad or isinstance(tensor, nn.Parameter):
-            copies = STATE.copies
-            if copies is not None and copies.dtype is dtype and (low := copies.of(tensor)) is not None:
-                return low
-            return STATE.casts.cast(tensor, dtype)
-    elif isinstance(tensor._base, nn.Parameter):
-        return STATE.casts.cast_view(tensor, tensor._base, dtype)
-    return STATE.casts.cast_latest(tensor, dtype)
-
-
-def cast(value: Any, dtype: torch.dtype, mode: RuleMode) -> Any:
-    """Cast every eligible tensor in `value` (a tensor, list, tuple or anything else) to `dtype`."""
-    if isinstance(value, Tensor):
-        return cast_tensor(value, dtype, mode)
-    if isinstance(value, (list, tuple)):
-        items = [cast(v, dtype, mode) for v in value]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    return value
-
-
 class RuleMode(TorchFunctionMode):
     """Applies a table of handlers to the operators called in one region, as long as that region is the innermost.
 
     Attributes:
         devices: device types of the region.
-        handlers: callable -> handler, as `handlers` makes them; with them what checkpoints are recognised by.
+        handlers: callable -> handler, and the call by which a checkpoint with re-entry is recognised.
         how: how low operators are carried out.
         overrides: rules for custom operators.
     """
@@ -125,7 +97,7 @@ class RuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
-        self.handlers = {GRADIENTS_SWITCHED: _as_called, **handlers}
+        self.handlers = {SET_GRAD_ENABLED: _as_called, **handlers}
         self.how = how
         self.overrides = overrides
 
@@ -135,16 +107,16 @@ class RuleMode(TorchFunctionMode):
         handler = self.handlers.get(func)
         if handler is None:  # most calls: keep this path short
             return func(*args, **kwargs) if kwargs else func(*args)
-        if not is_dynamo_compiling() and (hooks_over_this(True) is not None or func is GRADIENTS_SWITCHED):
-            remember(func)
+        if not is_dynamo_compiling() and (saved_tensor_hooks(True) is not None or func is SET_GRAD_ENABLED):
+            mark_checkpoints(func)
         if STATE.mode is not self:
-            if _elsewhere():
+            if _in_engine_thread():
                 return _uncached(handler, self, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs or {})
 
     def active(self, tensors: list[Tensor]) -> str | None:
-        """Return the device type whose region decides for `tensors`, or None where autocast is off or none counts."""
+        """Return the device type whose region decides for `tensors`; None: autocast is off, or there are no tensors."""
         for tensor in tensors:
             device = tensor.device.type
             return device if torch.is_autocast_enabled(device) else None
@@ -155,15 +127,15 @@ def _as_called(mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any)
     return func(*args, **kwargs)
 
 
-def _elsewhere() -> bool:
-    """Return whether this is a backward pass in a thread of the engine, where modes are and regions are not."""
+def _in_engine_thread() -> bool:
+    """Return whether this is a backward pass in a thread of the engine, which has torch's modes but no open region."""
     if STATE.mode is not None or STATE.frames or torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
 
 
 def _uncached(handler: Handler, mode: RuleMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a handler in a thread where no end of a region would ever let go of low copies."""
+    """Call a handler in a thread in which no region ends, so that cached copies would never be freed."""
     enabled = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
@@ -174,9 +146,9 @@ def _uncached(handler: Handler, mode: RuleMode, func: Callable[..., Any], args: 
 
 def mode_here() -> RuleMode | None:
     """Return the mode of the innermost region, or of the one whose operators a backward pass computes again."""
-    if not _elsewhere():
-        if not is_dynamo_compiling() and hooks_over_this(True) is not None:
-            remember()
+    if not _in_engine_thread():
+        if not is_dynamo_compiling() and saved_tensor_hooks(True) is not None:
+            mark_checkpoints()
         return STATE.mode
     stack = torch.overrides._get_current_function_mode_stack()
     return next((mode for mode in reversed(stack) if isinstance(mode, RuleMode)), None)
@@ -191,4 +163,122 @@ def run(device: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         torch.set_autocast_enabled(device, False)
         return func(*args, **kwargs)
     finally:
-        torch.set_autocast_enabled(device, True)  # should Ctrl-C come before it, the end of the region puts it right
+        torch.set_autocast_enabled(device, True)  # should Ctrl-C come before it, the end of the region restores it
+
+
+# ------------------------------------------------------------------ casts of arguments
+
+
+def tensors_of(values: Iterable[Any], devices: frozenset[str]) -> list[Tensor]:
+    """Return the eligible tensors among `values` and in lists and tuples among them, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype in POLICY_DTYPES and value.device.type in devices:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value, devices)
+    return found
+
+
+def cast(value: Any, dtype: torch.dtype, mode: RuleMode) -> Any:
+    """Cast every eligible tensor in `value` (a tensor, list, tuple or anything else) to `dtype`."""
+    if isinstance(value, Tensor):
+        return cast_tensor(value, dtype, mode)
+    if isinstance(value, (list, tuple)):
+        items = [cast(v, dtype, mode) for v in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    return value
+
+
+def cast_tensor(tensor: Tensor, dtype: torch.dtype, mode: RuleMode) -> Tensor:
+    """Return `tensor` in `dtype` if it is eligible; weights from the training step's copies or from the cache."""
+    if tensor.dtype is dtype or tensor.dtype not in POLICY_DTYPES or tensor.device.type not in mode.devices:
+        return tensor
+    if dtype not in LOW_DTYPES or torch.compiler.is_compiling():
+        return tensor.to(dtype)
+    if type(tensor) not in EXACT_TYPES or peek_interpreter_stack():
+        return tensor.to(dtype)  # what is made inside a torch.func transform must not be found outside it
+    if not torch.is_autocast_cache_enabled():
+        return tensor.to(dtype)
+    if tensor.is_leaf:
+        if tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            copies = STATE.copies
+            if copies is not None and copies.dtype is dtype and (low := copies.of(tensor)) is not None:
+                return low
+            return _cast_weight(tensor, tensor, dtype)
+    elif isinstance(tensor._base, nn.Parameter):
+        return _cast_weight(tensor, tensor._base, dtype)
+    return cast_activation(tensor, dtype)
+
+
+def address(tensor: Tensor) -> int:
+    """Return where the values of `tensor` are; 0 for a fake one, which has none."""
+    return 0 if is_fake(tensor) else tensor.data_ptr()
+
+
+def _witness(source: Tensor, low: Tensor) -> Hashable:
+    """Return what changes when `source` gets another value, or its copy is written into."""
+    return source._version, address(source), -1 if low.is_inference() else low._version
+
+
+def _cast_weight(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `value`, a weight or a view of one, in `dtype`, from the cache if this very value was cast before.
+
+    The cast is recorded by autograd even under `torch.no_grad`, so that a later use with gradients finds its edge.
+    Casts made in inference mode serve inference mode only. See note [cached casts].
+    """
+    inference = torch.is_inference_mode_enabled()
+    if inference and weight.is_inference():  # it has no version that would show a change
+        return value.to(dtype)
+    key: Hashable = (id(weight), dtype, inference)
+    if value is not weight:
+        key = (key, value.storage_offset(), value.shape, value.stride(), value.requires_grad)
+    casts = STATE.casts
+    known = casts.get(key)
+    if known is not None and known[0] is weight and known[1] == _witness(weight, known[2]):
+        return known[2]  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        low = value.to(dtype)
+    else:
+        with torch.enable_grad():
+            low = value.to(dtype)
+    casts[key] = (weight, _witness(weight, low), low)
+    return low
+
+
+def cast_activation(activation: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `activation` in `dtype`, from the cache if it was the activation cast last; note [cached activation]."""
+    if activation.grad_fn is None:
+        return activation.to(dtype)
+    casts, recording = STATE.casts, torch.is_grad_enabled()
+    known = casts.get(ACTIVATION)
+    if known is not None and known[0]() is activation and known[3].dtype is dtype and known[2] is recording:
+        if known[1] == _witness(activation, known[3]):
+            if not recording:
+                return known[3]  # type: ignore[no-any-return]
+            again: Tensor = _Reader.apply(activation, known[3].detach())  # type: ignore[no-untyped-call]
+            return again
+
+    def forget(reference: weakref.ref[Tensor]) -> None:
+        if casts.get(ACTIVATION, (None,))[0] is reference:
+            del casts[ACTIVATION]
+
+    low = activation.to(dtype)
+    casts[ACTIVATION] = (weakref.ref(activation, forget), _witness(activation, low), recording, low)
+    return low
+
+
+class _Reader(torch.autograd.Function):
+    """One more edge from a low copy to the activation it was cast from."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, low: Tensor) -> Tensor:
+        ctx.dtype = activation.dtype
+        return low.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None

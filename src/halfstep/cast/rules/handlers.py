@@ -1,4 +1,8 @@
-"""Handlers: what a rule does with one operator."""
+"""Handlers: what a rule does with one operator.
+
+A handler takes the mode, the operator and its arguments, casts what the rule casts, and calls the operator with
+autocast off. `of_...` make handlers, which `recipe` puts into the table of a region.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
-from halfstep.cast.arithmetic.simulate import simulated
+from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
+from halfstep.cast.arithmetic.simulate import rounded_to, simulated
 from halfstep.cast.losses.cross_entropy import cross_entropy
-from halfstep.cast.rules.dispatch import LOWS, Handler, Lowering, RuleMode, Target, cast, run, tensors_of
+from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
+from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, Target, cast, run, tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
-from halfstep.formats import Format
+from halfstep.formats import LOW_DTYPES, Format
+from halfstep.policy.operators import LINEAR_LOSS
 
 __all__ = [
     "INPUT",
     "IN_PLACE",
-    "data_asked",
+    "data_read",
     "into_destination",
     "of_composite",
+    "of_linear_loss",
+    "of_norm",
     "of_rule",
     "of_statistics",
     "target_of",
@@ -30,13 +39,13 @@ __all__ = [
 
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
 MANY_LOGITS = 1 << 20  # where a Function of our own begins to be faster on a CPU; below it some MiB are at stake
-STATEFUL = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
+WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
 
 
 def _handler(target: Target, *, gathers: bool = False) -> Handler:
-    """Make the handler of a rule from the function that says which format its tensors take (None: as they are)."""
+    """Make the handler of a rule from the function that returns the format of its tensors (None: as they are)."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of(args, mode.devices) + (tensors_of(kwargs.values(), mode.devices) if kwargs else [])
@@ -75,19 +84,19 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
 def _stateful(target: Target, form: Format | None) -> Handler:
     """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
 
-    Kernels take a low input with fp32 statistics and compute in fp32, but want weight and bias in the statistics'
+    Kernels take a low input with fp32 statistics and compute in fp32, but need weight and bias in the statistics'
     format. `form` is a simulated low format.
     """
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = STATEFUL_F if getattr(func, "__module__", "") == F.__name__ else STATEFUL_TORCH
+        names = STATEFUL_IN_F if getattr(func, "__module__", "") == F.__name__ else STATEFUL
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = tensors_of((values.get("input"),), mode.devices)
         device = mode.active(tensors)
         if device is None:
             return func(*args, **kwargs)
         if form is not None:
-            func, input = simulated(func, form, inputs=False), simulated(_same, form, inputs=False)(tensors[0])
+            func, input = simulated(func, form, inputs=False), rounded_to(form, tensors[0])
         else:
             input = cast(tensors[0], target(device, tensors) or tensors[0].dtype, mode)
         statistics = values.get("running_mean")
@@ -102,19 +111,8 @@ def _stateful(target: Target, form: Format | None) -> Handler:
 
 
 def of_statistics() -> Handler:
-    """Return the handler of a norm without a rule under low parameters: its weights meet its fp32 statistics."""
+    """Return the handler of a norm without a rule whose parameters are low: they are cast to its statistics' format."""
     return _stateful(_as_it_is, None)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-STATEFUL_F = ("input", "running_mean", "running_var", "weight", "bias")
-"""First arguments of F.batch_norm and F.instance_norm."""
-
-STATEFUL_TORCH = ("input", "weight", "bias", "running_mean", "running_var")
-"""First arguments of torch.batch_norm and torch.instance_norm."""
 
 
 def _to_low(device: str, tensors: list[Tensor]) -> torch.dtype | None:
@@ -152,7 +150,7 @@ def _as_it_is(device: str, tensors: list[Tensor]) -> torch.dtype | None:
 
 def _banned(name: str) -> Target:
     def target(device: str, tensors: list[Tensor]) -> torch.dtype | None:
-        low = [t.dtype for t in tensors if t.dtype in LOWS]
+        low = [t.dtype for t in tensors if t.dtype in LOW_DTYPES]
         if low:
             raise BannedOperatorError(
                 f"{name} was called with {str(low[0]).removeprefix('torch.')} tensors and this policy bans that; "
@@ -172,7 +170,7 @@ def _low_cross_entropy(otherwise: Handler) -> Handler:
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         logits = args[0] if args else kwargs.get("input")
-        if not isinstance(logits, Tensor) or logits.dtype not in LOWS or logits.numel() < MANY_LOGITS:
+        if not isinstance(logits, Tensor) or logits.dtype not in LOW_DTYPES or logits.numel() < MANY_LOGITS:
             return otherwise(mode, func, args, kwargs)
         device = mode.active(tensors_of((logits,), mode.devices))
         if device is None:
@@ -188,7 +186,7 @@ def _untouched(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], 
 
 def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[str]) -> Handler:
     """Make the handler of a low operator whose format the devices `emulating` have no units for."""
-    strict = name in EMULATED  # what torch runs itself on widened tensors says itself what it cannot mix
+    strict = name in EMULATED  # the others call torch's operator, which raises its own dtype error
     masked = name == "scaled_dot_product_attention"  # its fourth argument may be boolean
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,13 +195,13 @@ def _emulated(name: str, emulation: Callable[..., Tensor], emulating: frozenset[
         if device not in emulating or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
-        if dtype is not torch.float16:  # somebody's inner region asks for a format the device has
+        if dtype is not torch.float16:  # a region of torch.autocast inside, in a format that the device has units for
             return func(*args, **kwargs)
         args = tuple([cast(a, dtype, mode) for a in args])
         kwargs = {k: cast(v, dtype, mode) for k, v in kwargs.items()}
         operands = [*(args[:3] if masked else args), *(v for k, v in kwargs.items() if k != "attn_mask")]
         if strict and _formats(operands) != {torch.float16}:
-            return run(device, func, args, kwargs)  # what no rule casts, torch refuses to mix, and says so
+            return run(device, func, args, kwargs)  # torch raises its own dtype error here
         return run(device, emulation, args, kwargs)
 
     return handle
@@ -232,14 +230,63 @@ def _simulated(form: Format, *, gathers: bool) -> Handler:
     return handle
 
 
-def of_composite(twin: Callable[..., Any]) -> Handler:
-    """Return the handler that runs a composite from its twin, so that its parts get their rules; note [composites]."""
+def of_composite(copy: Callable[..., Any]) -> Handler:
+    """Return the handler that runs a composite from its unreported copy; note [composites] in `recipe`."""
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mode:
-            return twin(*args, **kwargs)
+            return copy(*args, **kwargs)
 
     return handle
+
+
+def of_norm(handler: Handler | None, func: Callable[..., Any]) -> Handler:
+    """Return the handler of `func`, one of `norms.NORMS`, that does what `handler` does, if any, in fp32 inside."""
+    wide = wide_statistics(func)
+
+    def handle(mode: RuleMode, called: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return wide(*args, **kwargs) if handler is None else handler(mode, wide, args, kwargs)
+
+    return handle
+
+
+def of_linear_loss(rule: str, how: Lowering, *, fused: bool) -> Handler:
+    """Return the handler of linear_cross_entropy, torch's or ours: `rule` is for the product, the loss is fp32.
+
+    Not `fused`: its parts, linear and cross_entropy, are operators of their own, each under its rule.
+    """
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        input, weight, target, bias, settings = _linear_loss(*args, **kwargs)
+        tensors = tensors_of((input, weight, bias), mode.devices)
+        device = mode.active(tensors)
+        if device is None:
+            return func(*args, **kwargs)
+        if not fused:
+            with mode:
+                return loss_in_parts(input, weight, bias, target, settings)
+        dtype = target_of(rule, LINEAR_LOSS, device, tensors)
+        if dtype is not None:
+            input, weight, bias = (cast(t, dtype, mode) for t in (input, weight, bias))
+        emulating = rule == "low" and device in how.emulating and dtype is torch.float16
+        return run(device, fused_loss, (input, weight, bias, target, settings), {"emulating": emulating})
+
+    return handle
+
+
+def _linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    options: Any = None,
+    chunk: int | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Settings]:
+    """Read the arguments of linear_cross_entropy: ours has `chunk`, torch's `options`, whose rows a chunk are taken."""
+    rows = chunk if options is None else options.batch_chunk_size
+    return input, linear_weight, target, linear_bias, Settings(chunk=rows, **settings)
 
 
 def into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,8 +301,8 @@ def into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, 
     return run(device, func, args, {k: cast(v, dtype, mode) for k, v in kwargs.items()})
 
 
-def data_asked(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``tensor.data`` and tell the step's low copies, since a write through it leaves no trace."""
+def data_read(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return ``tensor.data``, and mark the step's low copy as stale, since a write through it leaves no trace."""
     if STATE.copies is not None:
         STATE.copies.touched(args[0])
     return func(*args, **kwargs)
@@ -275,7 +322,7 @@ def target_of(rule: str, name: str, device: str, tensors: list[Tensor]) -> torch
 
 def of_rule(name: str, rule: str, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:
     """Return the handler of the operator `name`, called as `func`, under `rule`; `native`: torch.autocast does it."""
-    if name in STATEFUL and rule in _TARGETS:
+    if name in WITH_STATISTICS and rule in _TARGETS:
         return _stateful(_TARGETS[rule], how.simulated if rule == "low" else None)
     if rule == "low":
         if how.simulated is not None:

@@ -1,41 +1,60 @@
-"""Recipes: a policy compiled for the devices a region enters.
+"""Recipes: a policy compiled for the devices that a region enters.
 
 A region is a real torch.autocast region, so third-party code, custom_fwd and checkpointing see the state they expect,
 and, only where the policy differs from torch's own lists, a `RuleMode` on top. `opening` opens and closes it; code that
-torch.compile traces enters it here, in words that Dynamo knows.
+torch.compile traces enters it here, by operations that Dynamo can trace.
+
+Note [composites]: a mode is off inside its own handler, so a Python function of torch.nn.functional that torch reports
+to modes as one operator (multi_head_attention_forward, normalize, gumbel_softmax, ...) hides the operators it calls. If
+it has no rule of its own but calls operators that have one, it is run from a copy of itself that does not report to
+modes, with the mode on again, so that its parts get their rules.
+
+Note [unruled layers]: a function mode costs about 1 us for each operator and attribute it lets through, and 5 us for a
+function of torch.nn.functional. A layer of torch.nn whose forward calls nothing that the mode has a handler for runs
+with the mode off. What it calls is read from its code and from that of the functions and methods it calls.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
-from halfstep.cast.rules.dispatch import Lowering, RuleMode
-from halfstep.cast.rules.table import compile_rules, emulates
+from halfstep.cast.arithmetic.emulate import EMULATED, RECURRENT, WIDENED
+from halfstep.cast.arithmetic.norms import NORMS
+from halfstep.cast.losses.linear_loss import linear_cross_entropy
+from halfstep.cast.rules.dispatch import NATIVELY, Handler, Lowering, RuleMode
+from halfstep.cast.rules.handlers import (
+    IN_PLACE,
+    INPUT,
+    data_read,
+    into_destination,
+    of_composite,
+    of_linear_loss,
+    of_norm,
+    of_rule,
+    of_statistics,
+)
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
-from halfstep.formats import Format, format_of
+from halfstep.formats import DTYPES, Format, format_of
 from halfstep.policy.custom import overrides
+from halfstep.policy.operators import LINEAR_LOSS, callables, name_of
+from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import require_engine, resolve_dtype
+from halfstep.policy.resolve import Decision, operator_rules, require_engine, resolve_dtype
 from halfstep.policy.units import units
 
-__all__ = [
-    "DTYPES",
-    "Recipe",
-    "call_traced",
-    "recipe_for",
-    "run_eagerly",
-]
-
-LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES = {**LOWS, "fp32": torch.float32}
+__all__ = ["Recipe", "call_traced", "compile_rules", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,12 +100,13 @@ def recipe_for(
     for device in device_types:
         name, note = resolve_dtype(policy, device)
         on = enabled and name != "fp32"
+        dtype = DTYPES.get(name, torch.float32)  # fp32 carries the values of a simulated format
         if name not in DTYPES:
             simulated = format_of(name)
         if enabled and device == device_types[0] and _lacks_units(policy, device, name):
             warnings.warn(f"policy {policy.name!r} on {device}: {note}", stacklevel=5)
         # torch.autocast sets the format it was given, also where it is off; without a low one that state stays
-        devices.append((device, DTYPES.get(name, torch.float32) if on else LOWS.get(name), on))
+        devices.append((device, dtype if on or dtype is not torch.float32 else None, on))
         if on:
             lowered.append(device)
             if emulates(policy.emulate, device, name):
@@ -99,7 +119,7 @@ def recipe_for(
 
 
 def _lacks_units(policy: Policy, device: str, name: str) -> bool:
-    """Return whether `device` runs `policy` another way, or slower, than its user may expect."""
+    """Return whether `device` runs `policy` in another format, or slower, than its user may expect."""
     there = units(device)
     if name == "fp16":
         return not there.fp16 and policy.emulate == "never"
@@ -107,7 +127,7 @@ def _lacks_units(policy: Policy, device: str, name: str) -> bool:
 
 
 def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` in the region of `recipe` in the words `torch.compile` traces: torch.autocast objects in `with`.
+    """Call `func` in the region of `recipe` by what `torch.compile` can trace: torch.autocast objects in `with`.
 
     Raises:
         RegionError: the policy simulates a format.
@@ -145,3 +165,200 @@ def run_eagerly(function: Callable[..., Any], *, below: bool = True) -> None:
     action = eval_frame._FrameAction
     skip = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+# ------------------------------------------------------------------ the table callable -> handler
+
+
+def _torch_rule(name: str, device: str) -> str | None:
+    row = table("torch", device).get(name)
+    return None if row is None else row.rule
+
+
+def _native(name: str, rule: str, devices: tuple[str, ...]) -> bool:
+    """Return whether torch.autocast does the same with this operator on every one of `devices`."""
+    return rule in {"low", "fp32"} and all(_torch_rule(name, device) == rule for device in devices)
+
+
+def compile_rules(
+    policy: Policy, devices: tuple[str, ...], how: Lowering = NATIVELY
+) -> Mapping[Callable[..., Any], Handler]:
+    """Compile `policy` for `devices` into the table callable -> handler.
+
+    Args:
+        policy: what is wanted.
+        devices: device types of the region, e.g. ("cuda", "cpu"); a rule is handled if torch differs on any of them.
+        how: how low operators are carried out.
+
+    Returns:
+        The handlers of all operators that torch.autocast alone would treat differently; empty if there are none.
+    """
+    decisions: dict[str, Decision] = {}
+    for device in reversed(devices):
+        decisions.update(operator_rules(policy, device))
+    rules: dict[str, str] = {}
+    for name, decision in decisions.items():
+        if decision.rule == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
+            rules[name] = "low"
+        elif policy.table == "torch" and decision.origin == "table":
+            continue  # the real autocast region underneath is the table
+        elif not _native(name, decision.rule, devices) or (name == "cross_entropy" and decision.rule == "fp32"):
+            rules[name] = decision.rule
+    if policy.table != "torch":
+        listed = {name for device in devices for name in table("torch", device)}
+        rules.update(dict.fromkeys(listed - decisions.keys(), INPUT))
+    if how.emulating and policy.table == "torch":
+        # torch lowers them on CUDA; on the CPU their insides would run in fp16 kernels that are slow or do not exist
+        rules.update(dict.fromkeys(RECURRENT - decisions.keys(), "low"))
+    compiled: dict[Callable[..., Any], Handler] = {}
+    if rules:
+        spellings = (getattr(space, name, None) for name in ("__setitem__", *IN_PLACE) for space in (Tensor, torch))
+        compiled.update({spelled: into_destination for spelled in spellings if spelled is not None})
+    product = rules.pop(LINEAR_LOSS, rules.get("linear"))
+    if product is not None:
+        loss = decisions.get("cross_entropy")
+        wide = loss is not None and loss.rule == "fp32" and how.simulated is None
+        spelled = (linear_cross_entropy, *callables(LINEAR_LOSS))
+        compiled.update(dict.fromkeys(spelled, of_linear_loss(product, how, fused=wide)))
+    for name, rule in rules.items():
+        for func in callables(name):
+            compiled[func] = of_rule(name, rule, func, how, native=_native(name, rule, devices))
+    if policy.params == "low":
+        for func in (F.batch_norm, F.instance_norm):
+            compiled.setdefault(func, of_statistics())
+    if "cpu" in how.emulating or ("cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never"):
+        compiled.update({func: of_norm(compiled.get(func), func) for func in NORMS})
+    for composite in composites(frozenset(rules)):
+        if composite not in compiled and name_of(composite) not in decisions:
+            compiled[composite] = of_composite(unreported(composite))
+    if compiled:
+        compiled[Tensor.data.__get__] = data_read  # type: ignore[attr-defined]  # a descriptor of C
+    if "cross_entropy" not in decisions and rules.keys() & {"log_softmax", "nll_loss"}:
+        compiled[F.cross_entropy] = of_composite(cross_entropy_in_parts)
+    return compiled
+
+
+def emulates(emulate: str, device: str, dtype: str) -> bool:
+    """Return whether `device` runs operators low in `dtype` emulated, for a policy's field `emulate`."""
+    if dtype != "fp16" or emulate == "never":
+        return False
+    return emulate == "always" or not units(device).fp16
+
+
+# ------------------------------------------------------------------ note [composites]
+
+
+@functools.cache
+def _calls(func: types.FunctionType) -> frozenset[str]:
+    """Names that a function of torch.nn.functional calls, through helpers of the same module that do not report."""
+    names, todo, seen = set[str](), [func], set[types.FunctionType]()
+    while todo:
+        current = todo.pop()
+        seen.add(current)
+        for name in current.__code__.co_names:
+            names.add(name)
+            helper = current.__globals__.get(name)
+            if isinstance(helper, types.FunctionType) and helper not in seen and name.startswith("_"):
+                todo.append(helper)
+    return frozenset(names)
+
+
+def composites(ruled: frozenset[str]) -> list[types.FunctionType]:
+    """Return the Python functions of torch.nn.functional that report to modes and call a ruled operator."""
+    found = []
+    for name, func in vars(F).items():
+        if not isinstance(func, types.FunctionType) or "handle_torch_function" not in func.__code__.co_names:
+            continue
+        if any(called != name and (_name_of_called(called) in ruled) for called in _calls(func)):
+            found.append(func)
+    return found
+
+
+def _name_of_called(name: str) -> str | None:
+    """Return the operator that a bare name inside torch.nn.functional refers to, or None."""
+    for space in (F, torch, Tensor):
+        func = getattr(space, name, None)
+        if callable(func):
+            try:
+                return name_of(func)
+            except TypeError:  # unhashable
+                return None
+    return None
+
+
+@functools.cache
+def unreported(func: types.FunctionType) -> types.FunctionType:
+    """Return a copy of `func` that does not report itself to torch-function modes; what it calls still does."""
+    names = [n for n in func.__globals__ if n.startswith("has_torch_function")]
+    quiet = {**func.__globals__, **dict.fromkeys(names, lambda *tensors: False)}
+    copy = types.FunctionType(func.__code__, quiet, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def cross_entropy_in_parts(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """F.cross_entropy from log_softmax and nll_loss, for policies with rules for these and none for the whole."""
+    if size_average is not None or reduce is not None or label_smoothing or target.is_floating_point():
+        return unreported(F.cross_entropy)(  # type: ignore[no-any-return]
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    log_probabilities = F.log_softmax(input, 1 if input.dim() > 1 else 0)
+    return F.nll_loss(log_probabilities, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+# ------------------------------------------------------------------ note [unruled layers]
+
+LAYERS = frozenset(
+    getattr(nn, name)
+    for name in """AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d
+    AdaptiveMaxPool3d AvgPool1d AvgPool2d AvgPool3d BatchNorm1d BatchNorm2d BatchNorm3d CELU Conv1d Conv2d Conv3d
+    ConvTranspose1d ConvTranspose2d ConvTranspose3d Dropout Dropout1d Dropout2d Dropout3d ELU Flatten GELU GroupNorm
+    Hardsigmoid Hardswish Hardtanh Identity LayerNorm LeakyReLU Linear LogSigmoid LogSoftmax MaxPool1d MaxPool2d
+    MaxPool3d Mish PReLU RMSNorm ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh Unflatten""".split()
+)
+"""Classes whose forward, and what it calls, does arithmetic on tensors by name only: no ``+`` hides in them."""
+
+SPACES = (F, torch, Tensor, torch._C._nn)
+
+
+def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Callable[..., Any], Any]) -> bool:
+    """Return whether the forward of `module`, a layer of torch.nn of class `original`, calls nothing in `handlers`."""
+    if original not in LAYERS or module._modules:  # children, parametrizations too, have rules of their own
+        return False
+    names = _names(original)  # type: ignore[arg-type]  # classes hash
+    if isinstance(module, _ConvNd) and module.padding_mode == "zeros":
+        names -= {"pad"}  # what the other modes call
+    return not any(getattr(space, name) in handlers for name in names for space in SPACES if hasattr(space, name))
+
+
+@functools.cache
+def _names(kind: type[nn.Module]) -> frozenset[str]:
+    """Return every name that the forward of `kind` uses, and those of the functions and methods it calls."""
+    names, seen, todo = set[str](), set[types.FunctionType](), list[Any]([kind.forward])
+    while todo:
+        function = todo.pop()
+        if isinstance(function, types.FunctionType) and function not in seen:
+            seen.add(function)
+            if function.__module__ == "torch.overrides":  # how functions test for a mode
+                continue
+            names.update((function.__name__, *function.__code__.co_names))
+            todo += _called(function, kind)
+    return frozenset(names)
+
+
+def _called(function: types.FunctionType, kind: type[nn.Module]) -> Iterator[Any]:
+    for name in function.__code__.co_names:
+        yield function.__globals__.get(name)
+        yield getattr(kind, name, None)
+        yield getattr(F, name, None)
+    for cell in function.__closure__ or ():  # pooling chooses between two functions it holds
+        yield cell.cell_contents

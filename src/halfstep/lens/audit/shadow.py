@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.arithmetic.functions import plain
-from halfstep.cast.copies.cache import WeightCasts
+from halfstep.cast.arithmetic.functions import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
 from halfstep.lens.audit.masks import Hidden
@@ -226,7 +225,7 @@ def _unseen_by_checkpointing() -> AbstractContextManager[Any]:
 @contextmanager
 def _own_casts() -> Iterator[None]:
     """Leave the low copies alone that the audited run shares between its operators."""
-    shared, STATE.casts = STATE.casts, WeightCasts()
+    shared, STATE.casts = STATE.casts, {}
     try:
         yield
     finally:
@@ -244,5 +243,5 @@ def _without_rules(devices: tuple[str, ...]) -> Iterator[None]:
         with torch._C.DisableTorchFunction():
             yield
         return
-    with plain(devices[0]), _without_rules(devices[1:]):
+    with rules_off(devices[0]), _without_rules(devices[1:]):
         yield

@@ -21,7 +21,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from halfstep.cast.rules.composites import unreported
+from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.sites import line_of, user_frame
 from halfstep.policy.operators import known, name_of

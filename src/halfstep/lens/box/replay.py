@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.cast.rules.composites import unreported
+from halfstep.cast.rules.recipe import unreported
 from halfstep.errors import StepError
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.generators import generators, held_generators

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.cast.regions.recompute import recomputing
+from halfstep.cast.regions.stack import recomputing
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.events import Verdict

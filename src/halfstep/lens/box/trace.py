@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.cast.rules.composites import unreported
+from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.box.origins import Call, Origins, Ran
 from halfstep.lens.sites import (

@@ -9,13 +9,23 @@ Note [edges]: a copy is what ``parameter.to(dtype)`` returned once, with its aut
 under no_grad keeps that edge, and counts its version up, so a graph of before the update raises torch's usual error.
 Within a window a changed parameter gets a new copy instead: the graphs of what was computed before stay right.
 
-Note [data]: a write through ``.data`` leaves no trace. The mode of a region sees who asks for it (`touched`). Where the
-policy needs no mode, each copy is filled at its first use in the window instead of at its beginning, so that a write in
-forward, before the weight is used, is seen too. What nobody sees is a write between two micro-batches of one window.
+Note [data]: a write through ``.data`` leaves no trace. The mode of a region handles the read of the attribute
+(`touched`). Where the policy needs no mode, each copy is filled at its first use in the window instead of at its
+beginning, so that a write in forward, before the weight is used, is seen too. A write between two micro-batches of one
+window is missed.
 
 Note [sums]: the gradient of a low copy is low, and torch casts it into new memory before it adds it to the parameter's.
-The edge of a large copy adds it itself, in one pass, if there is a gradient to add to, nobody's hook wants to see it,
-and it is the step's own backward pass: a nested one (torch.autograd.grad in somebody's Function) wants it handed over.
+The edge of a large copy adds it itself, in one pass, if there is a gradient to add to, it has no hook, and it is the
+step's own backward pass: a nested one (torch.autograd.grad in a user's Function) must return it.
+
+Note [kept weights]: torch.autocast casts the weights of linear layers and convolutions below Python, from a cache that
+ends with the region and is keyed by the tensor alone. A bound layer whose forward is torch's own passes the copies of
+its training step (`low_forward`); the operator is the same, and so are its bits. Anything unusual is cast by torch: a
+weight that is frozen, parametrised, swapped by functional_call or a tensor subclass, a nested region. Where a rule
+concerns the operator its handler finds the copies.
+
+Note [shared activations]: torch.autocast casts an fp32 activation once for each layer that reads it, and each keeps its
+own low copy for the backward pass. A large one is cast once for layers that read it one after the other, and kept once.
 """
 
 from __future__ import annotations
@@ -25,24 +35,29 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
 from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
+from torch.nn import functional as F
 
-from halfstep.cast.copies.cache import address
+from halfstep.cast.rules.dispatch import address, cast_activation
+from halfstep.cast.state import STATE
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.accumulate import add_low_
 
 if TYPE_CHECKING:
     from halfstep.cast.rules.recipe import Recipe
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "low_forward"]
 
+Forward = Callable[..., Any]
 
 SMALL, SMALL_IN_WINDOWS = 1 << 18, 1 << 13
 """Elements below which a CPU casts a weight anew, into memory that is still mapped, as fast as a copy is kept: filled
 once for each use, and filled once for several micro-batches."""
 
-MANY = 1 << 16  # elements of a gradient from which an edge made in Python pays
+MANY = 1 << 16  # elements of a gradient, or of an activation, from which an edge made in Python pays
+ACTIVATIONS = frozenset({Tensor, FakeTensor})  # exact types: other subclasses may have data of their own
 
 
 class _Copy:
@@ -53,7 +68,7 @@ class _Copy:
         memory: the same memory without an edge, to be written into.
         version: the parameter's version when it was filled.
         address: where the parameter's values were then.
-        used: whether anybody asked for it in this window.
+        used: whether it was used in this window.
     """
 
     __slots__ = ("address", "low", "memory", "parameter", "used", "version")
@@ -68,7 +83,7 @@ class _Copy:
         self.version, self.address = self.parameter._version, address(self.parameter)
 
     def fits(self) -> bool:
-        """Return whether the buffer can take the parameter's values, and gradients find their way."""
+        """Return whether the buffer can take the parameter's values, and gradients reach the parameter."""
         parameter, low = self.parameter, self.low
         return (
             parameter.requires_grad
@@ -77,11 +92,6 @@ class _Copy:
             and parameter.device == low.device
             and parameter.stride() == low.stride()
         )
-
-
-def _plain(parameter: nn.Parameter, device: str) -> bool:
-    """Return whether `parameter` is on `device` and no tensor subclass but torch's own fake ones."""
-    return (type(parameter) is nn.Parameter or is_fake(parameter)) and parameter.device.type == device
 
 
 class Copies:
@@ -100,7 +110,7 @@ class Copies:
         recipe: as above.
         device: the device type of the parameters that get copies.
         dtype: the low format.
-        at_once: whether all copies are filled when a window begins, or each when it is asked for; note [data].
+        at_once: whether all copies are filled when a window begins, or each at its first use; note [data].
         layers: ids of the modules that own such a parameter named weight.
         sums: whether gradients are summed over micro-batches; note [sums].
         task: the backward pass in which edges add them; -1: none.
@@ -131,7 +141,11 @@ class Copies:
         self.recipe, self.device, self.dtype, self.at_once = recipe, device, dtype, recipe.mode is not None
         self._members: dict[int, nn.Parameter] = {}
         if on and dtype is not torch.float32:
-            self._members = {id(p): p for p in parameters if _plain(p, device) and p.numel() >= least}
+            self._members = {
+                id(p): p
+                for p in parameters
+                if (type(p) is nn.Parameter or is_fake(p)) and p.device.type == device and p.numel() >= least
+            }
         self._address = address if any(map(is_fake, self._members.values())) else Tensor.data_ptr
         self._copies: dict[int, _Copy] = {}
         self.layers = {id(m) for m in model.modules() if id(m._parameters.get("weight")) in self._members}
@@ -186,7 +200,7 @@ class Copies:
         return copy.low
 
     def touched(self, tensor: Tensor) -> None:
-        """Take note that somebody has asked for `tensor`'s ``.data`` and may write through it."""
+        """Expect a write through the ``.data`` of `tensor`, which was read just now."""
         copy = self._copies.get(id(tensor))
         if copy is not None:
             copy.version = -1
@@ -229,11 +243,11 @@ class Copies:
 
 
 class _Edge(torch.autograd.Function):
-    """The way from a large copy to its parameter; note [sums]."""
+    """The autograd edge from a large copy to its parameter; note [sums]."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, memory: Tensor, copies: weakref.ref[Copies]) -> Tensor:
-        ctx.parameter, ctx.copies = parameter, copies  # weakly: they hold the copy, and so this
+        ctx.parameter, ctx.copies = parameter, copies  # a weak reference: the copies reference this
         return memory.detach()
 
     @staticmethod
@@ -246,10 +260,55 @@ class _Edge(torch.autograd.Function):
             or total.is_sparse
             or total.dtype is not torch.float32
             or copies.task != torch._C._current_graph_task_id()
-            or torch.is_grad_enabled()  # somebody wants to differentiate the gradient
+            or torch.is_grad_enabled()  # the gradient will be differentiated
             or parameter._backward_hooks
             or getattr(parameter, "_post_accumulate_grad_hooks", None)
         ):
             return gradient.to(parameter.dtype), None, None
         add_low_(total, gradient)
         return None, None, None
+
+
+# ------------------------------------------------------------------ notes [kept weights], [shared activations]
+
+
+def low_forward(original: type[nn.Module]) -> Forward | None:
+    """Return the forward of a linear layer or a convolution that casts as little as it can; None for other classes."""
+    if original.forward is nn.Linear.forward:
+        return _low_forward(original.forward, _linear)
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if original.forward is kind.forward and getattr(original, "_conv_forward", None) is kind._conv_forward:
+            return _low_forward(original.forward, kind._conv_forward)
+    return None
+
+
+def _linear(module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+def _low_forward(plain: Forward, run: Forward) -> Forward:
+    def forward(module: nn.Module, input: Any) -> Any:
+        copies = STATE.copies
+        if copies is not None and id(module) not in copies.layers:
+            copies = None
+        shared = type(input) in ACTIVATIONS and input.dtype is torch.float32 and input.numel() >= MANY
+        if copies is None and not shared:
+            return plain(module, input)
+        device = input.device.type if copies is None else copies.device
+        if not (is_autocast_enabled(device) and is_autocast_cache_enabled()):
+            return plain(module, input)
+        dtype = get_autocast_dtype(device)
+        if shared and dtype in LOW_DTYPES and not peek_interpreter_stack():
+            input = cast_activation(input, dtype)
+        if copies is None or copies.dtype is not dtype:
+            return plain(module, input)
+        parameters = module._parameters
+        weight = parameters.get("weight")
+        if weight is None or "bias" not in parameters or (low := copies.of(weight)) is None:
+            return plain(module, input)
+        bias: Tensor | None = parameters["bias"]
+        if bias is not None and (low_bias := copies.of(bias)) is not None:
+            bias = low_bias
+        return run(module, input, low, bias)
+
+    return forward
