@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import WeightsError
-from halfstep.kernels.reference.updates import lion_
+from halfstep.kernels.reference.operators import lion_
 
 __all__ = ["Lion"]
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from halfstep.kernels.reference.cross_entropy import shares, slope, slope_into
-from halfstep.kernels.triton import loss_ops
+from halfstep.kernels import ops
+from halfstep.kernels.choose import kernels_take_logits
+from halfstep.kernels.reference.cross_entropy import gradient, gradient_into, shares
 
 INTERPRETED = Path(__file__).parent / "triton_loss_interpreted.py"
 
@@ -26,8 +27,8 @@ def test_the_gradient_in_place_is_the_differentiable_one_rounded_once(dtype: tor
     target = torch.randint(0, 5, (8, 3), generator=generator)
     grad = torch.randn(8, 3, generator=generator).to(torch.float64 if dtype is torch.float64 else torch.float32)
     share = shares(grad, target, None, 2, smoothing, 5)
-    want = slope(logits, share)
-    got = slope_into(logits, logits, share)
+    want = gradient(logits, share)
+    got = gradient_into(logits, logits, share)
     assert got is logits and torch.allclose(got.double(), want.double(), rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
@@ -51,10 +52,10 @@ def test_operators_say_what_they_give() -> None:
     logits = torch.empty(4, 5, dtype=torch.bfloat16, device="meta")
     rows = torch.empty(4, device="meta")
     labels = torch.empty(4, dtype=torch.long, device="meta")
-    assert loss_ops.losses(logits, labels, None, -100, 0.0).shape == (4,)
-    assert loss_ops.slope(logits, labels, rows, rows, rows, None).dtype is torch.bfloat16
-    opcheck(loss_ops.losses, (logits, labels, None, -100, 0.0), test_utils=("test_schema", "test_faketensor"))
+    assert ops.losses(logits, labels, None, -100, 0.0).shape == (4,)
+    assert ops.logits_gradient(logits, labels, rows, rows, rows, None).dtype is torch.bfloat16
+    opcheck(ops.losses, (logits, labels, None, -100, 0.0), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_cpu_logits_do_not_ask_for_kernels() -> None:
-    assert not loss_ops.usable(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert not kernels_take_logits(torch.ones(2, 3, dtype=torch.bfloat16))

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import FormatError
-from halfstep.kernels import choose as pick
-from halfstep.kernels import native, ops
+from halfstep.kernels import choose, ops
+from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.reference import exponents
 from tests.kernels.exponent_cases import DTYPES, tensors
 
-REASON = native.why_not()
+REASON = load_kernels("cpu")
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
@@ -79,14 +79,14 @@ def sum_of_rows(given: tuple[Tensor, ...]) -> Tensor:
 def test_thousands_of_tensors_are_counted_at_once() -> None:
     given = [torch.randn(1 + n % 7).to(DTYPES[n % 4]) for n in range(2000)]
     rows = exponents.rows(len(given), "cpu")
-    pick.count_exponents_(rows, given)
+    choose.count_exponents_(rows, given)
     assert torch.equal(rows, by_torch(given))
 
 
 def test_no_tensors_and_no_elements_are_no_counts() -> None:
     rows = exponents.rows(1, "cpu")
-    pick.count_exponents_(rows[:0], [])
-    pick.count_exponents_(rows, [torch.empty(0)])
+    choose.count_exponents_(rows[:0], [])
+    choose.count_exponents_(rows, [torch.empty(0)])
     assert not rows.any()
 
 
@@ -100,10 +100,10 @@ def test_fake_tensors_know_the_shape() -> None:
 
     with FakeTensorMode():
         row = ops.exponents(torch.ones(3))
-        pick.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(3)])
+        choose.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(3)])
     assert (row.shape, row.dtype) == ((exponents.ROW,), torch.int64)
 
 
 def test_rows_and_tensors_are_on_one_device() -> None:
     with pytest.raises(FormatError, match="on meta cannot be counted in rows on cpu"):
-        pick.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(1, device="meta")])
+        choose.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(1, device="meta")])

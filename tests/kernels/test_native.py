@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.kernels import native, ops
+from halfstep.kernels import ops
+from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.native import calls, compiler
-from halfstep.kernels.reference import primitives as reference
-from halfstep.kernels.reference import updates
+from halfstep.kernels.reference import operators as reference
 
-REASON = native.why_not()
+REASON = load_kernels("cpu")
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 FP32, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -125,7 +125,7 @@ def make(
 
 @cache
 def noise(tensor: int, stream: int, count: int) -> Tensor:
-    return updates.noise(DRAWS, tensor, stream, count)
+    return reference.noise(DRAWS, tensor, stream, count)
 
 
 def noises(model: Model, n: int) -> list[Tensor | None]:
@@ -143,12 +143,12 @@ def expected(model: Model, optimizer: str, lr: float, settings: dict[str, Any]) 
         first = model.first[n] if model.first else None
         if optimizer == "adam_":
             assert first is not None
-            updates.adam_(weight, beside, first, model.second[n], model.steps[n], *shared, **settings)
+            reference.adam_(weight, beside, first, model.second[n], model.steps[n], *shared, **settings)
         elif optimizer == "sgd_":
-            updates.sgd_(weight, beside, first, *shared, **settings)
+            reference.sgd_(weight, beside, first, *shared, **settings)
         else:
             assert first is not None
-            updates.lion_(weight, beside, first, *shared, **settings)
+            reference.lion_(weight, beside, first, *shared, **settings)
     return model
 
 
@@ -398,8 +398,8 @@ def test_the_verdict_is_that_of_its_meaning(divisor: float | None, clip: float |
     draw = torch.Generator().manual_seed(3)
     for count in (1, 2, 10, 300):
         norms = torch.rand(count, generator=draw) * 100
-        norm, bad, factor = ops.judge(norms, scale, clip)
-        want = updates.judge(norms, scale, clip)
+        norm, bad, factor = ops.check_norms(norms, scale, clip)
+        want = reference.check_norms(norms, scale, clip)
         for got, wanted in ((norm, want[0]), (factor, want[2])):
             assert got.shape == () and got.dtype is FP32
             assert abs(float(got) - float(wanted)) <= 2 * 2.0**-23 * abs(float(wanted))
@@ -407,7 +407,7 @@ def test_the_verdict_is_that_of_its_meaning(divisor: float | None, clip: float |
         assert bad.dtype is torch.bool and not bad
         whole = torch.ones(()) if scale is None else scale
         if clip is not None:
-            whole = whole * ((norm + updates.CLIP_EPS) / clip).clamp(min=1.0)
+            whole = whole * ((norm + reference.CLIP_EPS) / clip).clamp(min=1.0)
         assert torch.equal(factor, 1.0 / whole), "from the same norm the factor is the same"
 
 
@@ -415,14 +415,14 @@ def test_the_verdict_is_that_of_its_meaning(divisor: float | None, clip: float |
 @pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
 def test_a_norm_that_is_not_finite_is_bad(value: float) -> None:
     norms = torch.tensor([1.0, value, value])
-    norm, bad, _ = ops.judge(norms, None, 1.0)
-    want, really, _ = updates.judge(norms, None, 1.0)
+    norm, bad, _ = ops.check_norms(norms, None, 1.0)
+    want, really, _ = reference.check_norms(norms, None, 1.0)
     assert bad and really and torch.equal(patterns(norm), patterns(want))
 
 
 @compiled
 def test_the_verdict_of_no_gradients_is_that_nothing_is_wrong() -> None:
-    norm, bad, factor = ops.judge(torch.zeros(0), None, 1.0)
+    norm, bad, factor = ops.check_norms(torch.zeros(0), None, 1.0)
     assert (float(norm), bool(bad), float(factor)) == (0.0, False, 1.0)
 
 
@@ -436,8 +436,9 @@ def runtimes():
     return sorted({l.split()[-1] for l in open("/proc/self/maps") if any(n in l for n in ("gomp", "iomp", "libomp"))})
 torch.ones(4_000_000).add_(1)
 before, tasks = runtimes(), len(os.listdir("/proc/self/task"))
-from halfstep.kernels import native, ops
-reason = native.why_not()
+from halfstep.kernels import ops
+from halfstep.kernels.choose import load_kernels
+reason = load_kernels("cpu")
 assert not reason, reason
 assert ops.norms([torch.ones(4_000_000)]).tolist() == [2000.0]
 assert len(before) == 1 and runtimes() == before, (before, runtimes())
@@ -446,7 +447,7 @@ assert len(os.listdir("/proc/self/task")) == tasks, "torch's threads did the wor
 
 
 def python(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(native.__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(ops.__file__).parents[2])}
     command = [sys.executable, "-c", script, *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -462,16 +463,16 @@ def test_the_kernels_run_on_torchs_threads_and_no_second_openmp_is_loaded() -> N
 
 ASK = """
 import json, os, sys, torch
-from halfstep.kernels import native, norms_for
-from halfstep.kernels.eager import foreach
-from halfstep.kernels import choose as pick
+from halfstep.kernels.choose import load_kernels, norms_for
+from halfstep.kernels.eager import norms as eager_norms
+from halfstep.kernels import choose
 tensors = [torch.arange(9.0), torch.ones(3, dtype=torch.bfloat16)]
 for changes in json.loads(sys.argv[1]):
     os.environ.update(changes)
-    native._registered.cache_clear()
-    reason = native.why_not()
-    assert reason == native.why_not() == pick.why_not(tensors[0])
-    assert torch.equal(norms_for(tensors), foreach.norms(tensors))
+    choose._loaded.cache_clear()
+    reason = load_kernels("cpu")
+    assert reason == load_kernels("cpu") == choose.why_no_kernels(tensors[0])
+    assert torch.equal(norms_for(tensors), eager_norms.norms(tensors))
     print(reason)
 """
 

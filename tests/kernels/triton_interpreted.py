@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.reference import updates
+from halfstep.kernels.reference import operators as reference
 from halfstep.kernels.triton import norms as norm_launchers
 from halfstep.kernels.triton import tables, words
 from halfstep.kernels.triton import updates as launchers
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 from halfstep.scale.rule import advance, initial_state, state_to_host
-from tests.kernels.triton_cases import (
+from tests.kernels.cases import (
     BF16,
     COMBINATIONS,
     FORMS,
@@ -233,8 +233,8 @@ def test_the_verdict_is_the_reference_s_to_an_ulp_of_its_norm(
 ) -> None:
     norms = torch.rand(count) * 1000
     unscale = None if divisor is None else torch.tensor(divisor)
-    norm, bad, factor = norm_launchers.judge(norms, unscale, clip_norm)
-    expected = updates.judge(norms, unscale, clip_norm)
+    norm, bad, factor = norm_launchers.check_norms(norms, unscale, clip_norm)
+    expected = reference.check_norms(norms, unscale, clip_norm)
     assert ulps(norm, expected[0]) <= 1
     assert not bad
     torch.testing.assert_close(factor, expected[2], rtol=2**-22, atol=0)
@@ -244,7 +244,7 @@ def test_the_verdict_is_the_reference_s_to_an_ulp_of_its_norm(
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_verdict_on_what_is_not_finite_is_bad(value: float) -> None:
-    norm, bad, _ = norm_launchers.judge(torch.tensor([1.0, value]), torch.tensor(2.0), 1.0)
+    norm, bad, _ = norm_launchers.check_norms(torch.tensor([1.0, value]), torch.tensor(2.0), 1.0)
     assert bad and not norm.isfinite()
 
 
@@ -279,7 +279,7 @@ def test_noise_is_the_reference_s_beyond_32_bits_of_position_too(seed: int) -> N
     out = torch.empty(16, dtype=torch.int32)
     for stream in range(3):
         noise_kernel[(1,)](draws, out, 9, STREAM=stream, COUNT=16)
-        expected = updates.noise(draws, 9, stream, 10)  # positions are counted modulo 2**32
+        expected = reference.noise(draws, 9, stream, 10)  # positions are counted modulo 2**32
         assert out[6:].tolist() == expected.tolist()
 
 

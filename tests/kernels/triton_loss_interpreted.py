@@ -39,7 +39,7 @@ def test_losses_and_gradients_are_fp32_and_rounded_once(
     kept = want.isfinite()  # smoothing makes the loss of a class that cannot be infinite
     (true,) = torch.autograd.grad(want[kept], exact, seed.double()[kept])
     share = shares(seed, target, weight, -100, smoothing, classes)
-    out = triton_loss.slope(logits, *share)
+    out = triton_loss.gradient(logits, *share)
     assert out.dtype is dtype and out.is_contiguous()
     error = (out.double() - true).abs()[kept]
     assert (error <= true.abs()[kept] * torch.finfo(dtype).eps * 0.51 + 1e-6).all()
@@ -50,7 +50,7 @@ def test_a_target_that_is_no_class_gives_nan_and_nothing_is_read_there() -> None
     losses = triton_loss.losses(logits, target, None, -100, 0.0)
     assert losses.isnan().tolist() == [False, True, True]
     ones = torch.ones(3)
-    slope = triton_loss.slope(logits, *shares(ones, target, None, -100, 0.0, 5))
+    slope = triton_loss.gradient(logits, *shares(ones, target, None, -100, 0.0, 5))
     assert slope.isnan().all(1).tolist() == [False, True, True]
 
 

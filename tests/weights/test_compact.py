@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WeightsError
-from halfstep.kernels.reference.updates import noise
+from halfstep.kernels.reference.operators import noise
 from halfstep.weights import STRATEGIES, WeightStore
 from tests.weights.small import EVERY, OPTIMIZERS, gradients, shapes
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.host import peek
+from halfstep.kernels.native.calls import peek
 from halfstep.policy.scale_rule import ScaleRule
 
 __all__ = ["Watch", "alarm_text", "raises"]

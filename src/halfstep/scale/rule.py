@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.errors import ScaleError
 from halfstep.kernels import ops
-from halfstep.kernels.choose import why_not
+from halfstep.kernels.choose import why_no_kernels
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 
 __all__ = [
@@ -185,7 +185,7 @@ def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
             if new is not old:
                 old.copy_(new)
         return
-    if not why_not(state.scale):
+    if not why_no_kernels(state.scale):
         bounds = (rule.growth, rule.backoff, rule.interval, rule.floor, rule.ceiling)
         ops.advance_(state.scale, state.good, state.bad, state.alarm, found_inf, *bounds)
         return

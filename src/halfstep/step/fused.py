@@ -18,8 +18,9 @@ from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels import ops
-from halfstep.kernels.choose import FLOATS, PLAIN, cannot_update
+from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
 from halfstep.optim import Lion
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
@@ -55,9 +56,9 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
         gradient = parameter.grad
         if (
             gradient is None
-            or type(gradient) not in PLAIN
+            or type(gradient) not in KERNEL_TYPES
             or gradient.layout is not torch.strided
-            or gradient.dtype not in FLOATS
+            or gradient.dtype not in POLICY_DTYPES
         ):
             return "a gradient is sparse, sharded, or in no format of fp32, bf16 and fp16"
         if parameter.dtype is not torch.float32 and (store is None or parameter not in store):

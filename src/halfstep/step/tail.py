@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from halfstep.kernels.choose import judge_for, norms_for
+from halfstep.kernels.choose import check_norms, norms_for
 from halfstep.kernels.eager.torch_fused import fused_works
 from halfstep.scale.forms import keep_working_form
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
@@ -83,7 +83,7 @@ def judge(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float 
         clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
     """
     norms = norms_for(gradients)
-    return Verdict(norms, *judge_for(norms, divisor, clip_norm))
+    return Verdict(norms, *check_norms(norms, divisor, clip_norm))
 
 
 def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: float) -> None:

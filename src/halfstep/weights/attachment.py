@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
-from halfstep.kernels.host import peek
+from halfstep.kernels.native.calls import peek
 from halfstep.weights.lows import is_low
 
 if TYPE_CHECKING:

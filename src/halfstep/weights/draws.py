@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import WeightsError
-from halfstep.kernels.reference.updates import noise
+from halfstep.kernels.reference.operators import noise
 
 __all__ = ["Draws"]
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.kernels.reference.updates import FIRST, stochastic_bf16
+from halfstep.kernels.reference.operators import FIRST, stochastic_bf16
 from halfstep.weights.draws import Draws
 from halfstep.weights.lows import LOWS
 from halfstep.weights.store import stores

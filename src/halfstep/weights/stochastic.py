@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.reference.updates import WEIGHT, stochastic_bf16
+from halfstep.kernels.reference.operators import WEIGHT, stochastic_bf16
 from halfstep.weights.compact import CompactWeights
 from halfstep.weights.draws import Draws
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.reference.primitives import HALF_ULP
+from halfstep.kernels.reference.operators import HALF_ULP
 
 __all__ = ["join_bf16", "split_bf16"]
 

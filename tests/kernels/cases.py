@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.kernels.reference import updates
-from halfstep.kernels.reference.primitives import split_bf16
+from halfstep.kernels.reference import operators as reference
+from halfstep.kernels.reference.operators import split_bf16
 
 FP32, BF16, FP16, INT16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
 SIZES = (1, 1030)
@@ -133,9 +133,9 @@ def expect(method: str, given: Case, numbers: dict[str, Any]) -> None:
     if bool(given.bad):
         return
     lr = given.lr if given.rate is None else float(given.rate)
-    update = getattr(updates, f"{method}_")
+    update = getattr(reference, f"{method}_")
     for n, gradient in enumerate(given.gradients):
-        noises = [updates.noise(given.draws, given.start + n, stream, gradient.numel()) for stream in range(3)]
+        noises = [reference.noise(given.draws, given.start + n, stream, gradient.numel()) for stream in range(3)]
         own = [tensors[n] if tensors else None for tensors in given.lists]
         update(*own, gradient, given.factor, noises, given.form, lr, *numbers.values())
 

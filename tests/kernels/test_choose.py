@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels import choose as pick
-from halfstep.kernels import native, norms_for, ops
-from halfstep.kernels.reference import primitives as reference
+from halfstep.kernels import choose, ops
+from halfstep.kernels.choose import load_kernels, norms_for
+from halfstep.kernels.reference import operators as reference
 
-REASON = native.why_not()
+REASON = load_kernels("cpu")
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 HALF = torch.float16
@@ -22,8 +22,8 @@ def test_dense_parameters_of_one_device_can_be_updated_where_there_are_kernels()
         torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.ones((), dtype=HALF),
     ]
-    assert pick.cannot_update(dense) == native.why_not()
-    assert pick.cannot_update([nn.Parameter(tensor) for tensor in dense]) == native.why_not()
+    assert choose.cannot_update(dense) == load_kernels("cpu")
+    assert choose.cannot_update([nn.Parameter(tensor) for tensor in dense]) == load_kernels("cpu")
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_dense_parameters_of_one_device_can_be_updated_where_there_are_kernels()
     ],
 )
 def test_what_cannot_be_updated_is_said_in_a_sentence(odd: Tensor, reason: str) -> None:
-    assert pick.cannot_update([torch.ones(2), odd]) == reason
+    assert choose.cannot_update([torch.ones(2), odd]) == reason
 
 
 def test_a_device_without_kernels_is_named() -> None:
-    assert pick.cannot_update([torch.ones(2, device="meta")]) == "there are no kernels for the device type 'meta'"
+    assert choose.cannot_update([torch.ones(2, device="meta")]) == "there are no kernels for the device type 'meta'"
 
 
 @compiled
