@@ -1,4 +1,4 @@
-"""Schemas of halfstep's operators, `torch.ops.halfstep.*`: norms, the check, updates, the loss scale, exponents, losses.
+"""Schemas of halfstep's operators, `torch.ops.halfstep.*`: norms and their check, updates, loss scale, counts, losses.
 
 They are operators of torch's dispatcher, so counters, fake tensors and profilers see them; each schema states what is
 read and written. `kernels.choose` has the table of their implementations, `kernels.reference` computes the same in

@@ -22,7 +22,7 @@ from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
-from halfstep.scale.forms import keep_working_form
+from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.step.guests import is_stateless, refuse_rules, ruled

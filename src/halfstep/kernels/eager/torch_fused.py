@@ -34,7 +34,7 @@ def fused_works(kind: type[Optimizer], parameter: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a strided tensor fill a stretch of memory, each once, in any order of dimensions."""
+    """Return whether the elements of a strided tensor fill a stretch of memory, each once, in any dimension order."""
     if tensor.is_contiguous():
         return True
     step = 1

@@ -235,8 +235,8 @@ class Kernels:
     ) -> None:
         """Call an update of `kernels.cpp` with the structs of `updates.h`: a `Job`, and the columns of `Parameter`.
 
-        `lists` are weights, beside, first and second states, gradients, empty where absent; `flags` decoupled, maximize,
-        nesterov; `numbers` learning rate, two betas, eps, weight decay, 0 for those that the optimizer lacks.
+        `lists` are weights, beside, first and second states, gradients, empty where absent; `flags` are decoupled,
+        maximize, nesterov; `numbers` learning rate, two betas, eps, weight decay, 0 for those that the optimizer lacks.
         """
         weights, _, first, second, gradients = lists
         sizes = [*map(_size, weights)]
