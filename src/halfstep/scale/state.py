@@ -240,7 +240,7 @@ def _bounded(rule: ScaleRule, scale: Any) -> float:
     if representable(rule, bounded) != representable(rule, scale):  # a bound may be a number that fp32 does not hold
         warnings.warn(
             f"load_state_dict: scale={scale!r} is outside [{rule.floor!r}, {rule.ceiling!r}]; going on with "
-            f"{bounded!r}. BackwardPass floor= and ceiling= to GradScaler to keep it",
+            f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it",
             stacklevel=4,
         )
     return representable(rule, bounded)
