@@ -223,7 +223,7 @@ def test_a_step_that_raises_is_healed_and_training_goes_on(name: str) -> None:
                 with pytest.raises(ZeroDivisionError):
                     optimizer.step()
                 assert list(store.temporaries())
-                assert store.heal() and not store.heal()
+                assert store.restore() and not store.restore()
                 assert optimizer.param_groups[0]["params"][0] is parameters[0] and not list(store.temporaries())
             optimizer.step()
         return [store.read(p) for p in parameters]

@@ -188,13 +188,13 @@ def test_a_lift_is_made_once_and_reuses_its_buffers() -> None:
     store = adopted(parameters)
     store.attach(optimizer)
     gradients(parameters, 0, BF16)
-    first = store.lift(optimizer)
-    assert all(g.dtype is FP32 for g in first) and store.lift(optimizer) is first
+    first = store.widen_gradients(optimizer)
+    assert all(g.dtype is FP32 for g in first) and store.widen_gradients(optimizer) is first
     optimizer.step()
     gradients(parameters, 1, BF16)
-    second = store.lift(optimizer)
+    second = store.widen_gradients(optimizer)
     assert [g.data_ptr() for g in first] == [g.data_ptr() for g in second]
-    store.drop(optimizer)
+    store.drop_gradients(optimizer)
     held = sum(b.numel() for b in store.buffers())
     assert held == sum(p.numel() for p in parameters)
     store.free_buffers()
@@ -250,7 +250,7 @@ def test_an_optimizer_that_raises_is_healed_and_training_goes_on() -> None:
                 optimizer.broken = True
                 with pytest.raises(ZeroDivisionError):
                     optimizer.step()
-                assert store.heal() and not store.heal()
+                assert store.restore() and not store.restore()
                 assert optimizer.param_groups[0]["params"][0] is parameters[0]
             optimizer.step()
         return [store.read(p) for p in parameters]
@@ -358,7 +358,7 @@ def test_gradients_cleared_after_a_step_that_raised_are_gone(set_to_none: bool) 
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.zero_grad(set_to_none=set_to_none)
-    store.heal()  # as the next forward pass does
+    store.restore()  # as the next forward pass does
     parameter.sum().backward()
     optimizer.step()
     assert torch.equal(store.read(parameter), -torch.ones(2))

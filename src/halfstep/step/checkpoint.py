@@ -105,7 +105,7 @@ def load_step(step: TrainStep, state: object) -> None:
         progress.forget()
     except BaseException as error:
         if step._store is not None:
-            step._store.heal(write_back=False)
+            step._store.restore(write_back=False)
         for put_back in undo:
             put_back()
         if all(tensor._version == version for tensor, version in written):

@@ -64,7 +64,7 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
         if parameter.dtype is not torch.float32 and (store is None or parameter not in store):
             behind = "its fp32 value in another prepared model" if WeightStore.behind(parameter) else "no fp32 value"
             return f"a {parameter.dtype} parameter has {behind}"
-    if store is not None and (reason := store.busy()):
+    if store is not None and (reason := store.cannot_update()):
         return reason
     return cannot_update(parameters)
 

@@ -75,8 +75,8 @@ class Progress:
         if not whole and error is not None and not self.cause:
             self.cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''} "
         if store is not None:
-            store.heal(write_back=not whole)
-            store.drop(step.optimizer)
+            store.restore(write_back=not whole)
+            store.drop_gradients(step.optimizer)
         if self.marks is not None:
             self.marks.put_back() if whole else self.marks.end()
         if not whole:

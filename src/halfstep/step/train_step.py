@@ -438,7 +438,7 @@ class TrainStep:
         if self._store is None:
             gradients = [p.grad for p in parameters if p.grad is not None]
         else:
-            gradients = self._store.lift(self.optimizer)
+            gradients = self._store.widen_gradients(self.optimizer)
         verdict = tail.judge(gradients, divisor, self.clip_norm)
         factor = None if divisor is None and self.clip_norm is None else verdict.factor
         if self.clip_value is not None:
@@ -452,16 +452,16 @@ class TrainStep:
             if self._progress.marks is not None:
                 self._progress.marks.end()
             if self._store is not None:
-                self._store.heal()  # what an optimizer whose step does not call its hooks has left
-                self._store.drop(self.optimizer)
+                self._store.restore()  # what an optimizer whose step does not call its hooks has left
+                self._store.drop_gradients(self.optimizer)
 
         return verdict, carry_out
 
     def _abandon_update(self) -> None:
         """Put the host's side of an update that failed half way in order; nothing on the device was changed."""
         if self._store is not None:
-            self._store.heal()
-            self._store.drop(self.optimizer)
+            self._store.restore()
+            self._store.drop_gradients(self.optimizer)
         self.scaler.forget()
 
     def _with_gradients(self) -> list[nn.Parameter]:

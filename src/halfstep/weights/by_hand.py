@@ -1,10 +1,10 @@
-"""What users do to low weights by hand: write into them, give them other data, load what they cannot hold.
+"""Manual changes of low weights: writes into them, replaced data, values beyond their range.
 
 Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
-counts in their `_version`; every request for a master first lets it follow. Writes through ``.data`` are not counted
-by torch but by the class of the parameter (`kernels.watched`): masters follow them too, with one warning, for what the
-low format cannot hold of an update is lost, and may be all of it. Writes by torch.distributed and by kernels are
-counted nowhere. All of them belong into `hs.edit_weights`.
+counts in their `_version`; every read of a master first takes the written values over. Writes through ``.data`` are
+counted by the class of the parameter (`kernels.watched`): masters take them over too, with one warning, because the
+part of an update that the low format cannot represent is lost. Writes by torch.distributed and by kernels are not
+counted. All of these changes belong inside `hs.edit_weights`.
 
 Note [averages by hand]: reading ``parameter.data`` leaves no trace. But an average is kept in a copy of the model, and
 such loops write into the copy through ``.data``. Its parameters are watched; there is one warning at the second write
@@ -21,16 +21,16 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
 
 from halfstep.errors import WeightsError
-from halfstep.weights.lows import beyond
 
-__all__ = ["ByHand"]
+__all__ = ["ManualChanges", "beyond"]
 
 
-class ByHand(ABC):
-    """The part of a weight store that answers changes by hand.
+class ManualChanges(ABC):
+    """The part of a weight store that handles manual changes.
 
     Attributes:
         dtype: the low format.
@@ -43,16 +43,16 @@ class ByHand(ABC):
     _parameters: dict[int, nn.Parameter]
     _versions: dict[int, int]
     _fresh: set[int]
-    _strangers: weakref.WeakKeyDictionary[Optimizer, int]
-    _said: set[bool]  # what was warned of, once: a copy or not
+    _without_low: weakref.WeakKeyDictionary[Optimizer, int]
+    _warned: set[bool]  # what was warned of, once: a copy or not
 
     @abstractmethod
-    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
+    def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
         """Keep the fp32 values of `parameter` under `key` and return the low ones."""
 
     @abstractmethod
-    def _follow(self, key: int) -> None:
-        """Take over what somebody has written into the low weight of `key`."""
+    def _read_low(self, key: int) -> None:
+        """Take over the values that were written into the low weight of `key`."""
 
     @abstractmethod
     def _forget(self, key: int) -> None:
@@ -98,8 +98,8 @@ class ByHand(ABC):
             )
         else:
             return
-        if copied not in self._said:
-            self._said.add(copied)
+        if copied not in self._warned:
+            self._warned.add(copied)
             warnings.warn(text, stacklevel=3)
 
     @torch.no_grad()
@@ -125,8 +125,8 @@ class ByHand(ABC):
                 return value
             same = value.shape == now.shape and value.device == now.device and bool((now.to(low) == low).all())
             precise = nn.Parameter(now.float() if same else value.float(), requires_grad=parameter.requires_grad)
-            low = self._begin(id(parameter), precise)
-            self._enter(name, parameter)
+            low = self._adopt(id(parameter), precise)
+            self._add(name, parameter)
             return low
         if value.dtype is self.dtype:
             if value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device:
@@ -142,18 +142,18 @@ class ByHand(ABC):
                 f"{value.dtype}; hs.unprepare(model) before its format is changed"
             )
         wide = self.read(parameter).to(value)
-        self._leave(parameter)
+        self._remove(parameter)
         return torch.where(now.to(value) == value, wide, value)
 
-    def _enter(self, name: str, parameter: nn.Parameter) -> None:
-        self._strangers.clear()
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        self._without_low.clear()
         key = id(parameter)
         self._names[key], self._parameters[key], self._versions[key] = name, parameter, parameter._version
         self._fresh.add(key)
 
-    def _leave(self, parameter: nn.Parameter) -> None:
+    def _remove(self, parameter: nn.Parameter) -> None:
         self._forget(id(parameter))
-        self._strangers.clear()
+        self._without_low.clear()
         for entries in (self._names, self._parameters, self._versions):
             entries.pop(id(parameter))
 
@@ -170,10 +170,26 @@ class ByHand(ABC):
 
     @torch.no_grad()
     def undo_beyond(self, parameters: Iterable[nn.Parameter]) -> str:
-        """Let masters that hold values beyond the low format follow their low weights again; say which, "" for none."""
+        """Reset masters with values beyond the low format to their low weights; return the first, "" for none."""
         lost = ""
         for parameter in parameters:
             if found := beyond(self._names[id(parameter)], self.master(parameter), self.dtype):
-                self._follow(id(parameter))
+                self._read_low(id(parameter))
                 lost = lost or found
         return lost
+
+
+def beyond(name: str, values: Tensor, low: torch.dtype) -> str:
+    """Return a message if one of `values`, the weights called `name`, is finite and becomes infinite in `low`; else "".
+
+    Waits for the device of `values`.
+    """
+    values = values.detach()
+    if values.is_meta or is_fake(values):
+        return ""
+    lost = torch.isfinite(values) & torch.isinf(values.to(low))
+    if not bool(lost.any()):
+        return ""
+    worst = values[lost].abs().max().item()
+    kind = str(low).removeprefix("torch.")
+    return f"parameter {name} holds a weight of magnitude {worst:.8g}, and {kind} ends at {torch.finfo(low).max:.8g}"

@@ -20,7 +20,7 @@ class SplitWeights(CompactWeights):
     """fp32 values in two halves: bf16 weights of the model, and int16 remainders here."""
 
     name, form = "split", "split"
-    lows = (torch.bfloat16,)
+    low_dtypes = frozenset({torch.bfloat16})
 
     def _refusal(self, low: torch.dtype) -> str:
         return (

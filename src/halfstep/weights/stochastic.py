@@ -45,15 +45,15 @@ class StochasticWeights(CompactWeights):
         """
         self.draws.load_state(state)
 
-    def busy(self) -> str:
+    def cannot_update(self) -> str:
         """Return why an update in one pass cannot be made; "" if it can."""
         if self.dtype is not torch.bfloat16:
             return "only bf16 weights are rounded stochastically in one pass"
-        return super().busy()
+        return super().cannot_update()
 
-    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
+    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         self._places = {key: i for i, key in enumerate(keys)}  # which bits a parameter gets: its place in the update
-        written = super()._fold(keys, stepped=stepped)
+        written = super()._write_low(keys, stepped=stepped)
         for device in {self._parameters[key].device for key in written} if stepped and not self.draws.shared else ():
             self.draws.advance(device)
         return written

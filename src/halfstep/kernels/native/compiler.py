@@ -1,4 +1,4 @@
-"""How `kernels.cpp` becomes a library: found in the user's cache, or compiled into it."""
+"""Find the compiled `kernels.cpp` in the user's cache, or compile it into the cache."""
 
 from __future__ import annotations
 

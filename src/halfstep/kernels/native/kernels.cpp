@@ -1,5 +1,5 @@
 // The tail's operators on CPU: what `reference/operators.py` computes, each byte read once and written once. Called by
-// `calls.py`; `ops.py` says what the arguments are.
+// `calls.py`; the arguments are those of `ops.py`.
 //
 // Compiled on the machine it runs on, without torch's headers: tensors come as addresses and sizes. Loops are written
 // so that compilers vectorise them: one result an iteration, branches only as selects. Nothing may be fused, reordered

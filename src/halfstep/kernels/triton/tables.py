@@ -7,7 +7,7 @@ done), and cached. Also what every launch needs: `on`, `FAITHFUL`, `KINDS`.
 
 Note [capture]: a CUDA graph replays its copies and kernels with the addresses they had. A table made during a capture
 is therefore copied by the graph itself, from pinned memory that is kept for good: a few KB a capture. Such memory
-cannot be had from the driver during a capture, so a reserve is held from the first step on. Like every kernel the
+cannot be allocated during a capture, so a reserve is allocated at the first step. Like every kernel the
 operators must have run once before, with as many tensors of the same formats. A table copied before the capture is
 used as it is, because torch.cuda.graph synchronises before a capture; what a graph uses is never freed.
 """
@@ -48,7 +48,7 @@ LAYOUTS = 64
 """Layouts kept; a step needs two or three for each group of its optimizers."""
 
 RESERVE = 1 << 16
-"""Words of pinned memory (512 KiB) held for captures, or eight times the largest table so far, if that is more."""
+"""Words of pinned memory (512 KiB) reserved for captures, or eight times the largest table so far, if that is more."""
 
 SMALL = 1 << 22
 """Up to so many elements a program works on one block, to fill the device; beyond, on `LOOPS`."""

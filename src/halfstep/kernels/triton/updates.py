@@ -124,7 +124,7 @@ def update_block(
     ALIGNED: tl.constexpr,
 ):
     """Update the numbers at `offsets` of one parameter: `updates`, line by line."""
-    bits = offsets  # not looked at where nothing is rounded by chance
+    bits = offsets  # not read where nothing is rounded stochastically
     first_bits = offsets
     second_bits = offsets
     if step_key is not None:
