@@ -15,6 +15,7 @@ from halfstep.kernels.reference import operators as reference
 from tests.kernels.cases import (
     BF16,
     COMBINATIONS,
+    DTYPES,
     FP16,
     FP32,
     OPTIONS,
@@ -23,10 +24,10 @@ from tests.kernels.cases import (
     assert_is_reference,
     assert_same,
     case,
+    counted_tensors,
     expect,
     run,
 )
-from tests.kernels.exponent_cases import DTYPES, tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -161,7 +162,7 @@ def test_the_device_need_not_be_the_current_one() -> None:
 
 
 def test_exponents_on_a_gpu_are_counted_as_on_a_cpu_and_without_a_wait() -> None:
-    given = [x for dtype in DTYPES for size in (5, 70_001, 0) for x in tensors(dtype, size)]
+    given = [x for dtype in DTYPES for size in (5, 70_001, 0) for x in counted_tensors(dtype, size)]
     there = [x.cuda() for x in given]
     rows, found = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cuda")
     exponents.count_(rows, given)

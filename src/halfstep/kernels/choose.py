@@ -99,8 +99,8 @@ def _loaded(device: str) -> str:
     if device == "cpu":
         try:
             kernels = Kernels(library())
-        except Unavailable as reason:
-            return str(reason)
+        except Unavailable as error:
+            return str(error)
         except OSError as error:  # a full disk, a file taken away
             return f"the kernels could not be compiled: {error}"
         for operator, row in OPERATORS.items():

@@ -181,7 +181,7 @@ class Attachment:
         )
 
     def _closed(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `closure` for an optimizer with masters in its groups; while it runs, they have the model's parameters.
+        """Return `closure` for an optimizer with masters in its groups, which has the model's own while it runs.
 
         The closure evaluates what the optimizer has written into masters by then, and the optimizer continues with the
         gradients that the closure leaves.

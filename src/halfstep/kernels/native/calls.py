@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from struct import pack
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from halfstep.kernels.native.compiler import Unavailable
 from halfstep.kernels.ops import FORMS
 
 __all__ = ["Kernels", "number", "peek"]
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000}
 """Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
@@ -98,20 +100,20 @@ class Kernels:
         for function in (self._norms, self._check, self._advance, self._exponents, *updates):
             function.restype = None
 
-    def _read(self, function: Any, work: str, out: Tensor, tensors: Sequence[Tensor]) -> None:
+    def _read(self, function: Any, work: str, out: Tensor, tensors: Tensors) -> None:
         """Call a function that reads `tensors` and writes `out`."""
         count, sizes = len(tensors), [*map(_size, tensors)]
         columns = pack(f"{3 * count}q", *sizes, *map(_type, map(_dtype, tensors)), *map(_address, tensors))
         threads = torch.get_num_threads() if sum(sizes) > ALONE[work] else 1
         function(out.data_ptr(), columns, count, pack("4q", threads, *self._runtime))
 
-    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norms(self, gradients: Tensors) -> Tensor:
         """Carry out `ops.norms`."""
         norms = torch.empty(len(gradients), dtype=torch.float32, device="cpu")
         self._read(self._norms, "norms", norms, gradients)
         return norms
 
-    def exponents_(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+    def exponents_(self, rows: Tensor, tensors: Tensors) -> None:
         """Carry out `ops.exponents_`."""
         if len(rows) != len(tensors) or not rows.is_contiguous():
             raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
@@ -147,97 +149,41 @@ class Kernels:
         self._advance(*state, peek(found), growth, backoff, interval, floor, ceiling)
 
     def adam_(
-        self,
-        weights: Sequence[Tensor],
-        beside: Sequence[Tensor],
-        first: Sequence[Tensor],
-        second: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        factor: Tensor,
-        bad: Tensor,
-        draws: Tensor | None,
-        start: int,
-        form: str,
-        rate: Tensor | None,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        maximize: bool,
+        self, weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any
     ) -> None:
-        """Carry out `ops.adam_`."""
+        """Carry out `ops.adam_`; `given` are the arguments from `gradients` on."""
+        gradients, *common, lr, beta1, beta2, eps, decay, decoupled, maximize = given
         lists = (weights, beside, first, second, gradients)
-        flags, numbers = (decoupled, maximize, False), (lr, beta1, beta2, eps, weight_decay)
-        self._update(self._adam, lists, steps, factor, bad, draws, start, form, rate, flags, numbers)
+        self._update(self._adam, lists, steps, common, (decoupled, maximize, False), (lr, beta1, beta2, eps, decay))
 
-    def sgd_(
-        self,
-        weights: Sequence[Tensor],
-        beside: Sequence[Tensor],
-        momenta: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        factor: Tensor,
-        bad: Tensor,
-        draws: Tensor | None,
-        start: int,
-        form: str,
-        rate: Tensor | None,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        nesterov: bool,
-        maximize: bool,
-    ) -> None:
+    def sgd_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
         """Carry out `ops.sgd_`."""
+        gradients, *common, lr, momentum, decay, nesterov, maximize = given
         lists = (weights, beside, momenta, (), gradients)
-        flags, numbers = (False, maximize, nesterov), (lr, momentum, 0.0, 0.0, weight_decay)
-        self._update(self._sgd, lists, (), factor, bad, draws, start, form, rate, flags, numbers)
+        self._update(self._sgd, lists, (), common, (False, maximize, nesterov), (lr, momentum, 0.0, 0.0, decay))
 
-    def lion_(
-        self,
-        weights: Sequence[Tensor],
-        beside: Sequence[Tensor],
-        momenta: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        factor: Tensor,
-        bad: Tensor,
-        draws: Tensor | None,
-        start: int,
-        form: str,
-        rate: Tensor | None,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        maximize: bool,
-    ) -> None:
+    def lion_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
         """Carry out `ops.lion_`."""
+        gradients, *common, lr, beta1, beta2, decay, maximize = given
         lists = (weights, beside, momenta, (), gradients)
-        flags, numbers = (True, maximize, False), (lr, beta1, beta2, 0.0, weight_decay)
-        self._update(self._lion, lists, (), factor, bad, draws, start, form, rate, flags, numbers)
+        self._update(self._lion, lists, (), common, (True, maximize, False), (lr, beta1, beta2, 0.0, decay))
 
     def _update(
         self,
         function: Any,
-        lists: tuple[Sequence[Tensor], ...],
-        steps: Sequence[Tensor],
-        factor: Tensor,
-        bad: Tensor,
-        draws: Tensor | None,
-        start: int,
-        form: str,
-        rate: Tensor | None,
+        lists: tuple[Tensors, ...],
+        steps: Tensors,
+        common: Sequence[Any],
         flags: tuple[bool, bool, bool],
         numbers: tuple[float, ...],
     ) -> None:
         """Call an update of `kernels.cpp` with the structs of `updates.h`: a `Job`, and the columns of `Parameter`.
 
-        `lists` are weights, beside, first and second states, gradients, empty where absent; `flags` are decoupled,
-        maximize, nesterov; `numbers` learning rate, two betas, eps, weight decay, 0 for those that the optimizer lacks.
+        `lists` are weights, beside, first and second states, gradients, empty where absent; `common` the arguments from
+        `factor` to `rate`; `flags` are decoupled, maximize, nesterov; `numbers` learning rate, two betas, eps, weight
+        decay, 0 for those that the optimizer lacks.
         """
+        factor, bad, draws, start, form, rate = common
         weights, _, first, second, gradients = lists
         sizes = [*map(_size, weights)]
         if sizes != [*map(_size, gradients)]:

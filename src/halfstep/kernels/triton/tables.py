@@ -86,7 +86,7 @@ class Copied:
             _kept().extend((host, self.tensor))
             return
         _reserve().hold(self.words)
-        self.tensor = values.pin_tables().to(device, non_blocking=True)
+        self.tensor = values.pin_memory().to(device, non_blocking=True)
         self.stream = torch.cuda.current_stream(device)
         self.copied = torch.cuda.Event()
         self.copied.record(self.stream)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -20,6 +21,8 @@ from halfstep.kernels.triton.tables import FAITHFUL, KINDS, Walk, on, plan_walk
 from halfstep.kernels.triton.words import keep, key, load, mix, noise, put, take, wide
 
 __all__ = ["adam_", "lion_", "sgd_"]
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 BLOCK = 1024
 """Numbers a program works on at a time: four for each thread, 16 bytes of fp32, so that all formats have one layout."""
@@ -249,33 +252,12 @@ def update_kernel(
 # ------------------------------------------------------------------ launches
 
 
-def adam_(
-    weights: Sequence[Tensor],
-    beside: Sequence[Tensor],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    factor: Tensor,
-    bad: Tensor,
-    draws: Tensor | None,
-    start: int,
-    form: str,
-    rate: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool,
-) -> None:
-    """Make one step of Adam or AdamW for every parameter: `ops.adam_`, in two launches if formats agree."""
-    device = gradients[0].device
+def adam_(weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any) -> None:
+    """Carry out `ops.adam_`, in two launches if formats agree; `given` are the arguments from `gradients` on."""
+    gradients, factor, bad, draws, start, form, rate, lr, beta1, beta2, eps, decay, decoupled, maximize = given
+    device, count = gradients[0].device, len(gradients)
     with on(device):
-        lists = (weights, beside, first, second, steps, gradients)
-        walk = plan_walk(lists, BLOCK, start)
-        count = len(gradients)
+        walk = plan_walk((weights, beside, first, second, steps, gradients), BLOCK, start)
         corrections = torch.empty(count, 2, dtype=torch.float32, device=device)
         count_kernel[(-(-count // FEW),)](
             walk.rows,
@@ -291,64 +273,32 @@ def adam_(
             **FAITHFUL,
         )
         numbers = (1 - beta1, beta2, 1 - beta2, eps)
-        given = (corrections, factor, bad, draws, rate)
-        _update(walk, count, given, lr, weight_decay, numbers, "adam", form, decoupled, maximize)
+        tensors = (corrections, factor, bad, draws, rate)
+        _update(walk, count, tensors, lr, decay, numbers, "adam", form, decoupled, maximize)
 
 
-def sgd_(
-    weights: Sequence[Tensor],
-    beside: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    factor: Tensor,
-    bad: Tensor,
-    draws: Tensor | None,
-    start: int,
-    form: str,
-    rate: Tensor | None,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """Make one step of SGD for every parameter: `ops.sgd_`, in one launch if formats agree."""
+def sgd_(weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
+    """Carry out `ops.sgd_`, in one launch if formats agree."""
+    gradients, factor, bad, draws, start, form, rate, lr, momentum, decay, nesterov, maximize = given
     with on(gradients[0].device):
         walk = plan_walk((weights, beside, momenta, (), (), gradients), BLOCK, start)
-        given = (None, factor, bad, draws, rate)
-        numbers = (momentum, 0.0, 0.0, 0.0)
-        _update(walk, len(gradients), given, lr, weight_decay, numbers, "sgd", form, nesterov, maximize)
+        tensors, numbers = (None, factor, bad, draws, rate), (momentum, 0.0, 0.0, 0.0)
+        _update(walk, len(gradients), tensors, lr, decay, numbers, "sgd", form, nesterov, maximize)
 
 
-def lion_(
-    weights: Sequence[Tensor],
-    beside: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    factor: Tensor,
-    bad: Tensor,
-    draws: Tensor | None,
-    start: int,
-    form: str,
-    rate: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool,
-) -> None:
-    """Make one step of Lion for every parameter: `ops.lion_`, in one launch if formats agree."""
+def lion_(weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
+    """Carry out `ops.lion_`, in one launch if formats agree."""
+    gradients, factor, bad, draws, start, form, rate, lr, beta1, beta2, decay, maximize = given
     with on(gradients[0].device):
         walk = plan_walk((weights, beside, momenta, (), (), gradients), BLOCK, start)
-        given = (None, factor, bad, draws, rate)
-        numbers = (1 - beta1, 1 - beta2, 0.0, 0.0)
-        _update(walk, len(gradients), given, lr, weight_decay, numbers, "lion", form, False, maximize)
+        tensors, numbers = (None, factor, bad, draws, rate), (1 - beta1, 1 - beta2, 0.0, 0.0)
+        _update(walk, len(gradients), tensors, lr, decay, numbers, "lion", form, False, maximize)
 
 
 def _update(
     walk: Walk,
     count: int,
-    given: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
     lr: float,
     weight_decay: float,
     numbers: tuple[float, ...],
@@ -357,13 +307,13 @@ def _update(
     variant: bool,
     maximize: bool,
 ) -> None:
-    """Launch `update_kernel` for each combination of formats; `given` and `numbers` are its arguments of the middle."""
+    """Launch `update_kernel` for each combination of formats; `tensors` and `numbers` are its middle arguments."""
     for launch in walk.launches:
         weight, beside, first, second, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
         update_kernel[(launch.programs,)](
             walk.rows,
             walk.chunks,
-            *given,
+            *tensors,
             count,
             launch.first,
             _bits(lr),
