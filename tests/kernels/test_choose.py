@@ -1,29 +1,33 @@
-"""Which tensors the tail's operators take, and what is said of the others."""
+"""The table of implementations, and which tensors kernels take; the reason for the others."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.kernels import choose, ops
-from halfstep.kernels.choose import load_kernels, norms_for
+from halfstep.kernels.choose import OPERATORS, load_kernels, norms_for
 from halfstep.kernels.reference import operators as reference
 
 REASON = load_kernels("cpu")
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-HALF = torch.float16
+DENSE = [
+    torch.ones(3, 4).T,
+    torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    torch.ones((), dtype=torch.float16),
+]
 
 
 def test_dense_parameters_of_one_device_can_be_updated_where_there_are_kernels() -> None:
-    dense = [
-        torch.ones(3, 4).T,
-        torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        torch.ones((), dtype=HALF),
-    ]
-    assert choose.cannot_update(dense) == load_kernels("cpu")
-    assert choose.cannot_update([nn.Parameter(tensor) for tensor in dense]) == load_kernels("cpu")
+    assert choose.cannot_update(DENSE) == load_kernels("cpu")
+    assert choose.cannot_update([nn.Parameter(tensor) for tensor in DENSE]) == load_kernels("cpu")
 
 
 @pytest.mark.parametrize(
@@ -44,27 +48,47 @@ def test_a_device_without_kernels_is_named() -> None:
     assert choose.cannot_update([torch.ones(2, device="meta")]) == "there are no kernels for the device type 'meta'"
 
 
+class Called(TorchDispatchMode):
+    """Counts the tensors of every call of the norms operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates its modes in part
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ops.norms:
+            self.sizes.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
 @compiled
 def test_norms_go_through_the_operator_where_memory_has_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def counted(tensors: list[Tensor]) -> Tensor:
-        calls.append(len(tensors))
-        norms: Tensor = torch.ops.halfstep.norms.default(tensors)
-        return norms
-
-    monkeypatch.setattr(ops, "norms", counted)
-    plain = [
-        torch.ones(3, 4).T,
-        torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        torch.ones((), dtype=HALF),
-    ]
     others = [torch.ones(3, 8)[:, ::2], torch.ones(3, dtype=torch.float64), torch.ones(0), torch.ones(4).expand(3, 4)]
-    assert norms_for(plain).tolist() == pytest.approx(reference.norms(plain).tolist())
-    assert calls == [3]
-    for odd in others:
-        assert norms_for([*plain, odd]).tolist() == pytest.approx(reference.norms([*plain, odd]).tolist())
-    assert calls == [3]
-    monkeypatch.setenv("HALFSTEP_NATIVE", "0")
-    assert norms_for(plain).tolist() == pytest.approx(reference.norms(plain).tolist())
-    assert calls == [3]
+    with Called() as called:
+        assert norms_for(DENSE).tolist() == pytest.approx(reference.norms(DENSE).tolist())
+        assert called.sizes == [3]
+        for odd in others:
+            assert norms_for([*DENSE, odd]).tolist() == pytest.approx(reference.norms([*DENSE, odd]).tolist())
+        monkeypatch.setenv("HALFSTEP_NATIVE", "0")
+        assert norms_for(DENSE).tolist() == pytest.approx(reference.norms(DENSE).tolist())
+    assert called.sizes == [3]
+
+
+def test_the_table_names_every_operator_and_functions_that_exist() -> None:
+    defined = {
+        name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("halfstep::")
+    }
+    assert set(OPERATORS) == defined - {"exponents"}  # made of exponents_
+    folder = Path(choose.__file__).parent
+    for row in OPERATORS.values():
+        for path in (row.cpu, row.cuda):
+            if not path.startswith("- "):  # else the reason
+                module, _, name = path.rpartition(".")
+                assert re.search(rf"def {name}\(", (folder / f"{module.replace('.', '/')}.py").read_text())
+
+
+@compiled
+def test_kernels_are_registered_where_the_table_has_one() -> None:
+    for name, row in OPERATORS.items():
+        registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"halfstep::{name}", "CPU")
+        assert registered is not row.cpu.startswith("- ")
