@@ -108,7 +108,7 @@ def _given_rule(rule: ScaleRule | str, numbers: Mapping[str, Any]) -> ScaleRule:
 
 
 def check_factor(name: str, value: object) -> None:
-    """Raise ScaleError unless a factor, a plain number, moves the scale the right way, as torch asks for."""
+    """Raise ScaleError unless a factor, a plain number, is in the range that torch requires."""
     low, high, example = (1.0, math.inf, "2.0") if name == "growth_factor" else (0.0, 1.0, "0.5")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
         raise ScaleError(

@@ -1,4 +1,4 @@
-"""Passes over gradients: are they all finite, divide them by the scale, and which ones are not.
+"""Passes over gradients: divide them by the scale, check that they are finite, name those that are not.
 
 One multi-tensor kernel per device, dtype and placement does check and product together
 (``torch._amp_foreach_non_finite_check_and_unscale_``: fp32 arithmetic, one rounding to the gradient's dtype). Complex

@@ -29,7 +29,7 @@ __all__ = [
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
 _NEWER = ("torch.optim.", "halfstep.")
-"""Modules whose optimizers that set the marker take tensors; looking at a signature costs some microseconds."""
+"""Modules whose optimizers that set the marker take tensors; reading a signature costs some microseconds."""
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
@@ -122,7 +122,7 @@ def use_working_form(optimizer: Optimizer, stepped: Iterable[Tensor] | None = No
 
 
 def keep_working_form(optimizer: Optimizer, stepped: Iterable[Tensor]) -> None:
-    """Do what `use_working_form` does, now and after every `load_state_dict`, which brings the form of its state."""
+    """Do what `use_working_form` does, now and after every `load_state_dict`, which restores a saved form."""
     if use_working_form(optimizer, stepped):
         optimizer.register_load_state_dict_post_hook(_use_working_form)
 

@@ -58,7 +58,7 @@ class BackwardPass:
 
 
 class FollowedLosses:
-    """The scaled losses whose backward pass is still to come, as far as they live."""
+    """The scaled losses whose backward pass is still to come, as long as they live."""
 
     def __init__(self, begins: Callable[[], Callable[[], None] | None]) -> None:
         """Follow none yet.

@@ -1,4 +1,4 @@
-"""The scale rule carried out: (state, found_inf) -> state on 0-dim device tensors.
+"""The scale rule as a function: (state, found_inf) -> state on 0-dim device tensors.
 
 `advance` is the meaning: pure, without a read of the device and without a Python branch on a tensor's value, so it can
 be captured in a CUDA graph and traced by ``torch.compile(fullgraph=True)``. Python branches only on the rule's numbers.
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class ScaleState(NamedTuple):
-    """What a scale rule remembers; every field a 0-dim tensor on one device.
+    """The state of a scale rule; every field a 0-dim tensor on one device.
 
     Attributes:
         scale: the factor a loss is multiplied by, in the format of `ScaleRule.kept`.
@@ -260,6 +260,6 @@ def _times(scale: Tensor, factor: float) -> Tensor:
 
 
 def _over(scale: Tensor, divisor: float) -> Tensor:
-    # A tensor as divisor: CUDA iteration a division by a number into a product with its reciprocal.
+    # A tensor as divisor: CUDA turns a division by a number into a product with its reciprocal.
     wide = scale.to(_wide(scale))
     return (wide / torch.full_like(wide, divisor)).to(scale.dtype)

@@ -1,4 +1,4 @@
-"""GradScaler: torch.amp.GradScaler's methods over a `ScaleRule`, without its traps.
+"""GradScaler: torch.amp.GradScaler's methods over a `ScaleRule`.
 
 Semantics of the methods: https://docs.pytorch.org/docs/stable/amp.html (torch 2.13). Docstrings have the differences.
 """
@@ -301,7 +301,7 @@ class GradScaler(StoredScale):
                 work.found = found if work.found is None else torch.maximum(work.found, found)
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Say whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
+        """Return whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
 
         Valid from `step` until the next `step`, also after `update`. Reading it (``bool(...)``) waits for the device.
         """
@@ -372,7 +372,7 @@ class GradScaler(StoredScale):
         """Discard what has been unscaled, stepped or recorded since the last update."""
         self._iteration = Iteration()
 
-    # --- torch's older protocol (before 1.13, Apex): the optimizer gets the scaler and calls these methods of torch's
+    # --- torch's older protocol (before 1.13, Apex): the optimizer gets the scaler and calls the last three methods
 
     def _step_older(self, work: OptimizerWork, state: ScaleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``optimizer.step(grad_scaler=self)``; it skips a bad step, or not, by itself, as in torch.
@@ -432,7 +432,7 @@ class GradScaler(StoredScale):
             self._answer_alarm(self._state, iteration)
 
     def _answer_alarm(self, state: ScaleState, iteration: Iteration) -> None:
-        """Warn once, or raise, if the scale could not answer a bad step; waits only where a step already did."""
+        """Warn once, or raise, if the scale could not go down after a bad step; waits only where a step already did."""
         strict = is_error(self._rule)
         known = iteration.known_bad()
         if known is False or (self._warned and not strict):
@@ -447,7 +447,7 @@ class GradScaler(StoredScale):
             return
         self.host_reads += 1
         host = state_to_host(state)
-        if not host["alarm"]:  # a late answer, and the scale has recovered meanwhile
+        if not host["alarm"]:  # read late, and the scale has recovered meanwhile
             return
         text = alarm_text(self._rule, host, finite.describe_non_finite(iteration.optimizers, self._names))
         if is_error(self._rule, host):

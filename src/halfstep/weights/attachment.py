@@ -45,7 +45,7 @@ class Attachment:
         self.optimizer = weakref.ref(optimizer)
         self.buffers: dict[int, Tensor] = {}
         self.widened: list[Tensor] | None = None
-        self.gradients: dict[int, Tensor] = {}  # those of them that masters get, by low parameter
+        self.gradients: dict[int, Tensor] = {}  # the gradients that masters get, by low parameter
         self.own: dict[nn.Parameter, nn.Parameter] | None = None  # by master, while those are in place
         self.handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -57,7 +57,7 @@ class Attachment:
         ]
         count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
         setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
-        for parameter, state in optimizer.state.items():  # Adagrad makes some when it is built
+        for parameter, state in optimizer.state.items():  # Adagrad's constructor makes some
             if parameter in store:
                 state.update({key: value.float() for key, value in state.items() if is_low(value)})
 

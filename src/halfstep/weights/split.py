@@ -1,4 +1,4 @@
-"""split: a bf16 weight and the 16 bits of its fp32 pattern that bf16 has no room for; together they are the fp32 value.
+"""split: a bf16 weight and the 16 bits of the fp32 pattern that bf16 drops; together they are the fp32 value.
 
 Bytes per parameter: 2 (low) + 2 (remainder); for the peak of a step see `compact`. Nothing is lost: training is that
 of `master` bit for bit, but for low weights exactly half way between two bf16 numbers, which round up here (in

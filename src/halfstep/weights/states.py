@@ -1,7 +1,7 @@
 """Optimizer states in bf16, under any torch optimizer: 2 bytes an element where torch keeps 4.
 
 bf16 for every policy, also one in fp16: squared gradients lie far below fp16's smallest number. A step that moves a
-state by less than half an ulp would leave it where it is for ever (the second moment of Adam with beta2 = 0.999 moves
+state by less than half an ulp would never change it (the second moment of Adam with beta2 = 0.999 moves
 by a thousandth), so states are rounded stochastically: right on average.
 
 halfstep's own update reads and writes them as they are. Around the step of any other optimizer they are fp32: made

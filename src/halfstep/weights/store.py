@@ -43,8 +43,8 @@ class WeightStore(ManualChanges):
     """
 
     low_dtypes: ClassVar[frozenset[torch.dtype]] = LOW_DTYPES
-    name: ClassVar[str]  # what `Policy.master` calls it
-    form: ClassVar[str]  # how the fp32 value lives in two tensors: see note [forms] in `kernels.ops`
+    name: ClassVar[str]  # its value of `Policy.master`
+    form: ClassVar[str]  # how two tensors store the fp32 value: note [forms] in `kernels.ops`
     keeps_buffers: ClassVar[bool] = False  # fp32 gradient buffers, on CPU, from step to step
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
@@ -63,11 +63,11 @@ class WeightStore(ManualChanges):
         self._fresh: set[int] = set()  # those that have not been stepped since they got their values
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
-        self.substituted: list[tuple[Attachment, Optimizer]] = []  # these hold masters now; attachments write it
+        self.substituted: list[tuple[Attachment, Optimizer]] = []  # optimizers that have masters now
         self._without_low: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
         self._warned: set[bool] = set()  # warnings given, each once: of a copy or not
-        self.editing = False  # whether fp32 values stand in the model, in the place of low parameters
+        self.editing = False  # whether the model contains fp32 values in place of low parameters
         self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
         for name, parameter in pairs:
             self.adopt(name, parameter)

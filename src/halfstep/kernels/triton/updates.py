@@ -68,7 +68,7 @@ def count_kernel(
     FEW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Advance the step counters of some parameters, and work out their bias corrections, unless `bad`."""
+    """Advance the step counters of some parameters, and compute their bias corrections, unless `bad`."""
     if tl.load(bad):
         return
     columns = tl.program_id(0) * FEW + tl.arange(0, FEW)
@@ -126,7 +126,7 @@ def update_block(
     WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Update the numbers at `offsets` of one parameter: `updates`, line by line."""
+    """Update the numbers at `offsets` of one parameter, as `reference.operators`, line by line."""
     bits = offsets  # not read where nothing is rounded stochastically
     first_bits = offsets
     second_bits = offsets

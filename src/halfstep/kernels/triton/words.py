@@ -108,7 +108,7 @@ def nearest(value, KIND: tl.constexpr):
 
 @triton.jit
 def join(low, rest):
-    """Return the fp32 number of a bf16 number and its remainder, both uint16: `reference.join_bf16`."""
+    """Return the fp32 number of a bf16 number and its remainder, both uint16: `reference.operators.join_bf16`."""
     lower = rest.to(tl.uint32)
     nan = (low & 0x7FFF) > 0x7F80
     up = tl.where(nan, 0, lower >> 15)
@@ -117,7 +117,7 @@ def join(low, rest):
 
 @triton.jit
 def split(value):
-    """Return bf16, rounded half up, and remainder, both uint16: `reference.split_bf16`."""
+    """Return bf16, rounded half up, and remainder, both uint16: `reference.operators.split_bf16`."""
     bits = tl.cast(value, tl.uint32, bitcast=True)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     low = tl.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
@@ -175,7 +175,7 @@ def take(
     WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return the precise value, fp32."""
+    """Return the fp32 value."""
     low = load(weight_at, offsets, mask, WEIGHT, WHOLE, ALIGNED)
     if FORM == "split":
         value = join(low, load(beside_at, offsets, mask, "int16", WHOLE, ALIGNED))
@@ -200,7 +200,7 @@ def put(
     WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Store a new precise value; `bits` are noise, read only where it is rounded stochastically."""
+    """Store a new fp32 value; `bits` are noise, read only where it is rounded stochastically."""
     if FORM == "split":
         low, rest = split(value)
         store(weight_at, offsets, mask, low, WEIGHT, WHOLE, ALIGNED)
