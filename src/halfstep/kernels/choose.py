@@ -46,33 +46,37 @@ __all__ = [
 
 
 class Implementations(NamedTuple):
-    """Who implements one operator, as names below `halfstep.kernels`; "-" and the reason where there is no kernel."""
+    """Functions below `halfstep.kernels` that implement one operator.
 
-    cpu: str
+    Attributes:
+        cpu: a method of `native.calls.Kernels`, or None for `reason`.
+        cuda: a function in Triton.
+        otherwise: what runs on other devices, and for tensors that kernels do not take.
+        reason: why there is no kernel.
+    """
+
+    cpu: str | None
     cuda: str
     otherwise: str
+    reason: str = ""
 
+
+_IN_CACHE = "the reference works on parts that stay in a core's cache"
 
 OPERATORS: Mapping[str, Implementations] = MappingProxyType(
     {
-        # name in torch.ops.halfstep: C++ on CPU, Triton on CUDA, other devices and tensors that kernels do not take
-        "norms": Implementations("native.calls.norms", "triton.norms.norms", "eager.norms"),
-        "judge": Implementations("native.calls.check_norms", "triton.norms.check_norms", "reference.operators"),
-        "advance_": Implementations("native.calls.advance_", "triton.norms.advance_", "torch's operators (scale.rule)"),
-        "adam_": Implementations("native.calls.adam_", "triton.updates.adam_", "the optimizer's own step"),
-        "sgd_": Implementations("native.calls.sgd_", "triton.updates.sgd_", "the optimizer's own step"),
-        "lion_": Implementations("native.calls.lion_", "triton.updates.lion_", "the optimizer's own step"),
-        "exponents_": Implementations(
-            "native.calls.exponents_", "triton.exponents.exponents_", "reference.exponents.count_"
-        ),
-        "losses": Implementations(
-            "- the reference works on parts that stay in the cache", "triton.loss.losses", "reference.cross_entropy"
-        ),
-        "slope": Implementations(
-            "- the reference works on parts that stay in the cache", "triton.loss.gradient", "reference.cross_entropy"
-        ),
+        "norms": Implementations("norms", "triton.norms.norms", "eager.norms"),
+        "judge": Implementations("check_norms", "triton.norms.check_norms", "reference.operators"),
+        "advance_": Implementations("advance_", "triton.norms.advance_", "torch's operators in scale.rule"),
+        "adam_": Implementations("adam_", "triton.updates.adam_", "the optimizer's own step"),
+        "sgd_": Implementations("sgd_", "triton.updates.sgd_", "the optimizer's own step"),
+        "lion_": Implementations("lion_", "triton.updates.lion_", "the optimizer's own step"),
+        "exponents_": Implementations("exponents_", "triton.exponents.exponents_", "reference.exponents"),
+        "losses": Implementations(None, "triton.loss.losses", "reference.cross_entropy", _IN_CACHE),
+        "slope": Implementations(None, "triton.loss.gradient", "reference.cross_entropy", _IN_CACHE),
     }
 )
+"""Operator of torch.ops.halfstep -> what implements it."""
 
 KERNEL_TYPES = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})
 """Exact tensor types that kernels take; other subclasses may be sharded, or consist of several tensors."""
@@ -104,8 +108,8 @@ def _loaded(device: str) -> str:
         except OSError as error:  # a full disk, a file taken away
             return f"the kernels could not be compiled: {error}"
         for operator, row in OPERATORS.items():
-            if not row.cpu.startswith("-"):
-                ops.LIBRARY.impl(operator, getattr(kernels, row.cpu.rpartition(".")[2]), "CPU")
+            if row.cpu is not None:
+                ops.LIBRARY.impl(operator, getattr(kernels, row.cpu), "CPU")
         return ""
     if device == "cuda":
         if not torch.cuda.is_available():

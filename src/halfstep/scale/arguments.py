@@ -133,7 +133,7 @@ def map_losses(value: Any, function: Callable[[Tensor], Tensor], where: str = "o
         return function(value)
     if (node := opened(value)) is not None:
         named, rebuild = node
-        return rebuild([map_losses(item, function, where + way) for way, item in named])
+        return rebuild([map_losses(item, function, where + place) for place, item in named])
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return [map_losses(item, function, f"{where}[{index}]") for index, item in enumerate(value)]
     raise ScaleError(

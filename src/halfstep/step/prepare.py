@@ -30,8 +30,8 @@ from halfstep.step.precise import low_places, put_back
 from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.attachment import refuse_wrapper
-from halfstep.weights.by_hand import beyond
 from halfstep.weights.states import LowStates
+from halfstep.weights.store import beyond
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
 

@@ -5,7 +5,7 @@ value is computed from them, the optimizer steps it, and it is packed again. So 
 for these values and 4 for their gradients, freed when it ends. During the update `split` and `kahan` need 2 bytes more
 than `master`, otherwise 2 less (`stochastic` as many, and 4 less), in particular when activations are at their peak.
 
-After a manual write into a low weight (note [changes by hand] in `by_hand`) the second part of the whole parameter
+After a manual write into a low weight (note [changes by hand] in `store`) the second part of the whole parameter
 becomes zero, because the written elements are unknown.
 """
 
