@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfstep.kernels import ops, triton
+from halfstep.kernels import ops
+from halfstep.kernels.choose import load_kernels
 from halfstep.tasks import machine
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -98,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     chosen = parser.parse_args()
-    if reason := triton.why_not():
+    if reason := load_kernels("cuda"):
         raise SystemExit(f"these are kernels for CUDA, and {reason}")
     numbers = {}
     for name, (run, moved) in cases("cuda").items():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import WeightsError
-from halfstep.kernels.reference.updates import lion_
+from halfstep.kernels.reference.operators import lion_
 
 __all__ = ["Lion"]
 
@@ -18,7 +18,7 @@ __all__ = ["Lion"]
 class Lion(Optimizer):
     """Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv 2302.06675).
 
-    One state a parameter where AdamW has two. Its steps all have the size of `lr`, so that wants to be 3 to 10 times
+    One state a parameter where AdamW has two. Its steps all have the size of `lr`, which should be 3 to 10 times
     smaller than AdamW's, and `weight_decay` as much larger. Skips on the device (``grad_scale``, ``found_inf``) as
     torch's fused optimizers do; in `TrainStep` it is one operator.
 
@@ -75,11 +75,11 @@ class Lion(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         momentum = state["exp_avg"]
         factor = torch.ones((), device=gradient.device) if scale is None else 1 / scale.to(gradient.device)
-        weight, held = (parameter, momentum) if bad is None else (parameter.clone(), momentum.clone())
+        weight, moved = (parameter, momentum) if bad is None else (parameter.clone(), momentum.clone())
         rate, decay, maximize = float(group["lr"]), group["weight_decay"], group["maximize"]
         first, second = group["betas"]
-        lion_(weight, None, held, gradient, factor, (None, None), "plain", rate, first, second, decay, maximize)
+        lion_(weight, None, moved, gradient, factor, (None, None), "plain", rate, first, second, decay, maximize)
         if bad is not None:
             keep = bad.to(gradient.device) != 0
             parameter.copy_(torch.where(keep, parameter, weight))
-            momentum.copy_(torch.where(keep, momentum, held))
+            momentum.copy_(torch.where(keep, momentum, moved))

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import FormatError
-from halfstep.kernels import choose as pick
-from halfstep.kernels import native, ops
+from halfstep.kernels import choose, ops
+from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.reference import exponents
-from tests.kernels.exponent_cases import DTYPES, tensors
+from tests.kernels.cases import DTYPES, counted_tensors
 
-REASON = native.why_not()
+REASON = load_kernels("cpu")
 compiled = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
@@ -26,7 +26,7 @@ def by_torch(given: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 5, 4096, 4099, 70_001])
 def test_the_compiled_kernel_gives_the_rows_of_torch_s_operators(dtype: torch.dtype, size: int) -> None:
-    given = tensors(dtype, size)
+    given = counted_tensors(dtype, size)
     rows = exponents.rows(len(given), "cpu")
     for _ in range(2):
         ops.exponents_(rows, given)
@@ -39,7 +39,7 @@ def test_the_compiled_kernel_gives_the_rows_of_torch_s_operators(dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 5000])
 def test_the_fast_way_on_a_cpu_gives_the_rows_of_float64_s(dtype: torch.dtype, size: int) -> None:
-    given = tensors(dtype, size)
+    given = counted_tensors(dtype, size)
     wide = [x.to(torch.float64) for x in given]  # exact; they go the way of every other device
     assert torch.equal(by_torch(given), by_torch(wide))
 
@@ -47,7 +47,7 @@ def test_the_fast_way_on_a_cpu_gives_the_rows_of_float64_s(dtype: torch.dtype, s
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
-    given = tensors(dtype, 100_001)
+    given = counted_tensors(dtype, 100_001)
     expected = by_torch(given)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -79,14 +79,14 @@ def sum_of_rows(given: tuple[Tensor, ...]) -> Tensor:
 def test_thousands_of_tensors_are_counted_at_once() -> None:
     given = [torch.randn(1 + n % 7).to(DTYPES[n % 4]) for n in range(2000)]
     rows = exponents.rows(len(given), "cpu")
-    pick.count_exponents_(rows, given)
+    choose.count_exponents_(rows, given)
     assert torch.equal(rows, by_torch(given))
 
 
 def test_no_tensors_and_no_elements_are_no_counts() -> None:
     rows = exponents.rows(1, "cpu")
-    pick.count_exponents_(rows[:0], [])
-    pick.count_exponents_(rows, [torch.empty(0)])
+    choose.count_exponents_(rows[:0], [])
+    choose.count_exponents_(rows, [torch.empty(0)])
     assert not rows.any()
 
 
@@ -100,10 +100,10 @@ def test_fake_tensors_know_the_shape() -> None:
 
     with FakeTensorMode():
         row = ops.exponents(torch.ones(3))
-        pick.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(3)])
+        choose.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(3)])
     assert (row.shape, row.dtype) == ((exponents.ROW,), torch.int64)
 
 
 def test_rows_and_tensors_are_on_one_device() -> None:
     with pytest.raises(FormatError, match="on meta cannot be counted in rows on cpu"):
-        pick.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(1, device="meta")])
+        choose.count_exponents_(exponents.rows(1, "cpu"), [torch.ones(1, device="meta")])

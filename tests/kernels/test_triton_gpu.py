@@ -8,13 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from halfstep.kernels import ops, triton
-from halfstep.kernels.reference import exponents, updates
-from halfstep.kernels.reference import primitives as reference
-from tests.kernels.exponent_cases import DTYPES, tensors
-from tests.kernels.triton_cases import (
+from halfstep.kernels import ops
+from halfstep.kernels.choose import load_kernels
+from halfstep.kernels.reference import exponents
+from halfstep.kernels.reference import operators as reference
+from tests.kernels.cases import (
     BF16,
     COMBINATIONS,
+    DTYPES,
     FP16,
     FP32,
     OPTIONS,
@@ -23,6 +24,7 @@ from tests.kernels.triton_cases import (
     assert_is_reference,
     assert_same,
     case,
+    counted_tensors,
     expect,
     run,
 )
@@ -36,7 +38,7 @@ SIZES = (1, 1030, 4096, 100_003, 0)
 
 @pytest.fixture(autouse=True)
 def usable() -> None:
-    assert triton.why_not() == ""
+    assert load_kernels("cuda") == ""
 
 
 @contextmanager
@@ -83,17 +85,17 @@ def test_norms_and_verdict_on_a_gpu_are_right() -> None:
     exact = torch.stack([t.double().norm().float() for t in tensors])
     torch.testing.assert_close(found.cpu(), exact, rtol=2**-21, atol=0)
     assert torch.equal(found, ops.norms(there))
-    verdict = ops.judge(found, torch.tensor(8.0, device="cuda"), 1.0)
-    expected = updates.judge(found.cpu(), torch.tensor(8.0), 1.0)
+    verdict = ops.check_norms(found, torch.tensor(8.0, device="cuda"), 1.0)
+    expected = reference.check_norms(found.cpu(), torch.tensor(8.0), 1.0)
     for one, other in zip(verdict, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=2**-22, atol=0)
     there[-1][5] = torch.inf
-    assert ops.judge(ops.norms(there), None, None)[1]
+    assert ops.check_norms(ops.norms(there), None, None)[1]
 
 
 def tail(given: Case) -> None:
     """Make a step as a training step does: norms, verdict, update."""
-    _, given.bad, given.factor = ops.judge(ops.norms(given.gradients), None, 1.0)
+    _, given.bad, given.factor = ops.check_norms(ops.norms(given.gradients), None, 1.0)
     run(ops.adam_, given, ADAMW.numbers)
 
 
@@ -129,7 +131,10 @@ def test_a_captured_step_replays_with_new_gradients() -> None:
         expected.factor = given.factor.cpu()  # its norm may differ by an ulp from the reference's
         assert not given.bad
         torch.testing.assert_close(
-            updates.judge(reference.norms(expected.gradients), None, 1.0)[2], expected.factor, rtol=2**-20, atol=0
+            reference.check_norms(reference.norms(expected.gradients), None, 1.0)[2],
+            expected.factor,
+            rtol=2**-20,
+            atol=0,
         )
         expect("adam", expected, ADAMW.numbers)
         assert_same(given, expected)
@@ -157,7 +162,7 @@ def test_the_device_need_not_be_the_current_one() -> None:
 
 
 def test_exponents_on_a_gpu_are_counted_as_on_a_cpu_and_without_a_wait() -> None:
-    given = [x for dtype in DTYPES for size in (5, 70_001, 0) for x in tensors(dtype, size)]
+    given = [x for dtype in DTYPES for size in (5, 70_001, 0) for x in counted_tensors(dtype, size)]
     there = [x.cuda() for x in given]
     rows, found = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cuda")
     exponents.count_(rows, given)

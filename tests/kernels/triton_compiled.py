@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from halfstep.kernels.reference.exponents import ROW, TOP
-from halfstep.kernels.triton import exponents, norms, update_kernels, updates
-from halfstep.kernels.triton.launch import FAITHFUL
+from halfstep.kernels.triton import exponents, norms, updates
+from halfstep.kernels.triton.tables import FAITHFUL
 
 POINTERS = {
     **dict.fromkeys(("rows", "chunks", "draws", "ends", "out"), "*i64"),
@@ -66,14 +66,14 @@ def report(ptx: str, wide_loads: int) -> dict[str, int]:
 def main() -> None:
     found = {}
     for name, capability, wide_loads, kinds in CASES:
-        ptx = compiled(update_kernels.update_kernel, capability, 8, {**KINDS, **kinds})
+        ptx = compiled(updates.update_kernel, capability, 8, {**KINDS, **kinds})
         found[f"{name}, sm_{capability}"] = report(ptx, wide_loads)
     squares = {"KIND": "bf16", "ALIGNED": True, "CHUNK": 8 * norms.BLOCK, "BLOCK": norms.BLOCK}
     found["squares"] = report(compiled(norms.squares_kernel, 90, 8, squares), 1)
     counts = {"FEW": updates.FEW, "BITS": updates.BITS, "rate": None}
-    found["count"] = report(compiled(update_kernels.count_kernel, 90, 4, counts), 0)
+    found["count"] = report(compiled(updates.count_kernel, 90, 4, counts), 0)
     found["norms"] = report(compiled(norms.norms_kernel, 90, 4, {"MANY": norms.MANY}), 0)
-    found["judge"] = report(compiled(norms.judge_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
+    found["check"] = report(compiled(norms.check_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
     for kind in ("fp32", "bf16", "fp64"):
         sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": exponents.BLOCK, "ROW": ROW, "TOP": TOP}
         ptx = compiled(exponents.exponents_kernel, 90, 8, {"KIND": kind, "ALIGNED": True, **sizes})

@@ -5,6 +5,7 @@ Whether Triton interprets or compiles is settled when it is imported, for the wh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -13,16 +14,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
-from halfstep.kernels.reference import updates
+from halfstep.kernels.reference import exponents
+from halfstep.kernels.reference import operators as reference
+from halfstep.kernels.reference.cross_entropy import shares
+from halfstep.kernels.triton import exponents as exponent_launchers
+from halfstep.kernels.triton import loss as loss_launchers
 from halfstep.kernels.triton import norms as norm_launchers
 from halfstep.kernels.triton import tables, words
 from halfstep.kernels.triton import updates as launchers
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 from halfstep.scale.rule import advance, initial_state, state_to_host
-from tests.kernels.triton_cases import (
+from tests.kernels.cases import (
     BF16,
     COMBINATIONS,
+    DTYPES,
     FORMS,
     FP16,
     FP32,
@@ -31,6 +38,7 @@ from tests.kernels.triton_cases import (
     assert_is_reference,
     assert_same,
     case,
+    counted_tensors,
     expect,
     run,
 )
@@ -233,8 +241,8 @@ def test_the_verdict_is_the_reference_s_to_an_ulp_of_its_norm(
 ) -> None:
     norms = torch.rand(count) * 1000
     unscale = None if divisor is None else torch.tensor(divisor)
-    norm, bad, factor = norm_launchers.judge(norms, unscale, clip_norm)
-    expected = updates.judge(norms, unscale, clip_norm)
+    norm, bad, factor = norm_launchers.check_norms(norms, unscale, clip_norm)
+    expected = reference.check_norms(norms, unscale, clip_norm)
     assert ulps(norm, expected[0]) <= 1
     assert not bad
     torch.testing.assert_close(factor, expected[2], rtol=2**-22, atol=0)
@@ -244,7 +252,7 @@ def test_the_verdict_is_the_reference_s_to_an_ulp_of_its_norm(
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_verdict_on_what_is_not_finite_is_bad(value: float) -> None:
-    norm, bad, _ = norm_launchers.judge(torch.tensor([1.0, value]), torch.tensor(2.0), 1.0)
+    norm, bad, _ = norm_launchers.check_norms(torch.tensor([1.0, value]), torch.tensor(2.0), 1.0)
     assert bad and not norm.isfinite()
 
 
@@ -260,6 +268,86 @@ def test_the_scale_moves_as_the_pure_rule_moves_it(found: Tensor, scale: float, 
             state.scale, state.good, state.bad, state.alarm, found, growth, backoff, 2, rule.floor, rule.ceiling
         )
         assert state_to_host(state) == state_to_host(want)
+
+
+# ------------------------------------------------------------------ exponents
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 2048, 5001])
+def test_exponents_are_those_of_torch_s_operators(dtype: torch.dtype, size: int) -> None:
+    given = counted_tensors(dtype, size)
+    rows, expected = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cpu")
+    for _ in range(2):
+        exponent_launchers.exponents_(rows, given)
+        exponents.count_(expected, given)
+    assert torch.equal(rows, expected)
+
+
+def test_tensors_of_all_formats_are_counted_together() -> None:
+    given = [x for dtype in DTYPES for x in counted_tensors(dtype, 31)]
+    rows, expected = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cpu")
+    exponent_launchers.exponents_(rows, given)
+    exponents.count_(expected, given)
+    assert torch.equal(rows, expected)
+
+
+def test_every_subnormal_power_of_two_and_its_neighbours_are_counted() -> None:
+    bits = torch.arange(1, 2**12, dtype=torch.int32)
+    powers = 2 ** torch.arange(12, 24)
+    around = torch.cat([bits, *(powers + n for n in (-1, 0, 1))]).to(torch.int32).view(torch.float32)
+    rows, expected = exponents.rows(1, "cpu"), exponents.rows(1, "cpu")
+    exponent_launchers.exponents_(rows, [around])
+    exponents.count_(expected, [around])
+    assert torch.equal(rows, expected)
+
+
+# ------------------------------------------------------------------ losses
+
+
+LOSSES = [*itertools.product((torch.bfloat16, torch.float16), (0.0, 0.3), (False, True), (5, 64, 77))]
+
+
+@pytest.mark.parametrize(("dtype", "smoothing", "weighted", "classes"), LOSSES)
+def test_losses_and_gradients_are_fp32_and_rounded_once(
+    dtype: torch.dtype, smoothing: float, weighted: bool, classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_launchers, "BLOCK", 32)  # several blocks a row
+    generator = torch.Generator().manual_seed(classes)
+    wider = (torch.randn(6, classes + 3, generator=generator) * 4).to(dtype)
+    logits = wider[:, :classes]  # rows that do not follow one another
+    logits[1, : classes // 2] = -float("inf")
+    target = torch.randint(classes // 2, classes, (6,), generator=generator)
+    target[2] = -100
+    weight = torch.rand(classes, generator=generator) if weighted else None
+    exact = logits.double().requires_grad_()
+    want = F.cross_entropy(
+        exact, target, None if weight is None else weight.double(), reduction="none", label_smoothing=smoothing
+    )
+    got = loss_launchers.losses(logits, target, weight, -100, smoothing)
+    assert got.dtype is torch.float32 and torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
+    seed = torch.randn(6, generator=generator)
+    kept = want.isfinite()  # smoothing makes the loss of a class that cannot be infinite
+    (true,) = torch.autograd.grad(want[kept], exact, seed.double()[kept])
+    share = shares(seed, target, weight, -100, smoothing, classes)
+    out = loss_launchers.gradient(logits, *share)
+    assert out.dtype is dtype and out.is_contiguous()
+    error = (out.double() - true).abs()[kept]
+    assert (error <= true.abs()[kept] * torch.finfo(dtype).eps * 0.51 + 1e-6).all()
+
+
+def test_a_target_that_is_no_class_gives_nan_and_nothing_is_read_there() -> None:
+    logits, target = torch.randn(3, 5).bfloat16(), torch.tensor([0, 9, -3])
+    losses = loss_launchers.losses(logits, target, None, -100, 0.0)
+    assert losses.isnan().tolist() == [False, True, True]
+    ones = torch.ones(3)
+    gradient = loss_launchers.gradient(logits, *shares(ones, target, None, -100, 0.0, 5))
+    assert gradient.isnan().all(1).tolist() == [False, True, True]
+
+
+def test_no_rows_have_no_losses() -> None:
+    empty = torch.empty(0, 5, dtype=torch.bfloat16)
+    assert loss_launchers.losses(empty, torch.empty(0, dtype=torch.long), None, -100, 0.0).shape == (0,)
 
 
 # ------------------------------------------------------------------ noise
@@ -279,7 +367,7 @@ def test_noise_is_the_reference_s_beyond_32_bits_of_position_too(seed: int) -> N
     out = torch.empty(16, dtype=torch.int32)
     for stream in range(3):
         noise_kernel[(1,)](draws, out, 9, STREAM=stream, COUNT=16)
-        expected = updates.noise(draws, 9, stream, 10)  # positions are counted modulo 2**32
+        expected = reference.noise(draws, 9, stream, 10)  # positions are counted modulo 2**32
         assert out[6:].tolist() == expected.tolist()
 
 

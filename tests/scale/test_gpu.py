@@ -7,7 +7,7 @@ import torch
 
 from halfstep.policy.scale_rule import SCALE_RULES
 from halfstep.scale import GradScaler
-from halfstep.scale.alarm import Watch
+from halfstep.scale.alarm import DelayedFlag
 from halfstep.scale.rule import advance_, initial_state
 from tests.scale.loops import INF
 
@@ -55,7 +55,7 @@ def test_a_captured_update_moves_the_scale_at_every_replay(name: str) -> None:
 
 
 def test_a_watch_answers_late() -> None:
-    watch, flag = Watch(), torch.ones((), dtype=torch.bool, device="cuda")
-    assert not watch.look(flag)
+    watch, flag = DelayedFlag(), torch.ones((), dtype=torch.bool, device="cuda")
+    assert not watch.read(flag)
     torch.cuda.synchronize()
-    assert watch.look(flag) is True
+    assert watch.read(flag) is True

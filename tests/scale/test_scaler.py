@@ -259,14 +259,14 @@ def test_a_skip_by_hand_leaves_nothing_stale() -> None:
     assert not scaler.skipped(optimizer)
 
 
-def test_the_optimizer_of_a_turn_is_freed_after_update() -> None:
+def test_an_optimizer_is_freed_after_update() -> None:
     scaler = GradScaler("cpu")
     optimizer: Any = torch.optim.SGD(parameters(), lr=0.1)
     one_step(scaler, optimizer)
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert gone() is None and len(scaler._verdicts) == 0
+    assert gone() is None
 
 
 @pytest.mark.parametrize("kind", ["sgd", "sgd-fused"])
@@ -297,7 +297,7 @@ def test_skipped_is_a_device_bool_valid_until_the_next_step(kind: str) -> None:
         ([torch.tensor(3, dtype=torch.int32), torch.tensor(0)], 0.5),
     ],
 )
-def test_recorded_verdicts_are_answered(flags: list[Tensor], factor: float) -> None:
+def test_recorded_flags_are_counted(flags: list[Tensor], factor: float) -> None:
     scaler = GradScaler("cpu", init_scale=64.0)
     with waits(0):
         for flag in flags:
@@ -308,7 +308,7 @@ def test_recorded_verdicts_are_answered(flags: list[Tensor], factor: float) -> N
         scaler.update()
 
 
-def test_recorded_and_own_verdicts_go_together() -> None:
+def test_recorded_and_own_flags_go_together() -> None:
     scaler, params = GradScaler("cpu", init_scale=64.0), parameters()
     optimizer = torch.optim.SGD(params, lr=0.1)
     backward(scaler, params)
@@ -322,7 +322,7 @@ def test_recorded_and_own_verdicts_go_together() -> None:
         assert text in str(caught.value)
 
 
-def test_a_recorded_verdict_reaches_the_alarm_with_names() -> None:
+def test_a_recorded_flag_reaches_the_alarm_with_names() -> None:
     scaler = GradScaler("cpu", init_scale=1.0, floor=1.0)
     params = parameters(1)
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -393,7 +393,7 @@ def test_fakes_on_several_devices_never_wait() -> None:
         assert [str(loss.device) for loss in scaled] == ["cuda:0", "cpu", "cuda:1"]
         scaler.unscale_(optimizer)
         scaler.record(torch.zeros((), device="cuda:1"))
-        verdict = scaler._turns.verdict()
+        verdict = scaler._iteration.found()
         assert verdict is not None and str(verdict.device) == "cuda:0"
         scaler.update()
         assert str(scaler.scale_on("cuda:1").device) == "cuda:1"

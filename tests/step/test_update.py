@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.kernels.choose import cannot_update
-from halfstep.kernels.reference.primitives import split_bf16
+from halfstep.kernels.reference.operators import split_bf16
 from halfstep.step import update
 from halfstep.step.prepare import store_of
 from halfstep.weights import SplitWeights

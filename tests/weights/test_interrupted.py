@@ -82,7 +82,7 @@ def test_after_any_line_every_parameter_is_trained(master: str, what: str) -> No
         frozen = [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
         assert not frozen, at
         store = store_of(model)
-        assert store is not None and not store.substituted and not store.busy()
+        assert store is not None and not store.substituted and not store.cannot_update()
         at += 3
     assert cuts > 10
 
@@ -101,5 +101,5 @@ def test_masters_that_nothing_was_written_to_are_dropped_without_a_write() -> No
         optimizer.step()
     handle.remove()
     versions = [p._version for p in model.parameters()]
-    assert store.heal(write_back=False) and not store.heal()
+    assert store.restore(write_back=False) and not store.restore()
     assert [p._version for p in model.parameters()] == versions

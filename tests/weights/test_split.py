@@ -19,11 +19,11 @@ STEPS = 5_000
 class HalfUpMasters(MasterWeights):
     """Masters whose low weights round as `split` does."""
 
-    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
-        super()._begin(key, parameter)
+    def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
+        super()._adopt(key, parameter)
         return split_bf16(self._masters[key])[0]
 
-    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
+    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         for key in keys:
             self._parameters[key].copy_(split_bf16(self._masters[key])[0])
         return keys

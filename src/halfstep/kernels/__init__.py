@@ -1,5 +1,1 @@
-"""Numeric primitives: one meaning (`reference`), fast twins, and `pick`, which chooses."""
-
-from halfstep.kernels.choose import norms_for, total_norm
-
-__all__ = ["norms_for", "total_norm"]
+"""Numeric operators: a reference in plain PyTorch, and backends native (C++), triton (CUDA) and eager (torch)."""

@@ -1,67 +1,210 @@
-"""Which twin runs: chosen by what the tensors are and what the machine has."""
+"""Which implementation of an operator runs: the table `OPERATORS`, and the functions that choose by device and tensor.
+
+The functions take tensors and call an operator of `kernels.ops` where its kernels can be used, else the implementation
+in the column `otherwise`. `why_no_kernels` and `cannot_update` return the reason as a sentence.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from halfstep.errors import FormatError
-from halfstep.kernels import native, ops, triton
-from halfstep.kernels.eager import foreach, sharded
-from halfstep.kernels.reference import exponents, updates
-from halfstep.kernels.reference import primitives as reference
-from halfstep.kernels.reference.primitives import total_norm
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
+from halfstep.kernels import ops, triton
+from halfstep.kernels.eager import norms as eager_norms
+from halfstep.kernels.eager.torch_fused import is_dense
+from halfstep.kernels.native.calls import Kernels
+from halfstep.kernels.native.compiler import Unavailable, library
+from halfstep.kernels.reference import cross_entropy, exponents
+from halfstep.kernels.reference import operators as reference
 from halfstep.kernels.watched import WatchedParameter
 
-FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats whose norm fp32 holds to its own accuracy
-PLAIN = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})  # others may be sharded, or many tensors
+__all__ = [
+    "KERNEL_TYPES",
+    "OPERATORS",
+    "Implementations",
+    "cannot_update",
+    "check_norms",
+    "count_exponents_",
+    "kernels_take_logits",
+    "load_kernels",
+    "losses",
+    "norms_for",
+    "rounded_gradient",
+    "why_no_kernels",
+]
 
-ENGINES: Mapping[str, Callable[[], str]] = {"cpu": native.why_not, "cuda": triton.why_not}
-"""Device type -> why its operators cannot be used, "" if they can; asking registers them."""
 
-__all__ = ["cannot_update", "count_exponents_", "judge_for", "norms_for", "total_norm", "why_not"]
+class Implementations(NamedTuple):
+    """Functions below `halfstep.kernels` that implement one operator.
+
+    Attributes:
+        cpu: a method of `native.calls.Kernels`, or None for `reason`.
+        cuda: a function in Triton.
+        otherwise: what runs on other devices, and for tensors that kernels do not take.
+        reason: why there is no kernel.
+    """
+
+    cpu: str | None
+    cuda: str
+    otherwise: str
+    reason: str = ""
 
 
-def why_not(tensor: Tensor) -> str:
-    """Return why the operators of `ops` cannot be used where `tensor` is, in one sentence; "" if they can."""
+_IN_CACHE = "the reference works on parts that stay in a core's cache"
+
+OPERATORS: Mapping[str, Implementations] = MappingProxyType(
+    {
+        "norms": Implementations("norms", "triton.norms.norms", "eager.norms"),
+        "judge": Implementations("check_norms", "triton.norms.check_norms", "reference.operators"),
+        "advance_": Implementations("advance_", "triton.norms.advance_", "torch's operators in scale.rule"),
+        "adam_": Implementations("adam_", "triton.updates.adam_", "the optimizer's own step"),
+        "sgd_": Implementations("sgd_", "triton.updates.sgd_", "the optimizer's own step"),
+        "lion_": Implementations("lion_", "triton.updates.lion_", "the optimizer's own step"),
+        "exponents_": Implementations("exponents_", "triton.exponents.exponents_", "reference.exponents"),
+        "losses": Implementations(None, "triton.loss.losses", "reference.cross_entropy", _IN_CACHE),
+        "slope": Implementations(None, "triton.loss.gradient", "reference.cross_entropy", _IN_CACHE),
+    }
+)
+"""Operator of torch.ops.halfstep -> what implements it."""
+
+KERNEL_TYPES = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})
+"""Exact tensor types that kernels take; other subclasses may be sharded, or consist of several tensors."""
+
+_LOCK = threading.Lock()
+
+
+# ------------------------------------------------------------------ loading
+
+
+def load_kernels(device: str) -> str:
+    """Register the kernels of a device type; return "" if they can be used, else the reason in one sentence.
+
+    On a CPU the first call compiles them, which takes about a second, unless the user's cache has them.
+    """
+    if device == "cpu" and os.environ.get("HALFSTEP_NATIVE") == "0":
+        return "the environment variable HALFSTEP_NATIVE is 0"
+    with _LOCK:
+        return _loaded(device)
+
+
+@cache
+def _loaded(device: str) -> str:
+    if device == "cpu":
+        try:
+            kernels = Kernels(library())
+        except Unavailable as error:
+            return str(error)
+        except OSError as error:  # a full disk, a file taken away
+            return f"the kernels could not be compiled: {error}"
+        for operator, row in OPERATORS.items():
+            if row.cpu is not None:
+                ops.LIBRARY.impl(operator, getattr(kernels, row.cpu), "CPU")
+        return ""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        if reason := triton.unsupported():
+            return reason
+        for operator, row in OPERATORS.items():
+            ops.LIBRARY.impl(operator, _imported_when_called(row.cuda), "CUDA")
+        return ""
+    return f"there are no kernels for the device type {device!r}"
+
+
+def _imported_when_called(path: str) -> Callable[..., Any]:
+    """Return the function at a path of `OPERATORS`; Triton is imported by the first call."""
+    module, _, name = path.rpartition(".")
+
+    @cache
+    def function() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(import_module(f"halfstep.kernels.{module}"), name)
+        return found
+
+    def operator(*args: Any) -> Any:
+        return function()(*args)
+
+    operator.__name__ = name
+    return operator
+
+
+def why_no_kernels(tensor: Tensor) -> str:
+    """Return why there are no kernels on the device of `tensor`, in one sentence; "" if there are, loaded."""
     device = tensor.device.type
     if type(tensor) is FakeTensor and device == "cuda" and triton.installed():  # nothing runs, so no device is needed
         return ""
-    ask = ENGINES.get(device)
-    return f"there are no kernels for the device type {device!r}" if ask is None else ask()
+    return load_kernels(device)
+
+
+def cannot_update(parameters: Sequence[Tensor]) -> str:
+    """Return why the update operators cannot take `parameters`, at least one; "" if they can."""
+    device = parameters[0].device
+    for parameter in parameters:
+        if (
+            type(parameter) not in KERNEL_TYPES
+            or parameter.layout is not torch.strided
+            or parameter.dtype not in POLICY_DTYPES
+        ):
+            return f"a parameter is a {type(parameter).__name__} of {parameter.dtype}, {parameter.layout}"
+        if parameter.device != device:
+            return f"parameters are on {device} and on {parameter.device}"
+        if not parameter.is_contiguous() and not is_dense(parameter):
+            return "a parameter has gaps in memory, or shares elements with itself"
+    return why_no_kernels(parameters[0])
+
+
+# ------------------------------------------------------------------ operators
 
 
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass.
 
-    Of sharded ones (DTensor) the norm of the whole; beside those it is collective over their meshes, and a plain
-    tensor that is not finite on one rank has the norm nan on the others.
+    Of a sharded tensor (DTensor) the norm of the whole; with one among them the call is collective over its mesh, and
+    a plain tensor that is not finite on one rank has the norm nan on the others.
     """
     if not tensors:
         return reference.norms(tensors)
-    first = tensors[0].device
-    uniform = all(t.device == first and t.layout is torch.strided and t.dtype in FLOATS and t.numel() for t in tensors)
-    if uniform and all(type(t) in PLAIN and _dense(t) for t in tensors) and not why_not(tensors[0]):
+    device = tensors[0].device
+    uniform = kernels = True  # uniform: torch's multi-tensor operators take them
+    for tensor in tensors:
+        if (
+            tensor.device != device
+            or tensor.layout is not torch.strided
+            or tensor.dtype not in POLICY_DTYPES
+            or not tensor.numel()
+        ):
+            uniform = kernels = False
+            break
+        if type(tensor) not in KERNEL_TYPES or not (tensor.is_contiguous() or is_dense(tensor)):
+            kernels = False
+    if kernels and not why_no_kernels(tensors[0]):
         norms: Tensor = ops.norms(list(tensors))
         return norms
     if any(hasattr(t, "device_mesh") for t in tensors):
-        return sharded.norms(tensors, norms_for)
-    return foreach.norms(tensors) if uniform else reference.norms(tensors)
+        return eager_norms.sharded_norms(tensors, norms_for)
+    return eager_norms.norms(tensors) if uniform else reference.norms(tensors)
 
 
-def judge_for(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norm, verdict and factor of a step: `updates.judge`."""
-    if type(norms) not in PLAIN or norms.dtype is not torch.float32 or why_not(norms):
-        return updates.judge(norms, divisor, clip_norm)
-    verdict: tuple[Tensor, Tensor, Tensor] = ops.judge(norms, divisor, clip_norm)
-    return verdict
+def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return total norm, whether it is not finite, and the factor of the update: `reference.operators.check_norms`."""
+    if type(norms) not in KERNEL_TYPES or norms.dtype is not torch.float32 or why_no_kernels(norms):
+        return reference.check_norms(norms, divisor, clip_norm)
+    found: tuple[Tensor, Tensor, Tensor] = ops.check_norms(norms, divisor, clip_norm)
+    return found
 
 
 def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Add the exponents of the n-th tensor to the n-th row: see `kernels.exponents`. Waits for nothing.
+    """Add the exponents of the n-th tensor to the n-th row (`reference.exponents`), without waiting for the device.
 
     Args:
         rows: (len(tensors), ROW) int64, contiguous.
@@ -78,37 +221,38 @@ def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
             )
     if not found:
         return
-    if all(type(tensor) in PLAIN for tensor in found):
-        why_not(found[0])  # to be asked is what makes the kernels take the operator over
+    if all(type(tensor) in KERNEL_TYPES for tensor in found):
+        load_kernels(rows.device.type)  # without kernels the operator runs the reference
         ops.exponents_(rows, found)
     else:
         exponents.count_(rows, found)
 
 
-def cannot_update(parameters: Sequence[Tensor]) -> str:
-    """Return why `ops` cannot work on `parameters`; "" if it can. On CPU the first question may take a second.
-
-    Args:
-        parameters: at least one.
-    """
-    device = parameters[0].device
-    for parameter in parameters:
-        if type(parameter) not in PLAIN or parameter.layout is not torch.strided or parameter.dtype not in FLOATS:
-            return f"a parameter is a {type(parameter).__name__} of {parameter.dtype}, {parameter.layout}"
-        if parameter.device != device:
-            return f"parameters are on {device} and on {parameter.device}"
-        if not _dense(parameter):
-            return "a parameter has gaps in memory, or shares elements with itself"
-    return why_not(parameters[0])
+def kernels_take_logits(logits: Tensor) -> bool:
+    """Return whether the loss kernels take these logits: low ones (N, C) on CUDA whose classes are contiguous."""
+    return (
+        logits.device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and type(logits) in KERNEL_TYPES
+        and logits.dtype in LOW_DTYPES
+        and logits.dim() == 2
+        and logits.stride(1) == 1
+        and not torch._C._are_functorch_transforms_active()
+        and not why_no_kernels(logits)
+    )
 
 
-def _dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill a stretch of memory, each once, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    reach = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != reach:
-            return False
-        reach *= size
-    return True
+def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
+    """Return the loss of every target, wide: `reference.cross_entropy.losses`."""
+    if kernels_take_logits(logits):
+        found: Tensor = ops.losses(logits, target, weight, ignored, smoothing)
+        return found
+    return cross_entropy.losses(logits, target, weight, ignored, smoothing)
+
+
+def rounded_gradient(logits: Tensor, share: cross_entropy.Shares) -> Tensor:
+    """Return the gradient of `logits` in their format, rounded once; without kernels `logits` are overwritten."""
+    if kernels_take_logits(logits):
+        found: Tensor = ops.logits_gradient(logits, *share)
+        return found
+    return cross_entropy.gradient_into(logits, logits, share)

@@ -1,28 +1,28 @@
-"""The tail's operators, `torch.ops.halfstep.*`: each reads every byte once and writes it once.
+"""Schemas of halfstep's operators, `torch.ops.halfstep.*`: norms and their check, updates, loss scale, counts, losses.
 
-They are operators of torch's dispatcher so that whoever watches it sees them: counters, fake tensors, profilers. Their
-schemas say what they read and write. `native` carries them out on CPU and `triton` on CUDA; what they compute is said
-in `reference`. Who calls them asks `pick.cannot_update` first.
+They are operators of torch's dispatcher, so counters, fake tensors and profilers see them; each schema states what is
+read and written. `kernels.choose` has the table of their implementations, `kernels.reference` computes the same in
+plain PyTorch. Call `choose.cannot_update` before an update operator.
 
-Note [forms]: where the precise value of a parameter lives, told by `form`; `weights` and `beside` are lists.
+Note [forms]: where the fp32 value of a parameter is stored, named by `form`; `weights` and `beside` are lists.
 
     form        weights             beside              value
     plain       fp32, bf16, fp16    (empty)             the weight
     copy        fp32                bf16 or fp16        the weight; `beside` gets it rounded half to even
-    split       bf16                int16               both halves (`reference.join_bf16`), rounded half up
+    split       bf16                int16               both halves (`join_bf16`), rounded half up
     kahan       bf16 or fp16        as weights          their sum, renormalised after the update
     stochastic  bf16                (empty)             the weight, rounded stochastically
 
-Note [tensors]: the n-th tensors of all lists belong to one parameter: same shape, dense without overlap or gaps, same
-strides, so that kernels may walk memory. All on one device. Gradients are fp32, bf16 or fp16 and finite where `bad` is
-False; states are fp32, or bf16 and then rounded stochastically. Arithmetic is fp32 throughout, in `reference`'s order.
+Note [tensors]: the n-th tensors of all lists belong to one parameter: same shape, same strides, dense without overlap
+or gaps, so that kernels can walk memory. All are on one device. Gradients are fp32, bf16 or fp16, and finite where
+`bad` is False; states are fp32, or bf16 and then rounded stochastically. Arithmetic is fp32, in the reference's order.
 
-Note [noise]: stochastic rounding draws from a counter, not from a generator: `draws` holds (seed, count), int64 on the
-device, and element i of parameter n, stream s (0 weight, 1 first state, 2 second) gets the upper 16 bits of
-``mix(mix(key) ^ mix(i))`` (see `reference.noise`). The operators read `draws`; the caller counts on.
+Note [noise]: stochastic rounding takes its bits from a counter: `draws` holds (seed, count), int64 on the device, and
+element i of parameter n, stream s (0 weight, 1 first state, 2 second) gets the upper 16 bits of
+``mix(mix(key) ^ mix(i))`` (`reference.operators.noise`). The operators read `draws`; the caller increments the count.
 
-Two operators only look: `exponents_` adds the elements of each tensor to its row (`kernels.exponents` says what a row
-is), `exponents` returns the row of one tensor. They run everywhere, by torch's operators where there are no kernels.
+`exponents_` and `exponents` only read: they count the elements of tensors by exponent (`reference.exponents`), on every
+device, by torch's operators where no kernels are loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,20 @@ from torch import Tensor
 
 from halfstep.kernels.reference.exponents import ROW, count_, parts, rows
 
-__all__ = ["FORMS", "adam_", "advance_", "exponents", "exponents_", "judge", "lion_", "norms", "sgd_"]
+__all__ = [
+    "FORMS",
+    "LIBRARY",
+    "adam_",
+    "advance_",
+    "check_norms",
+    "exponents",
+    "exponents_",
+    "lion_",
+    "logits_gradient",
+    "losses",
+    "norms",
+    "sgd_",
+]
 
 FORMS = ("plain", "copy", "split", "kahan", "stochastic")
 
@@ -64,15 +77,19 @@ LIBRARY.define(
 )
 LIBRARY.define("exponents_(Tensor(a!) rows, Tensor[] tensors) -> ()")
 LIBRARY.define("exponents(Tensor x) -> Tensor")
+LIBRARY.define("losses(Tensor logits, Tensor target, Tensor? weight, int ignored, float smoothing) -> Tensor")
+LIBRARY.define("slope(Tensor logits, Tensor label, Tensor own, Tensor every, Tensor scale, Tensor? by_class) -> Tensor")
 
 norms = torch.ops.halfstep.norms.default
-judge = torch.ops.halfstep.judge.default
+check_norms = torch.ops.halfstep.judge.default
 advance_ = torch.ops.halfstep.advance_.default
 adam_ = torch.ops.halfstep.adam_.default
 sgd_ = torch.ops.halfstep.sgd_.default
 lion_ = torch.ops.halfstep.lion_.default
 exponents_ = torch.ops.halfstep.exponents_.default
 exponents = torch.ops.halfstep.exponents.default
+losses = torch.ops.halfstep.losses.default
+logits_gradient = torch.ops.halfstep.slope.default
 
 
 def _exponents(x: Tensor) -> Tensor:
@@ -88,31 +105,17 @@ LIBRARY.impl("exponents", _exponents, "CompositeExplicitAutograd")
 # ------------------------------------------------------------------ shapes, for fake tensors
 
 
-def _norms(gradients: list[Tensor]) -> Tensor:
-    return gradients[0].new_empty(len(gradients), dtype=torch.float32)
-
-
-def _judge(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _scalars(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
     return norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())
 
 
-def _row(x: Tensor) -> Tensor:
-    return x.new_empty(ROW, dtype=torch.int64)
-
-
-def _nothing(*args: object) -> None:
-    return None
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
-    "norms": _norms,
-    "judge": _judge,
-    "advance_": _nothing,
-    "adam_": _nothing,
-    "sgd_": _nothing,
-    "lion_": _nothing,
-    "exponents_": _nothing,
-    "exponents": _row,
+    "norms": lambda gradients: gradients[0].new_empty(len(gradients), dtype=torch.float32),
+    "judge": _scalars,
+    "exponents": lambda x: x.new_empty(ROW, dtype=torch.int64),
+    "losses": lambda logits, *rest: logits.new_empty(len(logits), dtype=torch.float32),
+    "slope": lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    **dict.fromkeys(("advance_", "adam_", "sgd_", "lion_", "exponents_"), lambda *args: None),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"halfstep::{_name}", _fake, lib=LIBRARY)

@@ -1,15 +1,15 @@
-"""Pages: memory that every training step on a CPU needs again stays mapped from step to step.
+"""Keep the memory pages of a training step on a CPU mapped from step to step.
 
 Note [pages]: glibc's malloc gives memory back to the system when a block of more than 32 MiB is freed, and when the
 top of its heap is free. A training step frees its activations and gradients and needs as much again a moment later;
-each page that was given back costs a fault and is filled with zeros anew. For blocks below 32 MiB this depends on what
-lies above them in the heap, hence on chance. While a training step is in use on a CPU, malloc keeps what is freed: no
+each page that was given back costs a fault and is zeroed again. For blocks below 32 MiB this depends on what happens to
+lie above them in the heap. While a training step is in use on a CPU, malloc keeps what is freed: no
 block is mapped by itself up to 2 GiB, and the top of the heap is not cut. When the last such step is gone, malloc
 returns free pages, and gives memory back as it does by default.
 
 The setting holds for the whole process, as malloc has no other. It begins after a step's first update: blocks allocated
-before it (the model, the optimizer's state) lie where they would lie without it, and the buffers of that update leave
-no holes between them, into which aligned blocks of the same size would not fit again.
+before it (the model, the optimizer's state) keep their places, and the buffers of that update leave no holes between
+them, into which aligned blocks of the same size would not fit again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Parameters that take note of what is done to them through ``.data``, which torch counts nowhere.
+"""Parameters that notice writes through ``.data``, which no version counter of torch counts.
 
-A write into a low weight rounds, and its fp32 value lies elsewhere; a module that is moved to another format or device
-gives its parameters other data. The class of such a parameter is swapped for a subclass whose ``data`` looks the same,
-but all of whose aliases share one version counter, and which tells an owner (a weight store) of data that is replaced.
+A weight store needs to notice them: a write into a low weight does not change its fp32 value, and a module that is
+moved to another format or device gives its parameters other data. The class of such a parameter becomes a subclass
+whose ``data`` aliases share one version counter, and which calls its owner (a store) when the data is replaced.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[att
 
 
 class Owner(Protocol):
-    """Who is told about a parameter."""
+    """What is called about a parameter."""
 
     def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
         """Return what becomes the data of `parameter` where a user sets it to `value`."""
 
     def data_written(self, name: str, *, copied: bool) -> None:
-        """Take note that a parameter, or a copy of it, was written through ``.data``, and is about to be again."""
+        """Note that a parameter, or a copy of it, was written through ``.data``, which is read again now."""
 
 
 class _Notes:
     """What is known of one parameter.
 
     Attributes:
-        owner: who is told.
+        owner: what is called.
         name: dotted name in the model.
         copied: whether this is a copy of the owner's parameter.
         alias: what every ``.data`` is an alias of, or None: its version counts writes.
-        seen: that version when it was last asked for.
+        seen: that version when it was last read.
         replaced: whether the data was replaced since.
     """
 
@@ -82,7 +82,7 @@ class WatchedParameter(nn.Parameter):
         _set(self, value)
 
     def written(self) -> bool:
-        """Return whether values were written through ``data`` since this was last asked."""
+        """Return whether values were written through ``data`` since this was last called."""
         notes = self.__dict__.get(NOTES)
         if notes is None or (notes.alias is None and not notes.replaced):
             return False
@@ -98,7 +98,7 @@ class WatchedParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """Return an alias that autograd does not see: a plain tensor, but for `nn.Parameter` when it makes another.
 
-        That wants the class of its argument, tells so by `_is_param`, and gets a plain parameter.
+        It requires the class of its argument, sets `_is_param`, and so gets a plain parameter.
         """
         alias = Tensor.detach(self)
         if not is_dynamo_compiling() and _getframe(1).f_code is MAKING:
@@ -131,7 +131,7 @@ class WatchedParameter(nn.Parameter):
 
 
 def watch(parameter: nn.Parameter, owner: Owner, name: str, *, copied: bool = False) -> None:
-    """Watch `parameter` for `owner`, if it is of torch's own class: others have ways of their own."""
+    """Watch `parameter` for `owner`, if it is of torch's own class."""
     if type(parameter) in {nn.Parameter, WatchedParameter}:
         parameter.__class__ = WatchedParameter
         parameter.__dict__[NOTES] = _Notes(weakref.ref(owner), name, copied=copied)

@@ -96,7 +96,7 @@ class ExponentSketch:
 
     @classmethod
     def from_rows(cls, rows: Tensor) -> list[ExponentSketch]:
-        """Return the sketches of rows of counts (`kernels.exponents`), (n, ROW) on the host.
+        """Return the sketches of rows of counts (`kernels.reference.exponents`), (n, ROW) on the host.
 
         Of the some 800 places of a row 50 are not zero.
         """

@@ -1,4 +1,4 @@
-"""What the scaler says when the scale cannot go lower and gradients are still not finite."""
+"""The alarm of a scaler: a flag on the device, and the message when gradients are bad at the lowest scale."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.host import peek
+from halfstep.kernels.native.calls import peek
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["Watch", "alarm_text", "raises"]
+__all__ = ["DelayedFlag", "alarm_text", "is_error"]
 
 
-def raises(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:
+def is_error(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:
     """Return whether the rule's alarm is an error: for the state `host`, or for any state if there is none."""
     impatient = rule.patience > 0 and (host is None or host["streak"] > rule.patience)
     return impatient or rule.at_floor != "warn"
@@ -45,20 +45,20 @@ def alarm_text(rule: ScaleRule, host: Mapping[str, Any], culprits: Sequence[str]
     return f"{what}; such steps are skipped.{where} {cure}."
 
 
-class Watch:
-    """A look at a flag on the device that answers late instead of waiting.
+class DelayedFlag:
+    """Reads of a flag on the device that return a late value instead of waiting.
 
-    On the CPU an answer is immediate. On CUDA each look starts a copy to pinned memory and answers with what an earlier
-    copy brought; while a graph is being captured, on fake tensors and on other devices there is no answer.
+    On the CPU the value is current. On CUDA each read starts a copy to pinned memory and returns what an earlier copy
+    brought; while a graph is captured, on fake tensors and on other devices nothing is known.
     """
 
     def __init__(self) -> None:
-        """Start with nothing on its way."""
+        """Start without a copy under way."""
         self._landed: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def look(self, flag: Tensor) -> bool | None:
-        """Return the flag as of this or an earlier look, or None if nothing is known yet.
+    def read(self, flag: Tensor) -> bool | None:
+        """Return the flag as of this or an earlier read, or None if nothing is known yet.
 
         Args:
             flag: 0-dim bool tensor.
@@ -75,7 +75,7 @@ class Watch:
                 self._event = torch.cuda.Event()
             elif not self._event.query():
                 return None
-            answer = peek(self._landed)
+            earlier = peek(self._landed)
             self._landed.copy_(flag, non_blocking=True)
             self._event.record()
-        return answer
+        return earlier

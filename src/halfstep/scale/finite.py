@@ -1,10 +1,10 @@
-"""Passes over gradients: are they all finite, divide them by the scale, and which ones are not.
+"""Passes over gradients: divide them by the scale, check that they are finite, name those that are not.
 
 One multi-tensor kernel per device, dtype and placement does check and product together
 (``torch._amp_foreach_non_finite_check_and_unscale_``: fp32 arithmetic, one rounding to the gradient's dtype). Complex
 gradients go through it as pairs of reals, sparse ones as their values, sharded ones (DTensor) grouped by mesh and
-placements, so that torch's own handler makes the ranks agree. No pass here waits for the device, except
-`describe_non_finite`, which is for when something has gone wrong.
+placements, so that torch's own handler makes the ranks agree. Only
+`describe_non_finite` waits for the device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.formats import LOW_DTYPES
+
 __all__ = ["check", "describe_non_finite", "gradients", "names_of", "unscale_"]
 
-LOW = (torch.float16, torch.bfloat16)
 NAMES_SHOWN = 5
-"""How many parameters a message names before it says 'and N more'."""
+"""How many parameters a message names before it ends with 'and N more'."""
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
@@ -34,7 +35,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor
 def unscale_(
     pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor, *, into_fp32: bool = False, check_scale: bool = False
 ) -> Tensor | None:
-    """Divide every gradient by the scale and say whether one was not finite, without waiting for the device.
+    """Divide every gradient by the scale and return whether one was not finite, without waiting for the device.
 
     Args:
         pairs: (parameter, gradient), gradients of any floating or complex dtype, dense or sparse, on any devices. They
@@ -48,18 +49,19 @@ def unscale_(
         0-dim fp32 on the scale's device, not zero if something was not finite; None without gradients.
     """
     inverse = _inverse(scale)
-    found = _Verdict(inverse.isfinite().logical_not().to(torch.float32) if check_scale else torch.zeros_like(inverse))
-    batches, again = _Batches(), _Batches()  # again: to be looked at once more after the division
+    unusable = inverse.isfinite().logical_not() if check_scale else torch.zeros_like(inverse)
+    found = _FlagPerDevice(unusable.to(torch.float32))
+    batches, again = _Batches(), _Batches()  # again: checked once more after the division
     wide: list[tuple[Tensor, Tensor]] = []  # low parameters and their gradients, to become fp32
     summed: list[tuple[Tensor, Tensor, torch.dtype]] = []  # parameters, gradients in fp32, the dtype to go back to
     for parameter, gradient in pairs:
-        if gradient.dtype in LOW and gradient.layout is not torch.strided:
+        if gradient.dtype in LOW_DTYPES and gradient.layout is not torch.strided:
             # Duplicate indices are summed in fp32: a sum of scaled fp16 values overflows where the unscaled one fits.
             total = gradient.to(torch.float32)
             total = total.coalesce() if total.is_sparse else total
             summed.append((parameter, total, gradient.dtype))
             batches.add(total)
-        elif gradient.dtype in LOW and into_fp32:
+        elif gradient.dtype in LOW_DTYPES and into_fp32:
             wide.append((parameter, gradient))
         else:
             if gradient.is_conj():
@@ -84,19 +86,19 @@ def unscale_(
 
 @torch.no_grad()
 def check(pairs: Iterable[tuple[Tensor, Tensor]], like: Tensor) -> Tensor | None:
-    """Say whether a gradient is not finite; gradients keep their values and dtypes, and nothing waits for the device.
+    """Return whether a gradient is not finite; they keep their values and dtypes, and nothing waits for the device.
 
     Args:
         pairs: (parameter, gradient) as for `unscale_`.
-        like: 0-dim on the device the verdict is wanted on.
+        like: 0-dim on the device of the result.
 
     Returns:
         0-dim fp32 on the device of `like`, not zero if a gradient was not finite; None without gradients.
     """
-    found = _Verdict(torch.zeros_like(like, dtype=torch.float32))
+    found = _FlagPerDevice(torch.zeros_like(like, dtype=torch.float32))
     batches = _Batches()
     for _, gradient in pairs:
-        if gradient.is_sparse and gradient.dtype in LOW:
+        if gradient.is_sparse and gradient.dtype in LOW_DTYPES:
             gradient = gradient.to(torch.float32).coalesce()
         batches.add(gradient.resolve_conj())
     batches.run(found, torch.ones_like(like, dtype=torch.float32))
@@ -110,7 +112,7 @@ def describe_non_finite(
     """Name the parameters whose gradient is not finite, with how many values; waits for the device.
 
     Args:
-        optimizers: the optimizers whose gradients to look at, as they are now.
+        optimizers: the optimizers whose gradients are read, as they are now.
         names: names by parameter; otherwise ``named_parameters`` given to the optimizer, otherwise the position.
 
     Returns:
@@ -152,7 +154,7 @@ def _few(texts: list[str]) -> tuple[str, ...]:
     return (*shown, f"and {len(texts) - NAMES_SHOWN} more") if len(texts) > NAMES_SHOWN else tuple(shown)
 
 
-class _Verdict:
+class _FlagPerDevice:
     """One flag over many devices: a kernel on each device sets its own copy."""
 
     def __init__(self, home: Tensor) -> None:
@@ -191,7 +193,7 @@ class _Batches:
             key = (key, mesh, gradient.placements)  # type: ignore[attr-defined]
         self._groups.setdefault(key, []).append(gradient)
 
-    def run(self, found: _Verdict, factor: Tensor) -> None:
+    def run(self, found: _FlagPerDevice, factor: Tensor) -> None:
         """Multiply every gradient by `factor` (0-dim fp32) in place and note in `found` what was not finite before."""
         factors: dict[torch.device, Tensor] = {factor.device: factor}
         for group in self._groups.values():

@@ -1,20 +1,45 @@
-"""Step an optimizer that skips on the device: torch's protocol of ``grad_scale`` and ``found_inf``."""
+"""Optimizers that take scale and flag themselves: torch's fused form, and its older protocol ``step(grad_scaler=)``.
+
+The fused form reads ``grad_scale`` and ``found_inf`` and skips on the device. Where torch's fused kernel does not
+update a parameter (`kernels.eager.torch_fused`), the optimizer's groups leave that form.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from halfstep.scale.older import takes_scaler
+from halfstep.events import WEIGHTS_ATTRIBUTE
+from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
 
-__all__ = ["must_not_skip", "skips_itself", "step_with_flag"]
+__all__ = [
+    "keep_working_form",
+    "must_not_skip",
+    "skips_itself",
+    "step_with_flag",
+    "takes_scaler",
+    "use_working_form",
+]
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
+_NEWER = ("torch.optim.", "halfstep.")
+"""Modules whose optimizers that set the marker take tensors; reading a signature costs some microseconds."""
 
-def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
+
+def takes_scaler(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` takes the scaler itself as ``step(grad_scaler=)``."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or type(optimizer).__module__.startswith(_NEWER):
+        return False
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def skips_itself(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` takes scale and flag as attributes (torch's optimizers with ``fused=True``).
 
     torch's own marker outlives a `load_state_dict` that puts another form into the groups.
@@ -24,7 +49,7 @@ def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused", True) for group in optimizer.param_groups) and not takes_scaler(optimizer)
 
 
-def must_not_skip(optimizer: torch.optim.Optimizer) -> bool:
+def must_not_skip(optimizer: Optimizer) -> bool:
     """Return whether a skip on the device would do harm, so that the host must decide.
 
     torch's fused SGD (2.13) allocates its momentum without filling it in the first step that it is called for; if that
@@ -41,7 +66,7 @@ def must_not_skip(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_with_flag(
-    optimizer: torch.optim.Optimizer, scale: Tensor | None, found: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, scale: Tensor | None, found: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call ``optimizer.step``, which divides gradients by ``grad_scale`` and does nothing if ``found_inf`` is not zero.
 
@@ -71,3 +96,43 @@ def step_with_flag(
     for name in _ATTRIBUTES:
         attributes.pop(name, None)
     return result
+
+
+# ------------------------------------------------------------------ leaving the fused form
+
+
+def use_working_form(optimizer: Optimizer, stepped: Iterable[Tensor] | None = None) -> bool:
+    """Take groups of an optimizer out of torch's fused form where its kernel does not work; return whether one was.
+
+    State stays: on a CPU all forms have the same.
+
+    Args:
+        optimizer: any; changed only if it is one of torch's (or made from one) in the fused form.
+        stepped: what it steps; default its own parameters, unless precise weights take their place in its step.
+    """
+    if not isinstance(optimizer, WITH_KERNELS) or (stepped is None and hasattr(optimizer, WEIGHTS_ATTRIBUTE)):
+        return False
+    broken = None if stepped is None else any(not fused_works(type(optimizer), p) for p in stepped)
+    changed = False
+    for group in optimizer.param_groups:
+        if group.get("fused") and (_is_broken(optimizer, group) if broken is None else broken):
+            group["fused"] = None
+            changed = True
+    return changed
+
+
+def keep_working_form(optimizer: Optimizer, stepped: Iterable[Tensor]) -> None:
+    """Do what `use_working_form` does, now and after every `load_state_dict`, which restores a saved form."""
+    if use_working_form(optimizer, stepped):
+        optimizer.register_load_state_dict_post_hook(_use_working_form)
+
+
+def _use_working_form(optimizer: Optimizer) -> None:
+    use_working_form(optimizer)
+
+
+def _is_broken(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    parameters = group["params"]
+    if not parameters or parameters[0].device.type != "cpu":
+        return False
+    return any(not fused_works(type(optimizer), parameter) for parameter in parameters)

@@ -1,10 +1,10 @@
-"""The scale rule carried out: (state, found_inf) -> state on 0-dim device tensors.
+"""The scale rule as a function: (state, found_inf) -> state on 0-dim device tensors.
 
 `advance` is the meaning: pure, without a read of the device and without a Python branch on a tensor's value, so it can
 be captured in a CUDA graph and traced by ``torch.compile(fullgraph=True)``. Python branches only on the rule's numbers.
 `advance_` does the same in place, in one kernel and a clamp where the rule is torch's own kind.
 
-The peers' formulas turn out to be one machine: "(step - last bad step) % window == 0" is the same as counting good
+The peers' formulas are one machine: "(step - last bad step) % window == 0" is the same as counting good
 steps in a row and starting over after a growth, so no step numbers are kept.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.errors import ScaleError
 from halfstep.kernels import ops
-from halfstep.kernels.choose import why_not
+from halfstep.kernels.choose import why_no_kernels
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "fp32",
     "initial_host",
     "initial_state",
-    "kept",
+    "representable",
     "load_host",
     "set_scale_",
     "state_to_host",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class ScaleState(NamedTuple):
-    """What a scale rule remembers; every field a 0-dim tensor on one device.
+    """The state of a scale rule; every field a 0-dim tensor on one device.
 
     Attributes:
         scale: the factor a loss is multiplied by, in the format of `ScaleRule.kept`.
@@ -68,7 +68,7 @@ _DTYPES = (torch.float32, *[torch.int32] * 6, torch.bool)  # in the order of the
 def initial_host(rule: ScaleRule) -> dict[str, Any]:
     """Return the state before the first step as plain numbers."""
     return {
-        "scale": kept(rule, rule.init),
+        "scale": representable(rule, rule.init),
         "good": -rule.delay,
         "slack": rule.hysteresis - 1,
         "steps": 0,
@@ -79,7 +79,7 @@ def initial_host(rule: ScaleRule) -> dict[str, Any]:
     }
 
 
-def kept(rule: ScaleRule, value: float) -> float:
+def representable(rule: ScaleRule, value: float) -> float:
     """Return the number nearest to `value` that the scale of `rule` can be."""
     return fp32(value) if rule.kept == "fp32" else float(value)
 
@@ -185,7 +185,7 @@ def advance_(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> None:
             if new is not old:
                 old.copy_(new)
         return
-    if not why_not(state.scale):
+    if not why_no_kernels(state.scale):
         bounds = (rule.growth, rule.backoff, rule.interval, rule.floor, rule.ceiling)
         ops.advance_(state.scale, state.good, state.bad, state.alarm, found_inf, *bounds)
         return
@@ -204,7 +204,7 @@ def set_scale_(rule: ScaleRule, state: ScaleState, value: Tensor | float) -> Non
         rule: bounds of the scale.
         state: changed in place.
         value: a number within the bounds, or one element of any dtype; a tensor is clamped into the bounds, and ignored
-            if it is not a positive finite number (nobody can look at it without waiting for the device).
+            if it is not a positive finite number (checking it would wait for the device).
 
     Raises:
         ScaleError: a number outside the bounds, or a tensor of more than one element or that requires grad.

@@ -1,6 +1,6 @@
-"""GradScaler: torch.amp.GradScaler's methods over a `ScaleRule`, without its traps.
+"""GradScaler: torch.amp.GradScaler's methods over a `ScaleRule`.
 
-Semantics of the methods: https://docs.pytorch.org/docs/stable/amp.html (torch 2.13). What differs is said at each.
+Semantics of the methods: https://docs.pytorch.org/docs/stable/amp.html (torch 2.13). Docstrings have the differences.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import FP32, format_of
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.scale import finite
-from halfstep.scale.alarm import Watch, alarm_text, raises
-from halfstep.scale.choose import choose_rule, device_type, is_on
-from halfstep.scale.forms import use_working_form
-from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
-from halfstep.scale.nested import map_losses
-from halfstep.scale.older import OlderProtocol, takes_scaler
-from halfstep.scale.passes import Followed
+from halfstep.scale.alarm import DelayedFlag, alarm_text, is_error
+from halfstep.scale.arguments import choose_rule, device_type, is_on, map_losses
+from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
+from halfstep.scale.iteration import FollowedLosses, Iteration, OptimizerWork, Stage
 from halfstep.scale.rule import ScaleState, advance_, state_to_host
-from halfstep.scale.turn import Stage, Turn
-from halfstep.scale.turns import Turns
+from halfstep.scale.state import StoredScale
 
 __all__ = ["GradScaler"]
 
@@ -37,11 +33,11 @@ _T = TypeVar("_T")
 _SMALLEST_INVERTIBLE = 2.0**-126
 """The smallest normal fp32 number; 1/scale is inf from 2**-128 down."""
 
-_WATCH_EVERY = 16
-"""Updates between two looks at the alarm where looking costs a launch and the answer is only a warning."""
+_READ_EVERY = 16
+"""Updates between two reads of the alarm where a read costs a launch and the consequence is only a warning."""
 
 
-class GradScaler(OlderProtocol):
+class GradScaler(StoredScale):
     """Scale losses so that fp16 gradients do not underflow, and skip steps whose gradients are not finite.
 
     Takes the place of ``torch.amp.GradScaler`` (same signature, methods, checkpoint keys) and works on the device the
@@ -56,13 +52,13 @@ class GradScaler(OlderProtocol):
     Example:
         >>> scaler = GradScaler("cuda")
         >>> scaler.scale(loss).backward()
-        >>> scaler.unscale_(optimizer)  # only to clip or look at gradients
+        >>> scaler.unscale_(optimizer)  # only to clip or read gradients
         >>> scaler.step(optimizer)
         >>> scaler.update()
 
     Attributes:
         host_reads: how often `step` and `update` have waited for the device so far.
-        by_hand: whether `update` was ever given a scale: somebody else moves it, whatever the rule says.
+        by_hand: whether `update` was ever given a scale: it is set from outside, independently of the rule.
     """
 
     def __init__(
@@ -121,12 +117,12 @@ class GradScaler(OlderProtocol):
 
     def _begin(self) -> None:
         """Set up what is not saved."""
-        self._turns = Turns()
-        self._followed = Followed(self._pass_begins)
+        self._iteration = Iteration()
+        self._followed = FollowedLosses(self._pass_begins)
         self._unfollowed = 0  # how many losses were scaled in compiled code, where they get no hooks
-        self._verdicts: weakref.WeakKeyDictionary[torch.optim.Optimizer, Tensor] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[torch.optim.Optimizer, Tensor] = weakref.WeakKeyDictionary()
         self._names: WeakTensorKeyDictionary | None = None
-        self._watch = Watch()
+        self._alarm_flag = DelayedFlag()
         self._updates = 0
 
     @classmethod
@@ -135,7 +131,7 @@ class GradScaler(OlderProtocol):
 
         Args:
             scale: ``"none"`` (disabled), a number (static), a rule, the name of a rule, or ``"auto"``.
-            dtype: the policy's low format; only ``"auto"`` looks at it: rule ``"halfstep"`` if it has fewer exponent
+            dtype: the policy's low format; only ``"auto"`` reads it: rule ``"halfstep"`` if it has fewer exponent
                 bits than fp32, else disabled.
 
         Raises:
@@ -180,21 +176,21 @@ class GradScaler(OlderProtocol):
         if torch.compiler.is_compiling():
             self._unfollowed += 1
         else:
-            self._followed.add(scaled, now=bool(self._turns) and bool(self._turns.unscaled()))
+            self._followed.add(scaled, now=bool(self._iteration) and bool(self._iteration.unscaled()))
         return scaled
 
     def _pass_begins(self) -> Callable[[], None] | None:
-        """Note the gradients of unscaled optimizers as the backward pass of a scaled loss begins; return its end."""
-        begun = [(turn, turn.begin_pass()) for turn in self._turns.unscaled()]
+        """Note the gradients of unscaled optimizers when a scaled loss's backward pass begins; return what ends it."""
+        begun = [(work, work.begin_pass()) for work in self._iteration.unscaled()]
 
         def end() -> None:
-            for turn, one in begun:
-                turn.end_pass(one)
+            for work, one in begun:
+                work.end_pass(one)
 
         return end if begun else None
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale, in place, for clipping or looking at them before `step`.
+        """Divide the gradients of `optimizer` by the scale, in place, to clip or read them before `step`.
 
         Gradients keep their dtype (fp32 arithmetic, one rounding). fp16 and bf16 parameters whose optimizer steps
         precise weights behind them get an fp32 gradient instead. Sparse low gradients are replaced by coalesced ones.
@@ -205,20 +201,20 @@ class GradScaler(OlderProtocol):
         if not self._enabled:
             return
         state = self._started("unscale_")
-        turn = self._turn(optimizer, "unscale_")
+        work = self._work_of(optimizer, "unscale_")
         kind = type(optimizer).__name__
-        if turn.stage is Stage.UNSCALED and turn.found is not None:
+        if work.stage is Stage.UNSCALED and work.found is not None:
             raise ScaleError(
                 f"unscale_() has already been called on this {kind} since the last update(); call it once per step, "
                 "and call update() also after a step that you skip by hand"
             )
-        if turn.stage is Stage.STEPPED:
+        if work.stage is Stage.STEPPED:
             raise ScaleError(
                 f"unscale_() is called after step() on this {kind}; call it before step(), and update() at the end of "
                 "every iteration"
             )
-        turn.found = self._unscaled(optimizer, finite.gradients(optimizer), state)
-        turn.mark_unscaled(self._unfollowed)
+        work.found = self._unscaled(optimizer, finite.gradients(optimizer), state)
+        work.mark_unscaled(self._unfollowed)
         self._followed.hook()
 
     def _unscaled(
@@ -232,8 +228,8 @@ class GradScaler(OlderProtocol):
             check_scale=self._rule.floor < _SMALLEST_INVERTIBLE,
         )
 
-    def _turn(self, optimizer: torch.optim.Optimizer, method: str) -> Turn:
-        return self._turns.now(optimizer, method, unfollowed=self._unfollowed, names=self._names)
+    def _work_of(self, optimizer: torch.optim.Optimizer, method: str) -> OptimizerWork:
+        return self._iteration.current(optimizer, method, unfollowed=self._unfollowed, names=self._names)
 
     # --- stepping --------------------------------------------------------------------------------------------------
 
@@ -264,52 +260,52 @@ class GradScaler(OlderProtocol):
                 "optimizer that needs a closure (LBFGS), train without a scale: GradScaler(enabled=False), bf16 or fp32"
             )
         state = self._started("step")
-        turn = self._turn(optimizer, "step")
-        if turn.stage is Stage.STEPPED:
+        work = self._work_of(optimizer, "step")
+        if work.stage is Stage.STEPPED:
             raise ScaleError(
                 f"step() has already been called on this {type(optimizer).__name__} since the last update(); "
                 "call update() once at the end of every iteration"
             )
-        if turn.stage is Stage.UNSCALED:
-            self._unscale_late(turn, state)
+        if work.stage is Stage.UNSCALED:
+            self._unscale_late(work, state)
         if takes_scaler(optimizer):
-            return self._step_older(turn, state, args, kwargs)
+            return self._step_older(work, state, args, kwargs)
         use_working_form(optimizer)
         fused = skips_itself(optimizer)
-        if turn.stage is Stage.READY and fused:
-            turn.found = finite.check(finite.gradients(optimizer), state.scale)
-        elif turn.stage is Stage.READY:
+        if work.stage is Stage.READY and fused:
+            work.found = finite.check(finite.gradients(optimizer), state.scale)
+        elif work.stage is Stage.READY:
             self.unscale_(optimizer)
         result = None
-        if turn.found is None:
-            self._verdicts.pop(optimizer, None)
+        if work.found is None:
+            self._found.pop(optimizer, None)
         else:
-            self._verdicts[optimizer] = turn.found
+            self._found[optimizer] = work.found
             if not fused or must_not_skip(optimizer):
-                turn.bad = self._read(turn.found)
-            if fused and not turn.bad:
-                scale = state.scale.float() if turn.stage is Stage.READY else None
-                result = step_with_flag(optimizer, scale, turn.found, args, kwargs)
-            elif not turn.bad:
+                work.bad = self._read(work.found)
+            if fused and not work.bad:
+                scale = state.scale.float() if work.stage is Stage.READY else None
+                result = step_with_flag(optimizer, scale, work.found, args, kwargs)
+            elif not work.bad:
                 result = optimizer.step(*args, **kwargs)
-        turn.stage = Stage.STEPPED
+        work.stage = Stage.STEPPED
         return result
 
-    def _unscale_late(self, turn: Turn, state: ScaleState) -> None:
-        """Unscale the gradients that scaled losses made after `unscale_`, of parameters that had none."""
-        if turn.late:
-            late = [(p, gradient) for p, gradient in finite.gradients(turn.optimizer) if id(p) in turn.late]
-            found = self._unscaled(turn.optimizer, late, state)
-            turn.late.clear()
+    def _unscale_late(self, work: OptimizerWork, state: ScaleState) -> None:
+        """Unscale gradients that scaled losses made after `unscale_` for parameters that had none."""
+        if work.late:
+            late = [(p, gradient) for p, gradient in finite.gradients(work.optimizer) if id(p) in work.late]
+            found = self._unscaled(work.optimizer, late, state)
+            work.late.clear()
             if found is not None:
-                turn.found = found if turn.found is None else torch.maximum(turn.found, found)
+                work.found = found if work.found is None else torch.maximum(work.found, found)
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Say whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
+        """Return whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
 
         Valid from `step` until the next `step`, also after `update`. Reading it (``bool(...)``) waits for the device.
         """
-        found = self._verdicts.get(optimizer)
+        found = self._found.get(optimizer)
         if found is not None:
             return found != 0
         if self._state is not None:
@@ -318,12 +314,12 @@ class GradScaler(OlderProtocol):
         return torch.zeros((), dtype=torch.bool, device="cpu" if first is None else first.device)
 
     def record(self, found_inf: Tensor, *, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Count a step made outside this scaler; the next `update` answers it together with the scaler's own steps.
+        """Count a step made outside this scaler; the next `update` counts it with the scaler's own steps.
 
         Args:
             found_inf: one element, bool or number, not zero if a gradient was not finite; never read. A 0-dim bool is
                 kept as it is: do not write into it before `update`.
-            optimizer: where to look for names if the scale turns out to be at its floor.
+            optimizer: whose parameters a message names if the scale is at its floor.
 
         Raises:
             ScaleError: not a tensor of one element.
@@ -339,18 +335,18 @@ class GradScaler(OlderProtocol):
             flag = flag.reshape(()) != 0
         if flag.device != home:
             flag = flag.to(device=home, non_blocking=True)
-        self._turns.record(flag)
+        self._iteration.record(flag)
         if optimizer is not None:
-            self._turns.of(optimizer, "record").stage = Stage.STEPPED
+            self._iteration.of(optimizer, "record").stage = Stage.STEPPED
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the rule answer the steps since the last update, or set the scale by hand.
+        """Update the scale by the rule for the steps since the last update, or set it.
 
         Call it once per iteration, after every `step`, and also when you skip a step yourself.
 
         Args:
             new_scale: a number within floor and ceiling, or a tensor of one element on any device (clamped, and ignored
-                if not positive and finite: looking at it would wait). Counters stay as they are.
+                if not positive and finite: checking it would wait). Counters stay as they are.
 
         Raises:
             ScaleError: nothing was unscaled, stepped or recorded; a scale out of bounds; or the rule is one that raises
@@ -358,23 +354,61 @@ class GradScaler(OlderProtocol):
         """
         if not self._enabled:
             return
-        turns = self._turns
+        iteration = self._iteration
         if new_scale is not None:
             self._set_scale(new_scale)
-            self._turns = Turns()
+            self._iteration = Iteration()
             self.by_hand = True
             return
-        if not turns:
+        if not iteration:
             raise ScaleError("update(): nothing was stepped since the last update(); call step(optimizer) before it")
-        self._turns = Turns()
-        if (found := turns.verdict()) is not None:
+        self._iteration = Iteration()
+        if (found := iteration.found()) is not None:
             state = self._started("update")
             advance_(self._rule, state, found)
-            self._heed_alarm(state, turns)
+            self._answer_alarm(state, iteration)
 
     def forget(self) -> None:
-        """Forget what has been unscaled, stepped or recorded since the last update: that work was never done."""
-        self._turns = Turns()
+        """Discard what has been unscaled, stepped or recorded since the last update."""
+        self._iteration = Iteration()
+
+    # --- torch's older protocol (before 1.13, Apex): the optimizer gets the scaler and calls the last three methods
+
+    def _step_older(self, work: OptimizerWork, state: ScaleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``optimizer.step(grad_scaler=self)``; it skips a bad step, or not, by itself, as in torch.
+
+        Not called without any gradient. If it requested no check, its gradients are checked here, for `update`.
+        """
+        optimizer = work.optimizer
+        if next(finite.gradients(optimizer), None) is None:
+            self._found.pop(optimizer, None)
+            work.stage = Stage.STEPPED
+            return None
+        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+        if work.found is None:
+            work.found = finite.check(finite.gradients(optimizer), state.scale)
+        if work.found is not None:
+            self._found[optimizer] = work.found
+        work.stage = Stage.STEPPED
+        return result
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        """Check the gradients, which stay as they are, and return the flag (not zero = bad) by device."""
+        state = self._started("_check_inf_per_device")
+        self._work_of(optimizer, "step").found = finite.check(finite.gradients(optimizer), state.scale)
+        return self._found_inf_per_device(optimizer)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        """Return the flag of the last check, or of `unscale_`, on every device that has gradients."""
+        found = self._work_of(optimizer, "step").found
+        if found is None:
+            return {}
+        devices = {gradient.device for _, gradient in finite.gradients(optimizer)}
+        return {device: found.to(device, non_blocking=True) for device in devices}
+
+    def _get_scale_async(self) -> Tensor | None:
+        """Return the scale as a tensor without waiting; None before the first scaled loss."""
+        return None if self._state is None else self._state.scale.float()
 
     # --- the alarm -------------------------------------------------------------------------------------------------
 
@@ -385,22 +419,22 @@ class GradScaler(OlderProtocol):
         for name, parameter in named:
             self._names[parameter] = name
 
-    def heed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the alarm after an update that the device made by itself, as a replayed CUDA graph does.
+    def check_alarm(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check the alarm after an update that the device made without `update`, as a replayed CUDA graph does.
 
         Raises:
             ScaleError: as `update`.
         """
         if self._enabled and self._state is not None:
-            turns = Turns()
-            turns.of(optimizer, "heed")
-            turns.record(self._state.scale)  # stands for a verdict that nobody has read
-            self._heed_alarm(self._state, turns)
+            iteration = Iteration()
+            iteration.of(optimizer, "check_alarm")
+            iteration.record(self._state.scale)  # stands for a flag that has not been read
+            self._answer_alarm(self._state, iteration)
 
-    def _heed_alarm(self, state: ScaleState, turns: Turns) -> None:
-        """Warn once, or raise, if the scale could not answer a bad step; waits only where a step already did."""
-        strict = raises(self._rule)
-        known = turns.known()
+    def _answer_alarm(self, state: ScaleState, iteration: Iteration) -> None:
+        """Warn once, or raise, if the scale could not go down after a bad step; waits only where a step already did."""
+        strict = is_error(self._rule)
+        known = iteration.known_bad()
         if known is False or (self._warned and not strict):
             return
         if known and strict:
@@ -408,15 +442,15 @@ class GradScaler(OlderProtocol):
         else:
             self._updates += 1
             often = strict or state.alarm.device.type == "cpu"
-            alarm = self._watch.look(state.alarm) if often or self._updates % _WATCH_EVERY == 0 else None
+            alarm = self._alarm_flag.read(state.alarm) if often or self._updates % _READ_EVERY == 0 else None
         if not alarm:
             return
         self.host_reads += 1
         host = state_to_host(state)
-        if not host["alarm"]:  # a late answer, and the scale has recovered meanwhile
+        if not host["alarm"]:  # read late, and the scale has recovered meanwhile
             return
-        text = alarm_text(self._rule, host, finite.describe_non_finite(turns.optimizers, self._names))
-        if raises(self._rule, host):
+        text = alarm_text(self._rule, host, finite.describe_non_finite(iteration.optimizers, self._names))
+        if is_error(self._rule, host):
             raise ScaleError(text)
         if not self._warned:
             self._warned = True
@@ -426,7 +460,7 @@ class GradScaler(OlderProtocol):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copy keep: the rule and the numbers, no tensors."""
-        if self._turns:
+        if self._iteration:
             raise ScaleError(
                 "a GradScaler can be pickled or copied only between iterations; call update() first (an optimizer has "
                 "been unscaled or stepped since the last one)"
@@ -453,6 +487,6 @@ class GradScaler(OlderProtocol):
         return f"GradScaler(device={self._device!r}, enabled={self._enabled}, rule={self._rule!r})"
 
     def _read(self, flag: Tensor) -> bool:
-        """Wait for the device and return a flag; the only way `step` and `update` do."""
+        """Wait for the device and return a flag; the only wait of `step` and `update`."""
         self.host_reads += 1
         return bool(flag)

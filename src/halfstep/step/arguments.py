@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.errors import StepError
-from halfstep.kernels.host import number
+from halfstep.kernels.native.calls import number
 from halfstep.scale.scaler import GradScaler
 
 __all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_folder", "limit"]

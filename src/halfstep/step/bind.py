@@ -238,7 +238,7 @@ def _meet_shards(binding: Binding, module: nn.Module) -> None:
             "policy with params='fp32', such as 'mixed'"
         )
     if policy.state == "low":
-        LowStates.want(module.parameters())
+        LowStates.keep_low(module.parameters())
 
 
 def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
         return forward(module, *args, **kwargs)
     store = binding.store
     if store is not None:
-        store.entered(module)
+        store.before_forward(module)
     if binding.root:
         if hasattr(type(module), "unshard"):
             _meet_shards(binding, module)
@@ -284,7 +284,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
 
 
 run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, what is below may still be compiled
-run_eagerly(WeightStore.entered)
+run_eagerly(WeightStore.before_forward)
 
 
 def _visit_traced(address: int) -> None:

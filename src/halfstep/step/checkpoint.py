@@ -107,7 +107,7 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
         moments.forget()
     except BaseException as error:
         if updater.store is not None:
-            updater.store.heal(write_back=False)
+            updater.store.restore(write_back=False)
         for restore in undo:
             restore()
         if all(tensor._version == version for tensor, version in written):

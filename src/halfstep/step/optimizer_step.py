@@ -15,8 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import fused_works
-from halfstep.scale.forms import keep_working_form
-from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag
+from halfstep.scale.fused import keep_working_form, must_not_skip, skips_itself, step_with_flag
 
 __all__ = [
     "can_fuse",

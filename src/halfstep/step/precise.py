@@ -55,7 +55,7 @@ def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightSto
     if binding is None or binding.store is None:
         return []
     store: WeightStore = binding.store
-    store.heal()
+    store.restore()
     return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
 
 

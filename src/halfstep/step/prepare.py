@@ -22,7 +22,7 @@ from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
 from halfstep.policy.units import default_device_types
-from halfstep.scale.forms import keep_working_form
+from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.step.guests import is_stateless, refuse_rules, ruled
@@ -30,8 +30,8 @@ from halfstep.step.precise import low_places, put_back
 from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
 from halfstep.weights.attachment import refuse_wrapper
-from halfstep.weights.lows import beyond
 from halfstep.weights.states import LowStates
+from halfstep.weights.store import beyond
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
 
@@ -106,9 +106,9 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
         assert binding is not None
         binding.become_root()  # also where it is a part of another that was bound before
         if binding.store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
-            binding.store.unify(model)
+            binding.store.broadcast(model)
         if concrete.state == "low":
-            LowStates.want(model.parameters(), getattr(binding.store, "draws", None))
+            LowStates.keep_low(model.parameters(), getattr(binding.store, "draws", None))
         for optimizer in optimizer_list:
             _attach(optimizer, model, binding.store)
             keep_working_form(optimizer, _stepped(optimizer, binding.store))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.host import number, peek
+from halfstep.kernels.native.calls import number, peek
 from halfstep.trees import tensors
 
 __all__ = ["History", "MicroBatch", "Record", "Window", "put_random", "random_states", "versions_of"]

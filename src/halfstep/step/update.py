@@ -22,8 +22,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from halfstep.errors import StepError
+from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels import ops
-from halfstep.kernels.choose import FLOATS, PLAIN, cannot_update, judge_for, norms_for
+from halfstep.kernels.choose import KERNEL_TYPES, cannot_update, check_norms, norms_for
 from halfstep.optim import Lion
 from halfstep.step.arguments import RATES, check_rates
 from halfstep.step.optimizer_step import clip_values_, step_unless
@@ -76,7 +77,7 @@ def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_no
         clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
     """
     norms = norms_for(gradients)
-    return GradientCheck(norms, *judge_for(norms, divisor, clip_norm))
+    return GradientCheck(norms, *check_norms(norms, divisor, clip_norm))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,7 +224,7 @@ class Updater:
         if self.store is None:
             gradients = [p.grad for p in parameters if p.grad is not None]
         else:
-            gradients = self.store.lift(self.optimizer)
+            gradients = self.store.widen_gradients(self.optimizer)
         check = check_gradients(gradients, divisor, clip_norm)
         factor = None if divisor is None and clip_norm is None else check.factor
         if clip_value is not None:
@@ -237,8 +238,8 @@ class Updater:
             if self._marks is not None:
                 self._marks.end()
             if self.store is not None:
-                self.store.heal()  # what an optimizer whose step does not call its hooks has left
-                self.store.drop(self.optimizer)
+                self.store.restore()  # what an optimizer whose step does not call its hooks has left
+                self.store.drop_gradients(self.optimizer)
             torch.clear_autocast_cache()
             self._marks = None
 
@@ -251,8 +252,8 @@ class Updater:
     def abort(self, *, written: bool) -> None:
         """Put the host's side of an update that was cut off in order."""
         if self.store is not None:
-            self.store.heal(write_back=written)
-            self.store.drop(self.optimizer)
+            self.store.restore(write_back=written)
+            self.store.drop_gradients(self.optimizer)
         if self._marks is not None:
             self._marks.end() if written else self._marks.restore()
         if not written:
@@ -276,15 +277,15 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
         gradient = parameter.grad
         if (
             gradient is None
-            or type(gradient) not in PLAIN
+            or type(gradient) not in KERNEL_TYPES
             or gradient.layout is not torch.strided
-            or gradient.dtype not in FLOATS
+            or gradient.dtype not in POLICY_DTYPES
         ):
             return "a gradient is sparse, sharded, or in no format of fp32, bf16 and fp16"
         if parameter.dtype is not torch.float32 and (store is None or parameter not in store):
             behind = "its fp32 value in another prepared model" if WeightStore.behind(parameter) else "no fp32 value"
             return f"a {parameter.dtype} parameter has {behind}"
-    if store is not None and (reason := store.busy()):
+    if store is not None and (reason := store.cannot_update()):
         return reason
     return cannot_update(parameters)
 

@@ -1,8 +1,8 @@
-"""How an optimizer comes to step fp32 values while the model holds low weights.
+"""Attach an optimizer to a weight store: it steps fp32 values while the model has low weights.
 
-Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` hold fp32 parameters, the
-masters, and its `state` is keyed by them; before and after they hold the model's own parameters. The model's parameters
-are never pointed at other storage: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks
+Note [substitution]: while an optimizer steps, saves or loads its state, its `param_groups` contain fp32 parameters, the
+masters, and its `state` is keyed by them; before and after, they contain the model's own parameters. The storage of the
+model's parameters is never replaced: torch would drop their AccumulateGrad nodes, and DistributedDataParallel's hooks
 with them.
 
 Note [gradient buffers]: during a step every strategy needs 4 bytes a parameter more for the fp32 gradient that the
@@ -24,13 +24,13 @@ from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
-from halfstep.kernels.host import peek
-from halfstep.weights.lows import is_low
+from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.native.calls import peek
 
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["Attachment", "nested", "refuse_wrapper"]
+__all__ = ["Attachment", "is_low", "nested_reason", "refuse_wrapper"]
 
 
 class Attachment:
@@ -44,8 +44,8 @@ class Attachment:
         self.store = store
         self.optimizer = weakref.ref(optimizer)
         self.buffers: dict[int, Tensor] = {}
-        self.lifted: list[Tensor] | None = None
-        self.gradients: dict[int, Tensor] = {}  # those of them that masters get, by low parameter
+        self.widened: list[Tensor] | None = None
+        self.gradients: dict[int, Tensor] = {}  # the gradients that masters get, by low parameter
         self.own: dict[nn.Parameter, nn.Parameter] | None = None  # by master, while those are in place
         self.handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -57,7 +57,7 @@ class Attachment:
         ]
         count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
         setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
-        for parameter, state in optimizer.state.items():  # Adagrad makes some when it is built
+        for parameter, state in optimizer.state.items():  # Adagrad's constructor makes some
             if parameter in store:
                 state.update({key: value.float() for key, value in state.items() if is_low(value)})
 
@@ -77,9 +77,9 @@ class Attachment:
     def substitute(self, optimizer: Optimizer) -> None:
         """Put masters into the optimizer's groups and re-key its state.
 
-        In an order from which `restore` finds its way back wherever an exception ends it.
+        The order allows `restore` to undo it from any line at which an exception ends it.
         """
-        self.store.heal()
+        self.store.restore()
         self.own = {}
         self.store.substituted.append((self, optimizer))
         for group in optimizer.param_groups:
@@ -92,9 +92,9 @@ class Attachment:
                     _rename(optimizer, parameter, master)
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Put the model's own parameters back; may be called again where an exception has ended it."""
+        """Put the model's own parameters back; can be called again after an exception has ended it."""
         own = self.own or {}
-        for group in optimizer.param_groups if own else ():  # masters of another store may be among them, and stay
+        for group in optimizer.param_groups if own else ():  # masters of another store can be among them, and stay
             group["params"][:] = [own.get(p, p) for p in group["params"]]
         for master, parameter in own.items():
             master.grad = None
@@ -103,20 +103,20 @@ class Attachment:
         self.store.substituted[:] = [entry for entry in self.store.substituted if entry[0] is not self]
 
     def recover(self, optimizer: Optimizer) -> None:
-        """Restore after a step that raised; a `zero_grad` since then met the masters, and is passed on."""
-        for master, parameter in (self.own or {}).items() if self.lifted is not None else ():
+        """Restore after a step that raised, and repeat a `zero_grad` that has cleared the masters' gradients since."""
+        for master, parameter in (self.own or {}).items() if self.widened is not None else ():
             if parameter.grad is not None:
                 if master.grad is None:
                     parameter.grad = None
                 elif not master.grad.any():
                     parameter.grad.zero_()
-        self.drop()
+        self.drop_gradients()
         self.restore(optimizer)
 
     # ------------------------------------------------------------------ gradients
 
-    def lift(self, optimizer: Optimizer) -> list[Tensor]:
-        """Copy low gradients into fp32 buffers and return all gradients, as `WeightStore.lift` says.
+    def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Copy low gradients into fp32 buffers and return all gradients: `WeightStore.widen_gradients`.
 
         Raises:
             WeightsError: inside `hs.edit_weights`, where a backward pass gives low parameters no gradients.
@@ -126,10 +126,10 @@ class Attachment:
                 f"{type(optimizer).__name__} steps low weights inside `with hs.edit_weights(model):`, where the model "
                 "holds fp32 values in their place and gradients are those of the fp32 values; end the block first"
             )
-        self.store.heal()
-        if self.lifted is not None:
-            return self.lifted
-        sources, targets, lifted = [], [], []
+        self.store.restore()
+        if self.widened is not None:
+            return self.widened
+        sources, targets, widened = [], [], []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
@@ -147,15 +147,15 @@ class Attachment:
                         gradient = buffer
                 if parameter in self.store:
                     self.gradients[id(parameter)] = gradient
-                lifted.append(gradient)
+                widened.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
-        self.lifted = lifted
-        return lifted
+        self.widened = widened
+        return widened
 
-    def drop(self) -> None:
-        """Forget lifted gradients, and free buffers unless keeping them pays: note [gradient buffers]."""
-        self.lifted = None
+    def drop_gradients(self) -> None:
+        """Forget widened gradients, and free their buffers where they are not kept: note [gradient buffers]."""
+        self.widened = None
         self.gradients.clear()
         for key in [k for k, b in self.buffers.items() if b.device.type != "cpu" or not self.store.keeps_buffers]:
             del self.buffers[key]
@@ -171,7 +171,7 @@ class Attachment:
                 "coarse for; optimizers that search with closures (LBFGS) work under policies with params='fp32'"
             )
         with torch.no_grad():
-            self.lift(optimizer)
+            self.widen_gradients(optimizer)
         self.substitute(optimizer)
         if len(args) == 1 and not kwargs:
             return None
@@ -181,28 +181,28 @@ class Attachment:
         )
 
     def _closed(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `closure` for an optimizer to call while it holds masters: the model is itself while it runs.
+        """Return `closure` for an optimizer with masters in its groups, which has the model's own while it runs.
 
-        What the optimizer has written into masters by then is what the closure evaluates, and what it leaves in the
-        model's gradients is what the optimizer goes on with.
+        The closure evaluates what the optimizer has written into masters by then, and the optimizer continues with the
+        gradients that the closure leaves.
         """
         known = {key: gradient._version for key, gradient in self.gradients.items()}
 
         @wraps(closure, updated=())
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             nonlocal known
-            own = self.own or {}  # holds the masters: some strategies make them for whoever holds them
+            own = self.own or {}  # keeps the masters alive: some strategies drop unreferenced ones
             for master, parameter in own.items():
                 if master.grad is None:  # what zero_grad did to masters
                     parameter.grad = None
                 elif (gradient := parameter.grad) is not None and master.grad._version != known.get(id(parameter)):
                     gradient.copy_(master.grad)
             self.restore(optimizer)
-            self.drop()
-            self.store.write_back(own.values())  # an optimizer may have moved them, and through `.data` unseen
+            self.drop_gradients()
+            self.store.write_back(own.values())  # written through `.data` they have no new version
             result = closure(*args, **kwargs)
             with torch.no_grad():
-                self.lift(optimizer)
+                self.widen_gradients(optimizer)
             self.substitute(optimizer)
             known = {key: gradient._version for key, gradient in self.gradients.items()}
             return result
@@ -210,10 +210,10 @@ class Attachment:
         return evaluate
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _skipped(optimizer):  # first: until they are written back, what an optimizer has done is in the masters
+        if not _skipped(optimizer):  # first: until then the update exists in the masters alone
             self.store.write_back([p for p in (self.own or {}).values() if p.grad is not None], stepped=True)
         self.restore(optimizer)
-        self.drop()
+        self.drop_gradients()
 
     def _before_state(self, optimizer: Optimizer) -> None:
         self.substitute(optimizer)
@@ -225,8 +225,13 @@ class Attachment:
         self.restore(optimizer)
 
 
+def is_low(value: object) -> bool:
+    """Return whether `value` is a tensor in a low format."""
+    return isinstance(value, Tensor) and value.dtype in LOW_DTYPES
+
+
 def refuse_wrapper(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps parameters through another one, out of reach of hooks on it.
+    """Refuse an optimizer that steps parameters through another one, on which hooks have no effect.
 
     Raises:
         WeightsError: it is such an optimizer; nothing was changed.
@@ -245,8 +250,8 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
         )
 
 
-def nested(outer: Optimizer, inner: Optimizer) -> str:
-    """Say why `inner` cannot step low parameters whose masters `outer` holds, in whose step it is called."""
+def nested_reason(outer: Optimizer, inner: Optimizer) -> str:
+    """Return why `inner`, called in the step of `outer`, cannot step low parameters whose masters `outer` has."""
     return (
         f"{type(outer).__name__} steps low weights through {type(inner).__name__}, which has parameter groups of its "
         f"own: it would pass by the fp32 values that {type(outer).__name__} holds; train under a policy with params="
@@ -266,7 +271,7 @@ def _rename(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def _skipped(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer was told to leave everything as it is, where asking costs no wait."""
+    """Return whether a fused optimizer got a `found_inf` that makes it skip; False where reading it would wait."""
     found = getattr(optimizer, "found_inf", None)
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     return fused and type(found) is Tensor and found.device.type == "cpu" and peek(found)

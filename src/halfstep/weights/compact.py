@@ -1,13 +1,12 @@
-"""Strategies whose fp32 values exist only while somebody uses them.
+"""Strategies whose fp32 values exist only during a step, an edit or a load.
 
-Between steps a parameter has its low weight and, in some strategies, a second part of 16 bits. For a step (or an edit,
-or a state that is loaded) the fp32 value is made of them, the optimizer steps it, and it is put back. So the peak of a
-step is 4 bytes a parameter for these values and 4 for their gradients above what is there otherwise; both are freed
-when the step ends. At that moment `split` and `kahan` need 2 bytes more than `master`, and at any other 2 less
-(`stochastic` as many, and 4 less), in particular when activations are at their most.
+Between steps a parameter has its low weight and, in some strategies, a second part of 16 bits. For a step the fp32
+value is computed from them, the optimizer steps it, and it is packed again. So a step needs 4 more bytes a parameter
+for these values and 4 for their gradients, freed when it ends. During the update `split` and `kahan` need 2 bytes more
+than `master`, otherwise 2 less (`stochastic` as many, and 4 less), in particular when activations are at their peak.
 
-What is written into a low weight by hand (see note [changes by hand] in `store`) counts as it stands there: the second
-part of the whole parameter becomes zero, because nothing tells which elements were written.
+After a manual write into a low weight (note [changes by hand] in `store`) the second part of the whole parameter
+becomes zero, because the written elements are unknown.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ __all__ = ["CompactWeights"]
 
 
 class CompactWeights(WeightStore):
-    """fp32 values behind low parameters, made when they are asked for."""
+    """fp32 values behind low parameters, computed on request."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         self._seconds: dict[int, Tensor] = {}  # what is kept beside a low weight
-        self._living = weakref.WeakValueDictionary[int, nn.Parameter]()  # masters somebody holds at the moment
+        self._living = weakref.WeakValueDictionary[int, nn.Parameter]()  # masters that are referenced at the moment
         super().__init__(named, low)
 
     @abstractmethod
@@ -38,10 +37,10 @@ class CompactWeights(WeightStore):
 
     @abstractmethod
     def _unpack(self, key: int, low: Tensor) -> Tensor:
-        """Return the fp32 value: a new tensor, in the memory layout of `low`: fused optimizers ask for one."""
+        """Return the fp32 value: a new tensor, in the memory layout of `low`, as fused optimizers require."""
 
     def _keep(self, key: int, part: Tensor) -> None:
-        """Keep `part` beside the low weight, in the memory of the one before: a CUDA graph knows it by its address."""
+        """Keep `part` beside the low weight, in the memory of the one before: CUDA graphs have captured its address."""
         known = self._seconds.get(key)
         if known is None or known.shape != part.shape or known.device != part.device:
             self._seconds[key] = part
@@ -63,10 +62,10 @@ class CompactWeights(WeightStore):
         return iter(self._seconds.values())
 
     def temporaries(self) -> Iterator[Tensor]:
-        """Iterate over the masters that somebody holds."""
+        """Iterate over the masters that are referenced."""
         return iter(list(self._living.values()))
 
-    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
+    def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
         return self._pack(key, parameter.detach().float(), stepped=False)
 
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
@@ -78,18 +77,18 @@ class CompactWeights(WeightStore):
             living = self._living[key] = nn.Parameter(self._unpack(key, self._parameters[key].detach()))
         return living
 
-    def _follow(self, key: int) -> None:
+    def _read_low(self, key: int) -> None:
         if key in self._seconds:
             self._seconds[key].zero_()
         living = self._living.get(key)
         if living is not None:
             living.copy_(self._parameters[key])
 
-    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
+    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         written = []
         for key in keys:
             living = self._living.get(key)
-            if living is not None:  # else nobody can have changed it
+            if living is not None:  # else it cannot have changed
                 self._parameters[key].copy_(self._pack(key, living.detach(), stepped=stepped))
                 written.append(key)
         return written

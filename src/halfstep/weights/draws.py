@@ -1,14 +1,14 @@
-"""Where stochastic rounding takes its bits from: a seed and a count of updates, on every device that trains.
+"""The random bits of stochastic rounding: a seed and a count of updates, on every device that trains.
 
-Bits are a function of seed, count, parameter and element (`kernels.updates.noise`), so the same run draws the same ones
-whichever way it updates: through halfstep's own operators or through torch's optimizers.
+Bits are a function of seed, count, parameter and element (`kernels.reference.operators.noise`), so a run draws
+the same ones through halfstep's own operators and through torch's optimizers.
 
 Note [seeds]: the seed is drawn from torch's default generator when the object is made, so `torch.manual_seed` makes a
 run repeatable. Replicas of a model must draw the same bits or they drift apart, and their programs often seed each rank
 differently; so where torch.distributed runs more than one process at the first update, the seed is 0 on every rank.
 
 Note [skipped steps]: the count goes on with every update that is applied. An update that torch's fused optimizer skips
-on an accelerator counts too: asking would cost a wait.
+on an accelerator counts too: reading its flag would cost a wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import WeightsError
-from halfstep.kernels.reference.updates import noise
+from halfstep.kernels.reference.operators import noise
+from halfstep.weights.ranks import replicated
 
 __all__ = ["Draws"]
 
@@ -45,9 +46,7 @@ class Draws:
 
     def _first(self) -> list[int]:
         """Return (seed, count) before the first update."""
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        replicas = distributed and torch.distributed.get_world_size() > 1
-        return [0 if replicas else self._seed, 0]
+        return [0 if replicated() else self._seed, 0]
 
     def bits(self, tensor: int, stream: int, like: Tensor) -> Tensor:
         """Return 16 bits for every element of `like`, int64, in its shape and memory order."""

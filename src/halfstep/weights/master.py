@@ -42,7 +42,7 @@ class MasterWeights(WeightStore):
         """Iterate over nothing: masters are always there."""
         return iter(())
 
-    def _begin(self, key: int, parameter: nn.Parameter) -> Tensor:
+    def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
         wide = parameter.detach().float().clone()
         self._masters[key] = nn.Parameter(wide, requires_grad=parameter.requires_grad)
         return wide.to(self.dtype)
@@ -53,14 +53,14 @@ class MasterWeights(WeightStore):
     def _master(self, key: int) -> nn.Parameter:
         return self._masters[key]
 
-    def _follow(self, key: int) -> None:
+    def _read_low(self, key: int) -> None:
         master, parameter = self._masters[key], self._parameters[key]
-        if key in self._fresh and replicated():  # broadcast: what other ranks cannot know must not be known here
+        if key in self._fresh and replicated():  # a broadcast: only the low weights are equal on all ranks
             master.copy_(parameter)
-        else:  # where the low weight still is the rounded master, the master knows more
+        else:  # where the low weight still is the rounded master, the master stays
             master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
 
-    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
+    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         low: list[Tensor] = [self._parameters[k] for k in keys]
         torch._foreach_copy_(low, [self._masters[k] for k in keys])
         return keys

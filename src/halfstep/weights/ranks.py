@@ -1,8 +1,8 @@
-"""Ranks of DistributedDataParallel: it makes low weights equal when it wraps a model, and knows of nothing beside them.
+"""Ranks of DistributedDataParallel, which makes low weights equal when it wraps a model, and not what is beside them.
 
-What is beside them is sent from the wrapper's first rank too, at the first moment that all ranks are known to reach:
-`hs.prepare` or `hs.TrainStep` of the wrapped model, or the first forward pass that trains it. Where compiled code lets
-no such moment be seen, `master` takes over the broadcast low weights as they are, and so do all ranks.
+The rest is sent from the wrapper's first rank too, at the first call that all ranks are known to reach: `hs.prepare` or
+`hs.TrainStep` of the wrapped model, or the first forward pass that trains it. Where compiled code hides these calls,
+`master` on every rank takes over the broadcast low weights as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["replicated", "training_wrapper", "unify"]
+__all__ = ["broadcast", "replicated", "training_wrapper"]
 
 
 def training_wrapper(module: nn.Module) -> DistributedDataParallel | None:
@@ -28,7 +28,7 @@ def training_wrapper(module: nn.Module) -> DistributedDataParallel | None:
 
 
 @torch.no_grad()
-def unify(store: WeightStore, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+def broadcast(store: WeightStore, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
     """Give every rank of `wrapper` the low weights of its first rank and what is beside them; return these weights.
 
     Collective: every rank must reach this call.

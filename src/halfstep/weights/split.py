@@ -1,4 +1,4 @@
-"""split: a bf16 weight and the 16 bits of its fp32 pattern that bf16 has no room for; together they are the fp32 value.
+"""split: a bf16 weight and the 16 bits of the fp32 pattern that bf16 drops; together they are the fp32 value.
 
 Bytes per parameter: 2 (low) + 2 (remainder); for the peak of a step see `compact`. Nothing is lost: training is that
 of `master` bit for bit, but for low weights exactly half way between two bf16 numbers, which round up here (in
@@ -20,7 +20,7 @@ class SplitWeights(CompactWeights):
     """fp32 values in two halves: bf16 weights of the model, and int16 remainders here."""
 
     name, form = "split", "split"
-    lows = (torch.bfloat16,)
+    low_dtypes = frozenset({torch.bfloat16})
 
     def _refusal(self, low: torch.dtype) -> str:
         return (

@@ -1,7 +1,7 @@
 """Optimizer states in bf16, under any torch optimizer: 2 bytes an element where torch keeps 4.
 
 bf16 for every policy, also one in fp16: squared gradients lie far below fp16's smallest number. A step that moves a
-state by less than half an ulp would leave it where it is for ever (the second moment of Adam with beta2 = 0.999 moves
+state by less than half an ulp would never change it (the second moment of Adam with beta2 = 0.999 moves
 by a thousandth), so states are rounded stochastically: right on average.
 
 halfstep's own update reads and writes them as they are. Around the step of any other optimizer they are fp32: made
@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.kernels.reference.updates import FIRST, stochastic_bf16
+from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.reference.operators import FIRST, stochastic_bf16
 from halfstep.weights.draws import Draws
-from halfstep.weights.lows import LOWS
 from halfstep.weights.store import stores
 
 __all__ = ["LowStates"]
@@ -58,19 +58,19 @@ class LowStates:
         return cls._known.get(optimizer)
 
     @classmethod
-    def want(cls, parameters: Iterable[nn.Parameter], draws: Draws | None = None) -> None:
-        """Keep the states of any optimizer low that steps one of `parameters`, also of one that is made later."""
-        wanted = _wanted()
+    def keep_low(cls, parameters: Iterable[nn.Parameter], draws: Draws | None = None) -> None:
+        """Keep the states of every optimizer low that steps one of `parameters`, also if it is made later."""
+        listed = _listed()
         for parameter in parameters:
-            wanted[parameter] = draws
+            listed[parameter] = draws
 
     @classmethod
     def release(cls, parameters: set[int]) -> None:
-        """Give optimizers that hold any of `parameters` (ids) their fp32 states back, and want none low any more."""
-        if _wanted.cache_info().currsize:
-            wanted = _wanted()
-            for parameter in [p for p in wanted if id(p) in parameters]:
-                del wanted[parameter]
+        """Give optimizers with any of `parameters` (ids) their fp32 states back, and keep none low from now on."""
+        if _listed.cache_info().currsize:
+            listed = _listed()
+            for parameter in [p for p in listed if id(p) in parameters]:
+                del listed[parameter]
         for optimizer, states in list(cls._known.items()):
             if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
                 for handle in states._handles:
@@ -114,26 +114,26 @@ def _rounded(value: Tensor, draws: Draws, place: int, stream: int) -> Tensor:
 
 
 @cache
-def _wanted() -> MutableMapping[nn.Parameter, Draws | None]:
+def _listed() -> MutableMapping[nn.Parameter, Draws | None]:
     """Return the parameters whose optimizer states are to be low; an optimizer made later is found when it steps."""
-    wanted: MutableMapping[nn.Parameter, Draws | None] = WeakIdKeyDictionary()
-    stores()  # whose own welcome comes first: a store is attached to an optimizer before its states are
+    listed: MutableMapping[nn.Parameter, Draws | None] = WeakIdKeyDictionary()
+    stores()  # registers its hook first: a store is attached to an optimizer before its states are
 
-    def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not wanted or optimizer in LowStates._known:
+    def keep_if_listed(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not listed or optimizer in LowStates._known:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in wanted:
-                    LowStates(optimizer, wanted[parameter])
+                if parameter in listed:
+                    LowStates(optimizer, listed[parameter])
                     return
 
-    register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
-    return wanted
+    register_optimizer_step_pre_hook(keep_if_listed)  # runs before an optimizer's own hooks, which it can add
+    return listed
 
 
 def _is_wide(parameter: Tensor) -> bool:
-    return parameter.dtype not in LOWS
+    return parameter.dtype not in LOW_DTYPES
 
 
 def _elementwise(parameter: Tensor, state: dict[str, Any]) -> list[tuple[str, Tensor]]:

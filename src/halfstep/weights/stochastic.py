@@ -1,4 +1,4 @@
-"""stochastic: a low weight and nothing else; an update below half an ulp moves it now and then, right on average.
+"""stochastic: a low weight and nothing else; an update below half an ulp changes it with a probability.
 
 Bytes per parameter: 2 (low); for the peak of a step see `compact`. After a step the new fp32 value is rounded to one of
 its two neighbours, the nearer the likelier, so that the mean over many steps is the value. Only steps round by chance:
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.reference.updates import WEIGHT, stochastic_bf16
+from halfstep.kernels.reference.operators import WEIGHT, stochastic_bf16
 from halfstep.weights.compact import CompactWeights
 from halfstep.weights.draws import Draws
 
@@ -45,15 +45,15 @@ class StochasticWeights(CompactWeights):
         """
         self.draws.load_state(state)
 
-    def busy(self) -> str:
+    def cannot_update(self) -> str:
         """Return why an update in one pass cannot be made; "" if it can."""
         if self.dtype is not torch.bfloat16:
             return "only bf16 weights are rounded stochastically in one pass"
-        return super().busy()
+        return super().cannot_update()
 
-    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
-        self._places = {key: i for i, key in enumerate(keys)}  # which bits a parameter gets: its place in the update
-        written = super()._fold(keys, stepped=stepped)
+    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
+        self._places = {key: i for i, key in enumerate(keys)}  # decide which bits a parameter gets
+        written = super()._write_low(keys, stepped=stepped)
         for device in {self._parameters[key].device for key in written} if stepped and not self.draws.shared else ():
             self.draws.advance(device)
         return written

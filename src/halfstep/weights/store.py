@@ -1,34 +1,46 @@
-"""What stands behind low parameters: fp32 values that any torch optimizer steps while the model holds low ones.
+"""fp32 values behind low parameters: any torch optimizer steps them while the model computes with the low ones.
 
-`WeightStore` is what the strategies share; how the fp32 values are kept between steps is theirs (`master`, `split`,
-`kahan`, `stochastic`), how an optimizer comes to step them in `attachment`, what users may do to them in `by_hand`.
+`WeightStore` is what the strategies share. `master`, `split`, `kahan` and `stochastic` store fp32 values between steps,
+`attachment` lets an optimizer step them.
+
+Note [changes by hand]: `nn.init`, ``parameter.copy_`` and an embedding's max_norm write into low weights, which torch
+counts in their `_version`; every read of a master first takes the written values over. Writes through ``.data`` are
+counted by the class of the parameter (`kernels.watched`): masters take them over too, with one warning, because the
+part of an update that the low format cannot represent is lost. Writes by torch.distributed and by kernels are not
+counted. All of these changes belong inside `hs.edit_weights`.
+
+Note [averages by hand]: reading ``parameter.data`` leaves no trace. But an average is kept in a copy of the model, and
+such loops write into the copy through ``.data``. Its parameters are watched; there is one warning at the second write
+unless fp32 values were shown meanwhile (`edit_weights`, `state_dict`). An average that reads and writes parameters
+under `torch.no_grad` without ``.data`` looks like any other use of a copy, and is not noticed.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.watched import WatchedParameter, unwatch, watch
-from halfstep.weights.attachment import Attachment, nested, refuse_wrapper
-from halfstep.weights.by_hand import ByHand
-from halfstep.weights.lows import LOWS, is_low
-from halfstep.weights.ranks import training_wrapper, unify
+from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
+from halfstep.weights.ranks import broadcast, training_wrapper
 
-__all__ = ["WeightStore", "stores"]
+__all__ = ["WeightStore", "beyond", "stores"]
 
 
-class WeightStore(ByHand):
+class WeightStore(ABC):
     """fp32 values behind low parameters.
 
     Adopting a parameter replaces its values by low ones, in place; its fp32 values live on in the store, as exactly as
@@ -42,13 +54,13 @@ class WeightStore(ByHand):
         WeightsError: `low` is no format of this strategy, or a parameter is neither fp32 nor low; nothing was changed.
     """
 
-    lows: ClassVar[tuple[torch.dtype, ...]] = LOWS
-    name: ClassVar[str]  # what `Policy.master` calls it
-    form: ClassVar[str]  # how the fp32 value lives in two tensors: see note [forms] in `kernels.ops`
+    low_dtypes: ClassVar[frozenset[torch.dtype]] = LOW_DTYPES
+    name: ClassVar[str]  # its value of `Policy.master`
+    form: ClassVar[str]  # how two tensors store the fp32 value: note [forms] in `kernels.ops`
     keeps_buffers: ClassVar[bool] = False  # fp32 gradient buffers, on CPU, from step to step
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
-        if low not in self.lows:
+        if low not in self.low_dtypes:
             raise WeightsError(self._refusal(low))
         pairs = list(named)
         for name, parameter in pairs:
@@ -63,11 +75,11 @@ class WeightStore(ByHand):
         self._fresh: set[int] = set()  # those that have not been stepped since they got their values
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
-        self.substituted: list[tuple[Attachment, Optimizer]] = []  # these hold masters now; attachments write it
-        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.substituted: list[tuple[Attachment, Optimizer]] = []  # optimizers that have masters now
+        self._without_low: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._wrapper: weakref.ref[nn.Module] | None = None  # whose ranks hold the same fp32 values
-        self._said: set[bool] = set()  # what was warned of, once: a copy or not
-        self.editing = False  # whether fp32 values stand in the model, in the place of low parameters
+        self._warned: set[bool] = set()  # warnings given, each once: of a copy or not
+        self.editing = False  # whether the model contains fp32 values in place of low parameters
         self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
         for name, parameter in pairs:
             self.adopt(name, parameter)
@@ -76,14 +88,30 @@ class WeightStore(ByHand):
     def _refusal(self, low: torch.dtype) -> str:
         return f"low weights are bfloat16 or float16, not {low}"
 
-    # ------------------------------------------------------------------ what a strategy says
+    # ------------------------------------------------------------------ what a strategy implements
 
     @abstractmethod
     def _master(self, key: int) -> nn.Parameter:
-        """Return the fp32 parameter of `key` that optimizers and users change, the same object while anybody has it."""
+        """Return the fp32 parameter of `key` that optimizers and users change: one object while referenced."""
 
     @abstractmethod
-    def _fold(self, keys: list[int], *, stepped: bool) -> list[int]:
+    def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
+        """Keep the fp32 values of `parameter` under `key` and return the low ones."""
+
+    @abstractmethod
+    def _read_low(self, key: int) -> None:
+        """Take over the values that were written into the low weight of `key`."""
+
+    @abstractmethod
+    def _forget(self, key: int) -> None:
+        """Drop what is kept under `key`."""
+
+    @abstractmethod
+    def _move(self, key: int, like: Tensor) -> None:
+        """Move what is kept under `key` to the device and into the memory layout of `like`."""
+
+    @abstractmethod
+    def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         """Put masters into low weights and what is kept beside them; return the keys that were written."""
 
     @abstractmethod
@@ -100,7 +128,7 @@ class WeightStore(ByHand):
 
     @abstractmethod
     def temporaries(self) -> Iterator[Tensor]:
-        """Iterate over fp32 values that are there only while somebody uses them (a step, an edit)."""
+        """Iterate over fp32 values that exist only during a step or an edit."""
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs besides the model's fp32 state_dict; {} for nothing."""
@@ -122,11 +150,11 @@ class WeightStore(ByHand):
         if parameter in self:
             return
         key = id(parameter)
-        low = self._begin(key, parameter)
+        low = self._adopt(key, parameter)
         if parameter.dtype is not self.dtype:
             parameter.data = low
         watch(parameter, self, name)
-        self._enter(name, parameter)
+        self._add(name, parameter)
 
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
@@ -159,13 +187,13 @@ class WeightStore(ByHand):
         if unseen or parameter._version != self._versions[key]:
             self._versions[key] = parameter._version
             with torch.no_grad():
-                self._follow(key)
+                self._read_low(key)
         return key
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 master of `parameter`, to be changed and written back: the same object while it is held.
+        """Return the fp32 master of `parameter`, to be changed and written back: one object while referenced.
 
-        If the low weight was changed by hand since it was last written back, the master takes what is new in it.
+        If the low weight was changed by hand since it was last written back, the master takes the new values over.
         """
         found = self._master(self._key(parameter))
         found.requires_grad_(parameter.requires_grad)
@@ -199,43 +227,137 @@ class WeightStore(ByHand):
             stepped: whether an optimizer has moved them; then `stochastic` rounds up or down by chance.
         """
         keys = list(self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters))
-        for key in self._fold(keys, stepped=stepped) if keys else ():
+        for key in self._write_low(keys, stepped=stepped) if keys else ():
             self._versions[key] = self._parameters[key]._version
         if stepped:
             self._fresh.clear()
 
     # ------------------------------------------------------------------ updates in one pass
 
-    def busy(self) -> str:
-        """Return why the tensors of `parts` are not all there is at the moment; "" if they are."""
-        held = self.editing or next(self.temporaries(), None) is not None
-        return "somebody holds fp32 values of low weights" if held else ""
+    def cannot_update(self) -> str:
+        """Return why an update in one pass cannot change the tensors of `parts`; "" if it can."""
+        in_use = self.editing or next(self.temporaries(), None) is not None
+        return "fp32 values of low weights are in use" if in_use else ""
 
     def parts(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor | None]:
-        """Return the tensors in which the fp32 value of `parameter` lives, as `form` says, to be changed in place.
+        """Return the tensors that store the fp32 value of `parameter` in `form`, to be changed in place.
 
-        Whoever does so calls `stepped` afterwards.
+        Call `stepped` afterwards.
         """
         return self._parts(self._key(parameter))
 
-    def entered(self, module: nn.Module) -> None:
-        """Prepare for a forward pass of `module`: `heal`, and `unify` where a wrapper of it trains."""
-        self.heal()
+    def before_forward(self, module: nn.Module) -> None:
+        """Prepare for a forward pass of `module`: `restore`, and `broadcast` where a wrapper of it trains."""
+        self.restore()
         if (wrapper := training_wrapper(module)) is not None:
-            self.unify(wrapper)
+            self.broadcast(wrapper)
 
-    def unify(self, wrapper: DistributedDataParallel) -> None:
+    def broadcast(self, wrapper: DistributedDataParallel) -> None:
         """Give every rank of `wrapper` the same fp32 values. Collective, once for each wrapper."""
         if self._wrapper is None or self._wrapper() is not wrapper:
             self._wrapper = weakref.ref(wrapper)
-            self.stepped(unify(self, wrapper))
+            self.stepped(broadcast(self, wrapper))
 
     def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note that the parts of those of `parameters` that are low were changed, both of them."""
+        """Note that both parts of the low ones among `parameters` were changed."""
         self._fresh.clear()
         for parameter in parameters:
             if id(parameter) in self._versions:
                 self._versions[id(parameter)] = parameter._version
+
+    # ------------------------------------------------------------------ manual changes: note [changes by hand]
+
+    def data_written(self, name: str, *, copied: bool) -> None:
+        """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since."""
+        if not copied:
+            text = (
+                f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, its "
+                "fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where they are fp32"
+            )
+        elif not self.exposed:
+            text = (
+                f"a copy of the model is changed through .data ({name}), as averages of weights are, and the weights "
+                f"of the model are {self._kind}: their fp32 values are to be had inside `with hs.edit_weights(model):`"
+            )
+        else:
+            return
+        if copied not in self._warned:
+            self._warned.add(copied)
+            warnings.warn(text, stacklevel=3)
+
+    @torch.no_grad()
+    def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
+        """Return the data that `parameter` gets where it is given `value`, as ``module.float()`` or ``.to`` do.
+
+        In fp32 or a wider format it is its precise value, which an optimizer steps as any other from then on; back in
+        the low format it is adopted again. On another device or in another layout, what is kept beside it follows.
+
+        Raises:
+            WeightsError: another low format, none of floating point numbers, or another shape than the fp32 value
+                behind it; nothing was changed.
+        """
+        now, low = parameter.detach(), value.to(self.dtype)
+        if parameter in self and value.shape != now.shape:
+            raise WeightsError(
+                f"parameter {name} has shape {tuple(now.shape)}, as its fp32 value and its optimizer's state have, and "
+                f"was given data of shape {tuple(value.shape)}; hs.unprepare(model), resize it, build the "
+                "optimizer anew, then hs.prepare"
+            )
+        if parameter not in self:
+            if value.dtype is not self.dtype:
+                return value
+            same = value.shape == now.shape and value.device == now.device and bool((now.to(low) == low).all())
+            precise = nn.Parameter(now.float() if same else value.float(), requires_grad=parameter.requires_grad)
+            low = self._adopt(id(parameter), precise)
+            self._add(name, parameter)
+            return low
+        if value.dtype is self.dtype:
+            if value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device:
+                key = self._key(parameter)
+                if not torch.equal(value, now.to(value.device)):
+                    parameter.note()  # type: ignore[attr-defined]  # only watched parameters come here
+                else:
+                    self._move(key, value)
+            return value
+        if value.dtype not in {torch.float32, torch.float64}:
+            raise WeightsError(
+                f"parameter {name} is held in {self._kind}, with its fp32 value behind it, and was to become "
+                f"{value.dtype}; hs.unprepare(model) before its format is changed"
+            )
+        wide = self.read(parameter).to(value)
+        self._remove(parameter)
+        return torch.where(now.to(value) == value, wide, value)
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        self._without_low.clear()
+        key = id(parameter)
+        self._names[key], self._parameters[key], self._versions[key] = name, parameter, parameter._version
+        self._fresh.add(key)
+
+    def _remove(self, parameter: nn.Parameter) -> None:
+        self._forget(id(parameter))
+        self._without_low.clear()
+        for entries in (self._names, self._parameters, self._versions):
+            entries.pop(id(parameter))
+
+    def refuse(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Refuse finite values for `parameter` that its low format cannot hold; waits for their device.
+
+        Raises:
+            WeightsError: there are some; nothing was changed.
+        """
+        if lost := beyond(self._names[id(parameter)], value, self.dtype):
+            raise WeightsError(f"{lost}; clamp it, or prepare the model with dtype='bf16' or its module in fp32")
+
+    @torch.no_grad()
+    def undo_beyond(self, parameters: Iterable[nn.Parameter]) -> str:
+        """Reset masters with values beyond the low format to their low weights; return the first, "" for none."""
+        lost = ""
+        for parameter in parameters:
+            if found := beyond(self._names[id(parameter)], self.master(parameter), self.dtype):
+                self._read_low(id(parameter))
+                lost = lost or found
+        return lost
 
     # ------------------------------------------------------------------ optimizers
 
@@ -250,8 +372,8 @@ class WeightStore(ByHand):
         refuse_wrapper(optimizer)
         self._attached[id(optimizer)] = Attachment(self, optimizer)
 
-    def welcome(self, optimizer: Optimizer) -> None:
-        """Attach `optimizer`, which is about to step, if it holds low parameters and nobody has attached it.
+    def attach_if_needed(self, optimizer: Optimizer) -> None:
+        """Attach `optimizer`, which is about to step, if it has low parameters and is not attached yet.
 
         Raises:
             WeightsError: it has loaded its state into low parameters, which rounded it.
@@ -259,15 +381,15 @@ class WeightStore(ByHand):
         for attachment, outer in self.substituted if optimizer.param_groups else ():
             own = set((attachment.own or {}).values())
             if any(p in own for group in optimizer.param_groups for p in group["params"]):
-                raise WeightsError(nested(outer, optimizer))
+                raise WeightsError(nested_reason(outer, optimizer))
         if self.attached(optimizer):
             return
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._strangers.get(optimizer) == held:  # looked at before
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._without_low.get(optimizer) == count:  # checked before
             return
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self]
         if not mine:
-            self._strangers[optimizer] = held
+            self._without_low[optimizer] = count
             return
         for parameter in mine:
             state = optimizer.state.get(parameter, {})
@@ -290,7 +412,7 @@ class WeightStore(ByHand):
             raise WeightsError(f"{type(optimizer).__name__} does not step these masters")
         attachment.remove(optimizer)
 
-    def lift(self, optimizer: Optimizer) -> list[Tensor]:
+    def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Copy low gradients into fp32 and return all gradients `optimizer` will read.
 
         Args:
@@ -300,17 +422,17 @@ class WeightStore(ByHand):
             fp32 gradients in the order of `param_groups`, without those that are None; parameters without a master
             give their own gradient. Called again before the step, it returns the same tensors and copies nothing.
         """
-        return self._attached[id(optimizer)].lift(optimizer)
+        return self._attached[id(optimizer)].widen_gradients(optimizer)
 
-    def drop(self, optimizer: Optimizer) -> None:
-        """Forget the lifted gradients: the step they were for is over, or was skipped."""
-        self._attached[id(optimizer)].drop()
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """Forget the widened gradients: their step is over, or was skipped."""
+        self._attached[id(optimizer)].drop_gradients()
 
-    def heal(self, *, write_back: bool = True) -> bool:
+    def restore(self, *, write_back: bool = True) -> bool:
         """Put the model's parameters back into optimizers whose step raised; return whether there were any.
 
         Args:
-            write_back: whether to round masters into low weights: not if nothing has been written to them.
+            write_back: whether to round masters into low weights; False if they have not been written.
         """
         if not self.substituted:
             return False
@@ -324,7 +446,7 @@ class WeightStore(ByHand):
         """Free the fp32 gradient buffers (4 bytes a parameter); the next step makes them again."""
         for attachment in self._attached.values():
             attachment.buffers.clear()
-            attachment.lifted = None
+            attachment.widened = None
             attachment.gradients.clear()
 
     def buffers(self) -> Iterator[Tensor]:
@@ -333,20 +455,20 @@ class WeightStore(ByHand):
             yield from attachment.buffers.values()
 
     def unwatch(self) -> None:
-        """Let the low parameters be of torch's own class again; writes through ``.data`` are noticed no more."""
+        """Give the low parameters torch's own class again; writes through ``.data`` are no longer noticed."""
         for parameter in self.parameters():
             unwatch(parameter, self)
 
     def release(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Give parameters (default: all) their fp32 values back, in place; without any left, let go of optimizers."""
-        self.heal()
+        """Give parameters (default: all) their fp32 values back, in place; if none is left, detach the optimizers."""
+        self.restore()
         for parameter in list(self.parameters() if parameters is None else parameters):
             if parameter in self:
                 parameter.grad = None
                 wide = self.value(parameter).data
                 unwatch(parameter, self)
                 parameter.data = wide
-                self._leave(parameter)
+                self._remove(parameter)
             unwatch(parameter, self)
         self.free_buffers()
         for attachment in [] if self._parameters else list(self._attached.values()):
@@ -354,14 +476,30 @@ class WeightStore(ByHand):
                 self.detach(optimizer)
 
 
+def beyond(name: str, values: Tensor, low: torch.dtype) -> str:
+    """Return a message if one of `values`, the weights called `name`, is finite and becomes infinite in `low`; else "".
+
+    Waits for the device of `values`.
+    """
+    values = values.detach()
+    if values.is_meta or is_fake(values):
+        return ""
+    lost = torch.isfinite(values) & torch.isinf(values.to(low))
+    if not bool(lost.any()):
+        return ""
+    worst = values[lost].abs().max().item()
+    kind = str(low).removeprefix("torch.")
+    return f"parameter {name} holds a weight of magnitude {worst:.8g}, and {kind} ends at {torch.finfo(low).max:.8g}"
+
+
 @cache
 def stores() -> weakref.WeakSet[WeightStore]:
-    """Return the stores there are; optimizers made after `hs.prepare` find theirs here when they step."""
+    """Return all living stores; an optimizer made after `hs.prepare` is attached from here when it steps."""
     made = weakref.WeakSet[WeightStore]()
 
-    def welcome(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def attach_if_needed(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for store in list(made):
-            store.welcome(optimizer)
+            store.attach_if_needed(optimizer)
 
-    register_optimizer_step_pre_hook(welcome)  # torch calls these before an optimizer's own, which may be added here
+    register_optimizer_step_pre_hook(attach_if_needed)  # runs before an optimizer's own hooks, which it can add
     return made

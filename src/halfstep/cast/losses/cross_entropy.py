@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from halfstep.cast.arithmetic.functions import apply, rules_off
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.reference.cross_entropy import losses, parts, rows_at_a_time, shares, slope, slope_into
-from halfstep.kernels.triton import loss_ops
+from halfstep.kernels import ops
+from halfstep.kernels.choose import kernels_take_logits, losses
+from halfstep.kernels.reference.cross_entropy import gradient, gradient_into, parts, rows_at_a_time, shares
 
 __all__ = ["REDUCTIONS", "cross_entropy", "differentiated", "reduced"]
 
@@ -118,18 +119,18 @@ class _CrossEntropy(Function):
         with rules_off(logits.device.type):
             share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
             if differentiated(grads[0]):
-                return slope(logits, share).to(logits.dtype), None, None, None, None
-            if loss_ops.usable(logits):
-                return loss_ops.slope(logits, *share), None, None, None, None
+                return gradient(logits, share).to(logits.dtype), None, None, None, None
+            if kernels_take_logits(logits):
+                return ops.logits_gradient(logits, *share), None, None, None, None
             out = torch.empty_like(logits)
             rows = _rows(logits)
             for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
-                slope_into(result, x, of_part)
+                gradient_into(result, x, of_part)
         return out, None, None, None, None
 
 
 def _rows(logits: Tensor) -> int:
     """Return how many of the first dimension of `logits` are widened at a time; kernels widen none."""
-    if loss_ops.usable(logits):
+    if kernels_take_logits(logits):
         return len(logits)
     return rows_at_a_time(logits.numel() // len(logits), logits.device.type)

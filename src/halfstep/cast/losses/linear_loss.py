@@ -31,16 +31,8 @@ from halfstep.cast.rules.dispatch import tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import LossError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
-from halfstep.kernels.reference.cross_entropy import (
-    Shares,
-    losses,
-    parts,
-    rounded_slope,
-    rows_at_a_time,
-    shares,
-    slope,
-    widened,
-)
+from halfstep.kernels.choose import losses, rounded_gradient
+from halfstep.kernels.reference.cross_entropy import Shares, gradient, parts, rows_at_a_time, shares, widened
 from halfstep.policy.units import units
 
 __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
@@ -360,7 +352,7 @@ def _gradients(
     of_bias = torch.zeros_like(product.weight[:, 0], dtype=wide) if need_bias else None
     places = input if of_input is None else of_input
     for (x, place), of_part in zip(parts(chunk, (input, places)), share.parts(chunk), strict=True):
-        grad = rounded_slope(product.logits(x), of_part)
+        grad = rounded_gradient(product.logits(x), of_part)
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=wide)
         grad = product.operand(grad)
@@ -385,6 +377,6 @@ def _differentiable(
     """Return all three gradients from all logits at once, by operators that have a derivative; nothing is rounded."""
     x, weight = widened(input), widened(linear_weight)
     bias = None if linear_bias is None else widened(linear_bias)
-    grad = slope(F.linear(x, weight, bias), share)
+    grad = gradient(F.linear(x, weight, bias), share)
     of_bias = None if linear_bias is None else grad.sum(0).to(linear_bias.dtype)
     return (grad @ weight).to(input.dtype), (grad.t() @ x).to(linear_weight.dtype), of_bias

@@ -1,4 +1,4 @@
-"""Twins of the bit-pattern primitives in few passes and few temporaries; equal to the reference but in the bits of NaN.
+"""`split_bf16` and `join_bf16` in few passes and temporaries; equal to the reference except for the bits of NaN.
 
 Over 1M elements on one core of an AMD EPYC `join_bf16` takes 0.3 ms instead of 3.0.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.reference.primitives import HALF_ULP
+from halfstep.kernels.reference.operators import HALF_ULP
 
 __all__ = ["join_bf16", "split_bf16"]
 
@@ -16,7 +16,7 @@ QUIET_NAN = 0x7FC00000
 
 
 def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into bf16, rounded half up, and int16: `reference.split_bf16`; NaN becomes the positive quiet one."""
+    """Split fp32 into bf16, rounded half up, and int16: as the reference; NaN becomes the positive quiet one."""
     bits = wide.detach().view(torch.int32)
     upper = bits + HALF_ULP
     upper.bitwise_and_(~0xFFFF).masked_fill_(wide.isnan(), QUIET_NAN)
@@ -24,7 +24,7 @@ def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_bf16(low: Tensor, remainder: Tensor) -> Tensor:
-    """Rebuild fp32 from both halves: `reference.join_bf16`; a NaN stays one.
+    """Rebuild fp32 from both halves: as the reference; a NaN stays one.
 
     A remainder whose upper bit is set is negative as int16, and adding it takes back what rounding up has added.
     """

@@ -1,4 +1,4 @@
-"""Which of torch's fused optimizers do their work on a parameter; every choice of a fused form asks here.
+"""Which of torch's fused optimizers update a parameter correctly; every choice of a fused form calls `fused_works`.
 
 Two defects of the kernels for CPUs, found by comparing them with the other forms over formats, sizes, options and
 memory layouts (torch 2.13; SGD also in 2.11 and 2.12):
@@ -15,27 +15,30 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-__all__ = ["WITH_KERNELS", "fused_works"]
+from halfstep.formats import LOW_DTYPES
+
+__all__ = ["WITH_KERNELS", "fused_works", "is_dense"]
 
 WITH_KERNELS = (SGD, Adam, AdamW, Adagrad)
-_LOWS = frozenset({torch.float16, torch.bfloat16})
 
 
 def fused_works(kind: type[Optimizer], parameter: Tensor) -> bool:
     """Return whether torch's fused form of an optimizer class (or of the class it is made from) updates `parameter`."""
     if parameter.device.type != "cpu":
         return True
-    if parameter.dtype in _LOWS and issubclass(kind, SGD):
+    if parameter.dtype in LOW_DTYPES and issubclass(kind, SGD):
         return False
     if parameter.layout is not torch.strided or is_lazy(parameter):  # what is made later has no gaps
         return True
-    return parameter.is_contiguous() or _has_no_gaps(parameter)
+    return is_dense(parameter)
 
 
-def _has_no_gaps(parameter: Tensor) -> bool:
-    """Return whether a strided tensor fills its memory, in any order of dimensions."""
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a strided tensor fill a stretch of memory, each once, in any dimension order."""
+    if tensor.is_contiguous():
+        return True
     step = 1
-    for stride, size in sorted((s, n) for n, s in zip(parameter.shape, parameter.stride(), strict=True) if n != 1):
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
         if stride != step:
             return False
         step *= size

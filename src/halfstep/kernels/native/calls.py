@@ -1,39 +1,67 @@
-"""The operators, carried out by `kernels.cpp`: their arguments as addresses and sizes.
+"""The operators on CPU: functions of `kernels.cpp`, called with the addresses and sizes of tensors.
+
+Also `peek` and `number`: single values in host memory, read by their address and not by torch, whose own reads count as
+waits for the device.
 
 Note [one runtime]: two OpenMP runtimes in a process are two pools of threads that wait for each other in busy loops.
 So the kernels are linked with none: they are given the entry of the runtime that torch itself calls, found the way the
-dynamic linker has found it for torch (what is global first, then what libtorch depends on).
+dynamic linker has found it for torch (global symbols first, then what libtorch depends on).
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from struct import pack
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep.kernels.host import peek
 from halfstep.kernels.native.compiler import Unavailable
 from halfstep.kernels.ops import FORMS
 
-__all__ = ["Kernels"]
+__all__ = ["Kernels", "number", "peek"]
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000}
 """Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3, torch.float64: 4}
 FORM_CODES = {form: code for code, form in enumerate(FORMS)}
+NUMBER_CODES = {torch.float16: "e", torch.float32: "f", torch.float64: "d"}
+
+# applied with `map`, so that a call makes no Python frames per tensor
+_address, _size, _dtype, _type = Tensor.data_ptr, Tensor.numel, attrgetter("dtype"), TYPES.__getitem__
+
+
+def peek(flag: Tensor) -> bool:
+    """Return whether one element in host memory is not zero.
+
+    Args:
+        flag: one element of any dtype, 0 or 1, on the CPU or in pinned memory; no fake tensor.
+    """
+    return any(ctypes.string_at(flag.data_ptr(), flag.element_size()))
+
+
+def number(value: Tensor) -> float:
+    """Return one number; of a plain tensor in host memory without torch, of any other by waiting for its device."""
+    if type(value) is not Tensor or value.device.type != "cpu" or value.dtype not in NUMBER_CODES:
+        return float(value)
+    found = struct.unpack(NUMBER_CODES[value.dtype], ctypes.string_at(value.data_ptr(), value.element_size()))
+    return float(found[0])
 
 
 def _threads() -> tuple[int, int, int]:
-    """Return the addresses of what the kernels need to run on torch's threads, see Note [one runtime]; 0: one thread.
+    """Return the addresses of the entries of torch's OpenMP runtime: note [one runtime]; 0 means one thread.
 
     Raises:
-        Unavailable: they were not found where they are to be expected.
+        Unavailable: they were not found.
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     suffix = "dylib" if sys.platform == "darwin" else "so"
@@ -51,55 +79,56 @@ def _threads() -> tuple[int, int, int]:
 
 
 class Kernels:
-    """The operators, with functions of `kernels.cpp` behind them."""
+    """The operators as methods; arguments and results are those of the schemas in `kernels.ops`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         text, number, address = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
         self._runtime = _threads()
-        self._norms, self._judge, self._advance = (
+        self._norms, self._check, self._advance, self._exponents = (
             library.halfstep_norms,
-            library.halfstep_judge,
+            library.halfstep_check_norms,
             library.halfstep_advance,
+            library.halfstep_exponents,
         )
-        self._exponents = library.halfstep_exponents
-        self._adam, self._sgd, self._lion = library.halfstep_adam, library.halfstep_sgd, library.halfstep_lion
+        self._adam, self._sgd, self._lion = updates = library.halfstep_adam, library.halfstep_sgd, library.halfstep_lion
         self._norms.argtypes = self._exponents.argtypes = (address, text, number, text)
-        self._judge.argtypes = (address, number, address, text, address, address, address)
-        for update in (self._adam, self._sgd, self._lion):
-            update.argtypes = (text, text)
+        self._check.argtypes = (address, number, address, text, address, address, address)
         double, single = ctypes.c_double, ctypes.c_float
         self._advance.argtypes = (*[address] * 4, ctypes.c_bool, double, double, number, single, single)
-        for function in (self._norms, self._judge, self._advance, self._adam, self._sgd, self._lion, self._exponents):
+        for update in updates:
+            update.argtypes = (text, text)
+        for function in (self._norms, self._check, self._advance, self._exponents, *updates):
             function.restype = None
 
-    def _team(self, work: str, sizes: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return who does the work, the `Threads` of `threads.h`."""
-        return torch.get_num_threads() if sum(sizes) > ALONE[work] else 1, *self._runtime
+    def _read(self, function: Any, work: str, out: Tensor, tensors: Tensors) -> None:
+        """Call a function that reads `tensors` and writes `out`."""
+        count, sizes = len(tensors), [*map(_size, tensors)]
+        columns = pack(f"{3 * count}q", *sizes, *map(_type, map(_dtype, tensors)), *map(_address, tensors))
+        threads = torch.get_num_threads() if sum(sizes) > ALONE[work] else 1
+        function(out.data_ptr(), columns, count, pack("4q", threads, *self._runtime))
 
-    def _threads(self, work: str, tensors: Sequence[Tensor]) -> bytes:
-        return pack("4q", *self._team(work, [t.numel() for t in tensors]))
-
-    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norms(self, gradients: Tensors) -> Tensor:
         """Carry out `ops.norms`."""
-        count = len(gradients)
-        norms = torch.empty(count, dtype=torch.float32, device="cpu")
-        self._norms(norms.data_ptr(), _columns(gradients), count, self._threads("norms", gradients))
+        norms = torch.empty(len(gradients), dtype=torch.float32, device="cpu")
+        self._read(self._norms, "norms", norms, gradients)
         return norms
 
-    def exponents_(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+    def exponents_(self, rows: Tensor, tensors: Tensors) -> None:
         """Carry out `ops.exponents_`."""
         if len(rows) != len(tensors) or not rows.is_contiguous():
             raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        self._exponents(rows.data_ptr(), _columns(dense), len(dense), self._threads("exponents", dense))
+        self._read(self._exponents, "exponents", rows, dense)
 
-    def judge(self, norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Carry out `ops.judge`."""
+    def check_norms(
+        self, norms: Tensor, divisor: Tensor | None, clip_norm: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Carry out `ops.check_norms`."""
         norms = norms.contiguous()
         norm, bad, factor = norms.new_empty(()), norms.new_empty((), dtype=torch.bool), norms.new_empty(())
         clip = None if clip_norm is None else pack("f", clip_norm)
         at = None if divisor is None else divisor.data_ptr()
-        self._judge(norms.data_ptr(), norms.numel(), at, clip, norm.data_ptr(), bad.data_ptr(), factor.data_ptr())
+        self._check(norms.data_ptr(), norms.numel(), at, clip, norm.data_ptr(), bad.data_ptr(), factor.data_ptr())
         return norm, bad, factor
 
     def advance_(
@@ -120,128 +149,70 @@ class Kernels:
         self._advance(*state, peek(found), growth, backoff, interval, floor, ceiling)
 
     def adam_(
-        self,
-        weights: Sequence[Tensor],
-        beside: Sequence[Tensor],
-        first: Sequence[Tensor],
-        second: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        factor: Tensor,
-        bad: Tensor,
-        draws: Tensor | None,
-        start: int,
-        form: str,
-        rate: Tensor | None,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        maximize: bool,
+        self, weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any
     ) -> None:
-        """Carry out `ops.adam_`."""
-        columns, team = self._table(weights, beside, first, second, steps, gradients)
-        flags = (decoupled, maximize, False)
-        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (first, second))
-        self._adam(given + pack("5d", lr, beta1, beta2, eps, weight_decay), columns)
+        """Carry out `ops.adam_`; `given` are the arguments from `gradients` on."""
+        gradients, *common, lr, beta1, beta2, eps, decay, decoupled, maximize = given
+        lists = (weights, beside, first, second, gradients)
+        self._update(self._adam, lists, steps, common, (decoupled, maximize, False), (lr, beta1, beta2, eps, decay))
 
-    def sgd_(
-        self,
-        weights: Sequence[Tensor],
-        beside: Sequence[Tensor],
-        momenta: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        factor: Tensor,
-        bad: Tensor,
-        draws: Tensor | None,
-        start: int,
-        form: str,
-        rate: Tensor | None,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        nesterov: bool,
-        maximize: bool,
-    ) -> None:
+    def sgd_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
         """Carry out `ops.sgd_`."""
-        columns, team = self._table(weights, beside, momenta, (), (), gradients)
-        flags = (False, maximize, nesterov)
-        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (momenta,))
-        self._sgd(given + pack("5d", lr, momentum, 0.0, 0.0, weight_decay), columns)
+        gradients, *common, lr, momentum, decay, nesterov, maximize = given
+        lists = (weights, beside, momenta, (), gradients)
+        self._update(self._sgd, lists, (), common, (False, maximize, nesterov), (lr, momentum, 0.0, 0.0, decay))
 
-    def lion_(
-        self,
-        weights: Sequence[Tensor],
-        beside: Sequence[Tensor],
-        momenta: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        factor: Tensor,
-        bad: Tensor,
-        draws: Tensor | None,
-        start: int,
-        form: str,
-        rate: Tensor | None,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        maximize: bool,
-    ) -> None:
+    def lion_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
         """Carry out `ops.lion_`."""
-        columns, team = self._table(weights, beside, momenta, (), (), gradients)
-        flags = (True, maximize, False)
-        given = _job(len(weights), team, form, start, flags, factor, bad, draws, rate, (momenta,))
-        self._lion(given + pack("5d", lr, beta1, beta2, 0.0, weight_decay), columns)
+        gradients, *common, lr, beta1, beta2, decay, maximize = given
+        lists = (weights, beside, momenta, (), gradients)
+        self._update(self._lion, lists, (), common, (True, maximize, False), (lr, beta1, beta2, 0.0, decay))
 
-    def _table(
+    def _update(
         self,
-        weights: Sequence[Tensor],
-        beside: Sequence[Tensor],
-        first: Sequence[Tensor],
-        second: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-    ) -> tuple[bytes, tuple[int, int, int, int]]:
-        """Return the columns of `Parameter` in `updates.h`, and who works on them."""
-        count = len(weights)
-        sizes = [t.numel() for t in weights]
-        if sizes != [t.numel() for t in gradients]:
-            raise ValueError(f"gradients and weights differ in size: {[t.numel() for t in gradients]} and {sizes}")
+        function: Any,
+        lists: tuple[Tensors, ...],
+        steps: Tensors,
+        common: Sequence[Any],
+        flags: tuple[bool, bool, bool],
+        numbers: tuple[float, ...],
+    ) -> None:
+        """Call an update of `kernels.cpp` with the structs of `updates.h`: a `Job`, and the columns of `Parameter`.
+
+        `lists` are weights, beside, first and second states, gradients, empty where absent; `common` the arguments from
+        `factor` to `rate`; `flags` are decoupled, maximize, nesterov; `numbers` learning rate, two betas, eps, weight
+        decay, 0 for those that the optimizer lacks.
+        """
+        factor, bad, draws, start, form, rate = common
+        weights, _, first, second, gradients = lists
+        sizes = [*map(_size, weights)]
+        if sizes != [*map(_size, gradients)]:
+            raise ValueError(f"gradients and weights differ in size: {[*map(_size, gradients)]} and {sizes}")
+        bf16 = torch.bfloat16
+        if draws is None and (
+            form == "stochastic" or (first and first[0].dtype is bf16) or (second and second[0].dtype is bf16)
+        ):
+            raise ValueError("bf16 is rounded stochastically here, which needs `draws`: (seed, count), int64")
+        absent = [0] * len(weights)
         columns = list(sizes)
-        absent = [0] * count
-        for tensors in (weights, beside, first, second, gradients):
-            columns += [TYPES[t.dtype] for t in tensors] if tensors else absent
-        for tensors in (weights, beside, first, second, steps, gradients):
+        for tensors in lists:
+            columns += map(_type, map(_dtype, tensors)) if tensors else absent
+        for tensors in (*lists[:4], steps, gradients):
             columns += map(_address, tensors) if tensors else absent
-        return pack(f"{len(columns)}q", *columns), self._team("update", sizes)
-
-
-_address = Tensor.data_ptr
-
-
-def _columns(tensors: Sequence[Tensor]) -> bytes:
-    """Return sizes, types and addresses."""
-    sizes, types = [t.numel() for t in tensors], [TYPES[t.dtype] for t in tensors]
-    return pack(f"{3 * len(tensors)}q", *sizes, *types, *map(_address, tensors))
-
-
-def _job(
-    count: int,
-    team: tuple[int, int, int, int],
-    form: str,
-    start: int,
-    flags: tuple[bool, bool, bool],
-    factor: Tensor,
-    bad: Tensor,
-    draws: Tensor | None,
-    rate: Tensor | None,
-    states: Sequence[Sequence[Tensor]],
-) -> bytes:
-    """Return the head of `Job` in `updates.h`."""
-    if draws is None and (form == "stochastic" or any(s and s[0].dtype is torch.bfloat16 for s in states)):
-        raise ValueError("bf16 is rounded stochastically here, which needs `draws`: (seed, count), int64")
-    wide = rate is not None and rate.dtype is torch.float64
-    addresses = (factor.data_ptr(), bad.data_ptr(), *(0 if t is None else t.data_ptr() for t in (draws, rate)))
-    return pack("15q", count, *team, FORM_CODES[form], start, wide, *flags, *addresses)
+        threads = torch.get_num_threads() if sum(sizes) > ALONE["update"] else 1
+        job = pack(
+            "15q5d",
+            len(weights),
+            threads,
+            *self._runtime,
+            FORM_CODES[form],
+            start,
+            rate is not None and rate.dtype is torch.float64,
+            *flags,
+            factor.data_ptr(),
+            bad.data_ptr(),
+            0 if draws is None else draws.data_ptr(),
+            0 if rate is None else rate.data_ptr(),
+            *numbers,
+        )
+        function(job, pack(f"{len(columns)}q", *columns))

@@ -1,4 +1,4 @@
-"""How `kernels.cpp` becomes a library: found in the user's cache, or compiled into it."""
+"""Find the compiled `kernels.cpp` in the user's cache, or compile it into the cache."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def cache_folder() -> Path:
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # RuntimeError: there is no home
-        pass  # nothing is lost: they are compiled once for this process
+        pass  # then they are compiled for this process alone
     return Path(_temporary().name)
 
 
@@ -112,6 +112,6 @@ def library() -> ctypes.CDLL:
     path = compiled()
     try:
         return ctypes.CDLL(str(path))
-    except OSError:  # damaged: made once more
+    except OSError:  # damaged: compiled again
         path.unlink(missing_ok=True)
     return ctypes.CDLL(str(compiled()))

@@ -1,4 +1,4 @@
-// Exponents: what `exponents.py` says of a row.
+// Exponents: rows as in `reference/exponents.py`.
 
 #pragma once
 
@@ -137,7 +137,7 @@ struct Exponents {
     }
 };
 
-// The same for many words of 16 bits: every pattern is counted, and afterwards each is looked at once.
+// The same for many words of 16 bits: every pattern is counted, and afterwards each is read once.
 template <class Low>
 void count_patterns(const uint16_t *x, int64_t count, int64_t *row) {
     constexpr int64_t PATTERNS = 1 << 16, ROUND = int64_t(1) << 30;

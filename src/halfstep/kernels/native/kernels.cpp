@@ -1,9 +1,9 @@
-// The tail's operators on CPU: what `updates.py` says, each byte read once and written once. Called by
-// `calls.py`; `ops.py` says what the arguments are.
+// The tail's operators on CPU: what `reference/operators.py` computes, each byte read once and written once. Called by
+// `calls.py`; the arguments are those of `ops.py`.
 //
 // Compiled on the machine it runs on, without torch's headers: tensors come as addresses and sizes. Loops are written
 // so that compilers vectorise them: one result an iteration, branches only as selects. Nothing may be fused, reordered
-// or flushed to zero (-ffp-contract=off, no -ffast-math): results are `updates.py`'s bit for bit, but for those of NaN.
+// or flushed to zero (-ffp-contract=off, no -ffast-math): results are `reference/operators.py`'s bit for bit, but for those of NaN.
 //
 // Work goes in pieces of PIECE elements. A piece is widened to fp32 in scratch that stays in the L1 cache, updated
 // there and narrowed again; what is fp32 already is updated where it is. So formats do not multiply with optimizers.

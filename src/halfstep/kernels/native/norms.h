@@ -1,4 +1,4 @@
-// Norms of gradients, the verdict drawn from them and the loss scale's answer: `updates.py`'s judge, `rule.py`'s advance.
+// Norms, their check and the update of the loss scale, as in `reference/operators.py` and `scale/rule.py`.
 
 #pragma once
 
@@ -56,7 +56,7 @@ void halfstep_norms(float *norms, const int64_t *columns, int64_t tensors, const
     }
 }
 
-void halfstep_judge(const float *norms, int64_t count, const float *divisor, const float *clip_norm, float *norm,
+void halfstep_check_norms(const float *norms, int64_t count, const float *divisor, const float *clip_norm, float *norm,
                     bool *bad, float *factor) {
     double squares = 0;
     for (int64_t n = 0; n < count; n++) squares += double(norms[n]) * norms[n];

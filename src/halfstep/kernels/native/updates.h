@@ -1,4 +1,4 @@
-// Updates: `updates.py`'s adam_, sgd_ and lion_.
+// Updates: `reference/operators.py`'s adam_, sgd_ and lion_.
 
 #pragma once
 
@@ -146,34 +146,34 @@ void adam(float *__restrict value, const float *__restrict gradient, float *__re
           int64_t count, float factor, float keep, float decay, bool coupled, float part1, float beta2, float part2,
           float size, float root, float eps) {
     for (int64_t i = 0; i < count; i++) {
-        float slope = gradient[i] * factor, old = value[i] * keep;
-        slope = coupled ? slope + value[i] * decay : slope;
-        float mean = first[i] + (slope - first[i]) * part1;
-        float square = second[i] * beta2 + slope * slope * part2;
+        float grad = gradient[i] * factor, old = value[i] * keep;
+        grad = coupled ? grad + value[i] * decay : grad;
+        float mean = first[i] + (grad - first[i]) * part1;
+        float square = second[i] * beta2 + grad * grad * part2;
         first[i] = mean;
         second[i] = square;
         value[i] = old - size * (mean / (std::sqrt(square) / root + eps));
     }
 }
 
-void sgd(float *__restrict value, const float *__restrict gradient, float *__restrict held, int64_t count, float factor,
+void sgd(float *__restrict value, const float *__restrict gradient, float *__restrict mean, int64_t count, float factor,
          float decay, bool coupled, bool moving, float momentum, bool nesterov, float rate) {
     for (int64_t i = 0; i < count; i++) {
-        float slope = gradient[i] * factor;
-        slope = coupled ? slope + value[i] * decay : slope;
-        float after = held[i] * momentum + slope;
-        held[i] = after;
-        slope = moving ? (nesterov ? slope + after * momentum : after) : slope;
-        value[i] = value[i] - slope * rate;
+        float grad = gradient[i] * factor;
+        grad = coupled ? grad + value[i] * decay : grad;
+        float after = mean[i] * momentum + grad;
+        mean[i] = after;
+        grad = moving ? (nesterov ? grad + after * momentum : after) : grad;
+        value[i] = value[i] - grad * rate;
     }
 }
 
-void lion(float *__restrict value, const float *__restrict gradient, float *__restrict held, int64_t count,
+void lion(float *__restrict value, const float *__restrict gradient, float *__restrict mean, int64_t count,
           float factor, float keep, float part1, float part2, float rate) {
     for (int64_t i = 0; i < count; i++) {
-        float away = gradient[i] * factor - held[i], way = held[i] + away * part1;
-        float sign = float(way > 0.0f) - float(way < 0.0f);
-        held[i] = held[i] + away * part2;
+        float away = gradient[i] * factor - mean[i], direction = mean[i] + away * part1;
+        float sign = float(direction > 0.0f) - float(direction < 0.0f);
+        mean[i] = mean[i] + away * part2;
         value[i] = value[i] * keep - sign * rate;
     }
 }
@@ -208,8 +208,8 @@ void halfstep_sgd(const Job *job, const int64_t *columns) {
     if (*job->bad) return;
     Parameters parameters = rows(columns, job->tensors);
     float factor = signed_factor(*job), rate = float(learning_rate(*job));
-    update(*job, parameters, [&](int64_t n, float *value, const float *gradient, float *held, float *, int64_t count) {
-        sgd(value, gradient, held, count, factor, float(job->weight_decay), job->weight_decay != 0, parameters[n].first,
+    update(*job, parameters, [&](int64_t n, float *value, const float *gradient, float *mean, float *, int64_t count) {
+        sgd(value, gradient, mean, count, factor, float(job->weight_decay), job->weight_decay != 0, parameters[n].first,
             float(job->beta1), job->nesterov, rate);
     });
 }
@@ -219,8 +219,8 @@ void halfstep_lion(const Job *job, const int64_t *columns) {
     Parameters parameters = rows(columns, job->tensors);
     double lr = learning_rate(*job);
     float factor = signed_factor(*job), keep = float(1 - lr * job->weight_decay);
-    update(*job, parameters, [&](int64_t, float *value, const float *gradient, float *held, float *, int64_t count) {
-        lion(value, gradient, held, count, factor, keep, float(1 - job->beta1), float(1 - job->beta2), float(lr));
+    update(*job, parameters, [&](int64_t, float *value, const float *gradient, float *mean, float *, int64_t count) {
+        lion(value, gradient, mean, count, factor, keep, float(1 - job->beta1), float(1 - job->beta2), float(lr));
     });
 }
 

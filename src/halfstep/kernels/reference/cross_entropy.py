@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits: losses and gradients in wide arithmetic, whatever format the logits are in.
+"""Reference of cross entropy on rows of logits: losses and gradients in wide arithmetic, for logits of any format.
 
 With p = softmax(x) over n classes, class weights w (W their sum), smoothing s and y the target,
 ``loss = (1 - s) w_y (-log p_y) + s/n sum_c w_c (-log p_c)``, and so
@@ -11,24 +11,21 @@ and fp32 for everything else. Callers walk along N a part at a time, so that wid
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.kernels.triton import loss_ops
-
 __all__ = [
     "CHUNK",
     "Shares",
+    "gradient",
+    "gradient_into",
     "losses",
     "parts",
-    "rounded_slope",
     "rows_at_a_time",
     "shares",
-    "slope",
-    "slope_into",
     "widened",
 ]
 
@@ -82,8 +79,6 @@ def parts(rows: int, tensors: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]
 
 def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
     """Return the loss of every target, wide; on CPU bit for bit what torch computes from widened logits."""
-    if loss_ops.usable(logits):
-        return cast(Tensor, loss_ops.losses(logits, target, weight, ignored, smoothing))
     if smoothing:
         return F.cross_entropy(
             widened(logits), target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
@@ -105,7 +100,7 @@ def shares(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, sm
     return Shares(label, own, own + scale * by_class.sum(), scale, by_class)
 
 
-def slope(logits: Tensor, share: Shares) -> Tensor:
+def gradient(logits: Tensor, share: Shares) -> Tensor:
     """Return the gradient of `logits`, wide, by operators that have a derivative and rules for torch.func.vmap."""
     label, own, every, scale, by_class = share
     p = torch.softmax(logits, 1, dtype=_wide(logits))
@@ -113,7 +108,7 @@ def slope(logits: Tensor, share: Shares) -> Tensor:
     return grad if by_class is None else grad - _spread(scale, by_class, logits.dim())
 
 
-def slope_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
+def gradient_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
     """Write the gradient of `logits` into `out`, rounded once, and return it; `out` may be `logits`."""
     label, own, every, scale, by_class = share
     p = torch.softmax(logits, 1, dtype=_wide(logits))
@@ -126,13 +121,6 @@ def slope_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
     if out.dtype is p.dtype or out.device.type == "cuda":
         return last(p, other, out=out)  # CUDA kernels round what they write; on CPU that is a copy of its own anyway
     return out.copy_(last(p, other, out=p))
-
-
-def rounded_slope(logits: Tensor, share: Shares) -> Tensor:
-    """Return the gradient of `logits` in their format, rounded once; they may be written over."""
-    if loss_ops.usable(logits):
-        return cast(Tensor, loss_ops.slope(logits, *share))
-    return slope_into(logits, logits, share)
 
 
 def _wide(logits: Tensor) -> torch.dtype:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import FormatError
+from halfstep.formats import POLICY_DTYPES
 
 __all__ = [
     "BINS",
@@ -53,7 +54,7 @@ ROW = 2 * BINS + 6
 TOP = 0x7FF << 52
 """Bits of float64's infinity."""
 
-DIRECT = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+DIRECT = POLICY_DTYPES | {torch.float64}
 """Formats that kernels read as they are."""
 
 

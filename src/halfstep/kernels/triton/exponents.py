@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.kernels.reference.exponents import BINS, LARGEST, LOWEST, NEGATIVES, ROW, SMALLEST, TOP, ZEROS
-from halfstep.kernels.triton.launch import KINDS, on
-from halfstep.kernels.triton.tables import plan
+from halfstep.kernels.triton.tables import KINDS, on, plan_walk
 from halfstep.kernels.triton.words import load, wide
 
 __all__ = ["exponents_"]
@@ -105,12 +104,12 @@ def exponents_kernel(
 
 
 def exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Add the elements of the n-th tensor to the n-th row: see `kernels.exponents`. One launch a format."""
+    """Add the elements of the n-th tensor to the n-th row: see `reference.exponents`. One launch a format."""
     if len(rows) != len(tensors) or not rows.is_contiguous():
         raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
     dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
     with on(rows.device):
-        walk = plan([dense], BLOCK)
+        walk = plan_walk([dense], BLOCK)
         for launch in walk.launches:
             exponents_kernel[(launch.programs,)](
                 walk.rows,

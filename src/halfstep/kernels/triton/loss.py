@@ -8,21 +8,19 @@ written.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["losses", "slope"]
+from halfstep.kernels.triton.tables import FAITHFUL, on
+
+__all__ = ["gradient", "losses"]
 
 BLOCK = 4096
 """Logits a program works on at a time."""
 
-OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-"""Launch options: a product and a sum stay two roundings."""
+OPTIONS = {**FAITHFUL, "num_warps": 8}
 
 
 @triton.jit
@@ -87,7 +85,7 @@ def losses_kernel(
 
 
 @triton.jit
-def slope_kernel(
+def gradient_kernel(
     logits,
     stride,
     out,
@@ -127,7 +125,7 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
     """Return the fp32 loss of every row of logits (N, C), whose classes lie side by side."""
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
-        with _on(logits):
+        with on(logits.device):
             losses_kernel[(len(logits),)](
                 logits,
                 logits.stride(0),
@@ -145,12 +143,14 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
     return out
 
 
-def slope(logits: Tensor, label: Tensor, own: Tensor, every: Tensor, scale: Tensor, by_class: Tensor | None) -> Tensor:
+def gradient(
+    logits: Tensor, label: Tensor, own: Tensor, every: Tensor, scale: Tensor, by_class: Tensor | None
+) -> Tensor:
     """Return the gradient of logits (N, C) in their format, rounded once; the rest are the fields of `Shares`."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if len(logits):
-        with _on(logits):
-            slope_kernel[(len(logits),)](
+        with on(logits.device):
+            gradient_kernel[(len(logits),)](
                 logits,
                 logits.stride(0),
                 out,
@@ -171,8 +171,3 @@ def slope(logits: Tensor, label: Tensor, own: Tensor, every: Tensor, scale: Tens
 
 def _block(logits: Tensor) -> int:
     return min(BLOCK, int(triton.next_power_of_2(logits.shape[1])))
-
-
-def _on(tensor: Tensor) -> Any:
-    """Make the device of `tensor` current: Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

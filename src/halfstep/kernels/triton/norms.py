@@ -1,8 +1,8 @@
-"""`ops.norms`, `ops.judge` and `ops.advance_` in Triton: four launches for any number of gradients.
+"""`ops.norms`, `ops.check_norms` and `ops.advance_` in Triton: four launches for any number of gradients.
 
 The first reads every gradient once and leaves a sum of squares for each chunk, the second adds these up for each
-tensor, the third judges, the fourth moves the loss scale. No atomics: sums have one order, so the same gradients give
-the same bits. Squares are summed in fp32 within a chunk, as torch does, and in fp64 beyond.
+tensor, the third checks the total, the fourth updates the loss scale. No atomics: sums have one order, so the same
+gradients give the same bits. Squares are summed in fp32 within a chunk, as torch does, and in fp64 beyond.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.reference.updates import CLIP_EPS
-from halfstep.kernels.triton.launch import FAITHFUL, KINDS, on
-from halfstep.kernels.triton.tables import plan
+from halfstep.kernels.reference.operators import CLIP_EPS
+from halfstep.kernels.triton.tables import FAITHFUL, KINDS, on, plan_walk
 from halfstep.kernels.triton.words import load, wide
 
-__all__ = ["advance_", "judge", "norms"]
+__all__ = ["advance_", "check_norms", "norms"]
 
 BLOCK = 2048
 """Numbers a program works on at a time: eight for each thread, 16 bytes of bf16."""
@@ -74,7 +73,7 @@ def norms_kernel(rows, ends, sums, norms, count, MANY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def judge_kernel(
+def check_kernel(
     norms,
     divisor,  # 0-dim, or None
     norm_out,
@@ -86,7 +85,7 @@ def judge_kernel(
     CLIPS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Say from norms what becomes of the step: `updates.judge`."""
+    """Check the norms: `reference.operators.check_norms`."""
     total = tl.zeros((MANY,), tl.float64)
     for begin in range(0, count, MANY):
         places = begin + tl.arange(0, MANY)
@@ -118,7 +117,7 @@ def advance_kernel(
     FLOOR: tl.constexpr,
     CEILING: tl.constexpr,
 ):
-    """Answer a step with the scale: `ops.advance_`."""
+    """Update the loss scale after a step: `ops.advance_`."""
     bad = tl.load(found) != 0
     now = tl.load(scale)
     counted = tl.load(good) + 1
@@ -141,7 +140,7 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
     """
     device = gradients[0].device
     with on(device):
-        walk = plan([gradients], BLOCK)
+        walk = plan_walk([gradients], BLOCK)
         count = len(gradients)
         sums = torch.empty(max(walk.programs, 1), dtype=torch.float32, device=device)
         for launch in walk.launches:
@@ -163,12 +162,12 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def judge(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norm, bad and factor: `updates.judge` within an ulp, by one launch."""
+def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return norm, bad and factor: `reference.operators.check_norms` within an ulp, by one launch."""
     with on(norms.device):
         norm, factor = norms.new_empty(()), norms.new_empty(())
         bad = norms.new_empty((), dtype=torch.bool)
-        judge_kernel[(1,)](
+        check_kernel[(1,)](
             norms,
             divisor,
             norm,

@@ -1,30 +1,42 @@
-"""What multi-tensor kernels read before they read anything else: where the tensors of a list are, and who does what.
+"""Tables that multi-tensor kernels read first: where the tensors of a list are, and which program works on which part.
 
-A kernel is launched once for whole lists of tensors. It gets two tables: one says which tensor, and which part of it, a
-program works on, and depends on sizes alone; the other holds the addresses, which may be others in every step, as
-gradients come and go, but seldom are. Both are made on the host, copied without a wait (from pinned memory, which
-torch's allocator takes back when the copy is done), and remembered.
+A kernel is launched once for whole lists of tensors. It gets two tables: one assigns a part of a tensor to each
+program, and depends on sizes alone; the other holds the addresses, which can change in every step but seldom do. Both
+are made on the host, copied without a wait (from pinned memory, which torch's allocator takes back when the copy is
+done), and cached. Also what every launch needs: `on`, `FAITHFUL`, `KINDS`.
 
 Note [capture]: a CUDA graph replays its copies and kernels with the addresses they had. A table made during a capture
 is therefore copied by the graph itself, from pinned memory that is kept for good: a few KB a capture. Such memory
-cannot be had from the driver during a capture, so a reserve is held from the first step on. Like every kernel the
+cannot be allocated during a capture, so a reserve is allocated at the first step. Like every kernel the
 operators must have run once before, with as many tensors of the same formats. A table copied before the capture is
-used as it is, for a capture begins with a synchronisation (torch.cuda.graph sees to it); what a graph uses is never
-forgotten.
+used as it is, because torch.cuda.graph synchronises before a capture; what a graph uses is never freed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "Plan", "plan"]
+__all__ = ["FAITHFUL", "KINDS", "Launch", "Walk", "on", "plan_walk"]
+
+FAITHFUL: dict[str, Any] = {"enable_fp_fusion": False}
+"""Launch options: a product and a sum stay two roundings, as they are in the reference."""
+
+KINDS = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int16: "int16",
+    None: "none",
+}
 
 ALIGNMENT = 16
 """Bytes of the widest load a thread makes; tensors of a block or more that begin elsewhere get their own launch."""
@@ -36,7 +48,7 @@ LAYOUTS = 64
 """Layouts kept; a step needs two or three for each group of its optimizers."""
 
 RESERVE = 1 << 16
-"""Words of pinned memory (512 KiB) held for captures, or eight times the largest table so far, if that is more."""
+"""Words of pinned memory (512 KiB) reserved for captures, or eight times the largest table so far, if that is more."""
 
 SMALL = 1 << 22
 """Up to so many elements a program works on one block, to fill the device; beyond, on `LOOPS`."""
@@ -44,6 +56,13 @@ SMALL = 1 << 22
 LOOPS = 8
 
 # ------------------------------------------------------------------ from host to device
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` current: Triton launches on the current one. Nothing to do on CPU (the interpreter) or one GPU."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 class Copied:
@@ -91,7 +110,7 @@ class Reserve:
         self.free = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def hold(self, words: int) -> None:
-        """See to it that some tables of `words` words can be made during a capture."""
+        """Make sure that some tables of `words` words can be made during a capture."""
         if self.free.numel() < max(RESERVE // 2, 8 * words):
             self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
 
@@ -113,7 +132,7 @@ def _reserve() -> Reserve:
 
 @cache
 def _kept() -> list[Tensor]:
-    """Return the tables that CUDA graphs use; they stay, since nobody says when a graph goes."""
+    """Return the tables that CUDA graphs use; they are never freed, because the end of a graph is not observable."""
     return []
 
 
@@ -121,7 +140,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# ------------------------------------------------------------------ who does what
+# ------------------------------------------------------------------ programs and tensors
 
 
 class Launch(NamedTuple):
@@ -162,7 +181,7 @@ class Layout(NamedTuple):
     facts: Tensor
 
 
-class Plan(NamedTuple):
+class Walk(NamedTuple):
     """How kernels walk over lists of tensors.
 
     Attributes:
@@ -182,7 +201,7 @@ class Plan(NamedTuple):
     launches: list[Launch]
 
 
-class Memory:
+class TableCache:
     """The tables used last."""
 
     def __init__(self) -> None:
@@ -201,11 +220,11 @@ class Memory:
 
 
 @cache
-def _memory() -> Memory:
-    return Memory()
+def _tables() -> TableCache:
+    return TableCache()
 
 
-def plan(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Plan:
+def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Walk:
     """Return how kernels walk over `lists`, with the same tables as before if nothing has moved.
 
     Args:
@@ -218,7 +237,7 @@ def plan(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Plan:
     sizes = tuple([t.numel() for t in lists[-1]])
     device = lists[0][0].device
     key = (device, places, formats, sizes, tuple(map(len, lists)), block, start)
-    memory = _memory()
+    memory = _tables()
     known = memory.rows.get(key)
     if known is None:
         known = _rows(lists, places, formats, sizes, device, block, start)
@@ -227,7 +246,7 @@ def plan(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Plan:
     else:
         memory.rows.move_to_end(key)
     rows, layout = known
-    return Plan(rows.here(), layout.chunks.here(), layout.ends.here(), layout.chunk, layout.programs, layout.launches)
+    return Walk(rows.here(), layout.chunks.here(), layout.ends.here(), layout.chunk, layout.programs, layout.launches)
 
 
 def _rows(
@@ -244,7 +263,7 @@ def _rows(
     addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
     odd = tuple((addresses % ALIGNMENT).any(0).tolist())
     key = (device, formats, sizes, odd, tuple(full), block, start)
-    memory = _memory()
+    memory = _tables()
     layout = memory.layouts.get(key)
     if layout is None:
         layout = _layout(list(zip(*_by_list(formats, full, len(sizes)), strict=True)), sizes, odd, device, block, start)
@@ -278,9 +297,9 @@ def _layout(
         formats: for each parameter, those of its tensors.
         sizes: numbers of elements.
         odd: whether one of its tensors begins at no multiple of `ALIGNMENT`.
-        device: see `plan`.
-        block: see `plan`.
-        start: see `plan`.
+        device: see `plan_walk`.
+        block: see `plan_walk`.
+        start: see `plan_walk`.
     """
     kinds: dict[tuple[tuple[torch.dtype | None, ...], bool], list[int]] = {}
     for position, size in enumerate(sizes):

@@ -1,22 +1,28 @@
 """`ops.adam_`, `ops.sgd_` and `ops.lion_` in Triton: one launch for all parameters whose formats agree.
 
-Adam takes a launch more, which counts the steps and works out the bias corrections. When `bad`, programs end before
-they touch anything.
+The arithmetic is that of `reference.operators`, operation by operation, with IEEE division and root and without
+contraction, so results are the same bits. Adam takes one more launch, which counts the steps and computes the bias
+corrections: powers in fp64 by squaring, where the last bit may differ from the host's; after rounding to fp32 it shows
+in about one correction of a million. When `bad`, programs end before they write anything.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.triton.launch import FAITHFUL, KINDS, on
-from halfstep.kernels.triton.tables import Plan, plan
-from halfstep.kernels.triton.update_kernels import count_kernel, update_kernel
+from halfstep.kernels.triton.tables import FAITHFUL, KINDS, Walk, on, plan_walk
+from halfstep.kernels.triton.words import keep, key, load, mix, noise, put, take, wide
 
 __all__ = ["adam_", "lion_", "sgd_"]
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 BLOCK = 1024
 """Numbers a program works on at a time: four for each thread, 16 bytes of fp32, so that all formats have one layout."""
@@ -29,34 +35,229 @@ FEW = 128
 BITS = 31
 """Binary digits of a step count; fp32 counters stop at 2**24."""
 
+WEIGHT_AT, BESIDE_AT, FIRST_AT, SECOND_AT, STEP_AT, GRADIENT_AT, SIZE_AT, NAME_AT = map(tl.constexpr, range(8))
+"""Rows of the table (`tables.Walk.rows`)."""
 
-def adam_(
-    weights: Sequence[Tensor],
-    beside: Sequence[Tensor],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    factor: Tensor,
-    bad: Tensor,
-    draws: Tensor | None,
-    start: int,
-    form: str,
-    rate: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool,
-) -> None:
-    """Make one step of Adam or AdamW for every parameter: `ops.adam_`, in two launches if formats agree."""
-    device = gradients[0].device
+
+@triton.jit
+def wide_number(bits):
+    """Return the fp64 number whose pattern `bits` is: arguments of a kernel are fp32 where they are floats."""
+    return tl.cast(bits.to(tl.int64), tl.float64, bitcast=True)
+
+
+@triton.jit
+def learning_rate(rate, lr):
+    """Return the learning rate, fp64: `rate`, a tensor, if there is one, else that of the pattern `lr`."""
+    if rate is None:
+        found = wide_number(lr)
+    else:
+        found = tl.load(rate).to(tl.float64)
+    return found
+
+
+@triton.jit(do_not_specialize=["count", "lr", "beta1", "beta2"])
+def count_kernel(
+    rows,
+    corrections,  # (count, 2) fp32, out: what Adam's update is multiplied and its root divided by
+    bad,
+    rate,
+    count,
+    lr,  # patterns of fp64 numbers
+    beta1,
+    beta2,
+    FEW: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Advance the step counters of some parameters, and compute their bias corrections, unless `bad`."""
+    if tl.load(bad):
+        return
+    columns = tl.program_id(0) * FEW + tl.arange(0, FEW)
+    mask = columns < count
+    steps_at = tl.cast(tl.load(rows + STEP_AT * count + columns, mask=mask, other=0), tl.pointer_type(tl.float32))
+    steps = tl.load(steps_at, mask=mask, other=0.0) + 1.0
+    tl.store(steps_at, steps, mask=mask)
+    left = steps.to(tl.int32)
+    base1 = wide_number(beta1) + tl.zeros((FEW,), tl.float64)
+    base2 = wide_number(beta2) + tl.zeros((FEW,), tl.float64)
+    power1 = tl.zeros((FEW,), tl.float64) + 1.0
+    power2 = tl.zeros((FEW,), tl.float64) + 1.0
+    for _ in range(0, BITS):  # by squaring
+        odd = (left & 1) == 1
+        power1 = tl.where(odd, power1 * base1, power1)
+        power2 = tl.where(odd, power2 * base2, power2)
+        base1 = base1 * base1
+        base2 = base2 * base2
+        left = left >> 1
+    size = learning_rate(rate, lr) / (1.0 - power1)
+    tl.store(corrections + 2 * columns, size.to(tl.float32), mask=mask)
+    tl.store(corrections + 2 * columns + 1, tl.sqrt(1.0 - power2).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def update_block(
+    weight_at,
+    beside_at,
+    first_at,
+    second_at,
+    gradient_at,
+    offsets,
+    mask,
+    name,
+    step_key,
+    factor,
+    size,
+    root,
+    decay,
+    weight_decay,
+    a,
+    b,
+    c,
+    d,
+    METHOD: tl.constexpr,
+    FORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BESIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    VARIANT: tl.constexpr,
+    DECAYS: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Update the numbers at `offsets` of one parameter, as `reference.operators`, line by line."""
+    bits = offsets  # not read where nothing is rounded stochastically
+    first_bits = offsets
+    second_bits = offsets
+    if step_key is not None:
+        mixed = mix(offsets.to(tl.uint32))
+        bits = noise(step_key, name, 0, mixed)
+        first_bits = noise(step_key, name, 1, mixed)
+        second_bits = noise(step_key, name, 2, mixed)
+    gradient = wide(load(gradient_at, offsets, mask, GRADIENT, WHOLE, ALIGNED), GRADIENT) * factor
+    value = take(weight_at, beside_at, offsets, mask, FORM, WEIGHT, WHOLE, ALIGNED)
+    if MAXIMIZE:
+        gradient = -gradient
+    if METHOD == "lion":
+        average = wide(load(first_at, offsets, mask, FIRST, WHOLE, ALIGNED), FIRST)
+        direction = average + (gradient - average) * a
+        direction = tl.where(direction > 0.0, 1.0, tl.where(direction < 0.0, -1.0, 0.0))
+        value = value * decay
+        value = value - direction * size
+        average = average + (gradient - average) * b
+        keep(average, first_at, offsets, mask, first_bits, FIRST, WHOLE, ALIGNED)
+    elif METHOD == "sgd":
+        if DECAYS:
+            gradient = gradient + value * weight_decay
+        if FIRST != "none":
+            average = wide(load(first_at, offsets, mask, FIRST, WHOLE, ALIGNED), FIRST)
+            average = average * a + gradient
+            keep(average, first_at, offsets, mask, first_bits, FIRST, WHOLE, ALIGNED)
+            if VARIANT:  # nesterov
+                gradient = gradient + average * a
+            else:
+                gradient = average
+        value = value - gradient * size
+    else:
+        if VARIANT:  # decoupled
+            value = value * decay
+        elif DECAYS:
+            gradient = gradient + value * weight_decay
+        mean = wide(load(first_at, offsets, mask, FIRST, WHOLE, ALIGNED), FIRST)
+        mean = mean + (gradient - mean) * a
+        square = wide(load(second_at, offsets, mask, SECOND, WHOLE, ALIGNED), SECOND) * b
+        square = square + gradient * gradient * c
+        value = value - size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root) + d)
+        keep(mean, first_at, offsets, mask, first_bits, FIRST, WHOLE, ALIGNED)
+        keep(square, second_at, offsets, mask, second_bits, SECOND, WHOLE, ALIGNED)
+    put(value, weight_at, beside_at, offsets, mask, bits, FORM, WEIGHT, BESIDE, WHOLE, ALIGNED)
+
+
+@triton.jit(do_not_specialize=["count", "first", "lr", "wide_decay"])
+def update_kernel(
+    rows,  # (8, count) int64
+    chunks,  # (programs, 2) int64
+    corrections,  # of Adam, or None
+    factor,
+    bad,
+    draws,  # or None
+    rate,  # or None
+    count,
+    first,
+    lr,  # pattern of an fp64 number
+    wide_decay,  # likewise
+    weight_decay,
+    a,
+    b,
+    c,
+    d,
+    METHOD: tl.constexpr,
+    FORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BESIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    VARIANT: tl.constexpr,
+    DECAYS: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update one chunk of a parameter, unless `bad`."""
+    if tl.load(bad):
+        return
+    program = tl.program_id(0) + first
+    column = tl.load(chunks + 2 * program)
+    begin = tl.load(chunks + 2 * program + 1) * CHUNK
+    rows += column
+    weight_at = tl.load(rows + WEIGHT_AT * count)
+    beside_at = tl.load(rows + BESIDE_AT * count)
+    first_at = tl.load(rows + FIRST_AT * count)
+    second_at = tl.load(rows + SECOND_AT * count)
+    gradient_at = tl.load(rows + GRADIENT_AT * count)
+    end = tl.minimum(begin + CHUNK, tl.load(rows + SIZE_AT * count))
+    name = tl.load(rows + NAME_AT * count)
+    wide_rate = learning_rate(rate, lr)
+    decay = (1.0 - wide_rate * wide_number(wide_decay)).to(tl.float32)
+    size = wide_rate.to(tl.float32)
+    root = size
+    if corrections is not None:
+        size = tl.load(corrections + 2 * column)
+        root = tl.load(corrections + 2 * column + 1)
+    step_key = None
+    if FORM == "stochastic" or FIRST == "bf16" or SECOND == "bf16":
+        step_key = key(draws)
+    unscale = tl.load(factor)
+    lanes = tl.arange(0, BLOCK)
+    whole = (end - begin) // BLOCK
+    for block in range(0, whole):
+        offsets = begin + block * BLOCK + lanes
+        update_block(
+            weight_at, beside_at, first_at, second_at, gradient_at, offsets, offsets < end, name, step_key, unscale,
+            size, root, decay, weight_decay, a, b, c, d,
+            METHOD, FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT, VARIANT, DECAYS, MAXIMIZE, True, ALIGNED,
+        )  # fmt: skip
+    if begin + whole * BLOCK < end:
+        offsets = begin + whole * BLOCK + lanes
+        update_block(
+            weight_at, beside_at, first_at, second_at, gradient_at, offsets, offsets < end, name, step_key, unscale,
+            size, root, decay, weight_decay, a, b, c, d,
+            METHOD, FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT, VARIANT, DECAYS, MAXIMIZE, False, ALIGNED,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------ launches
+
+
+def adam_(weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any) -> None:
+    """Carry out `ops.adam_`, in two launches if formats agree; `given` are the arguments from `gradients` on."""
+    gradients, factor, bad, draws, start, form, rate, lr, beta1, beta2, eps, decay, decoupled, maximize = given
+    device, count = gradients[0].device, len(gradients)
     with on(device):
-        lists = (weights, beside, first, second, steps, gradients)
-        walk = plan(lists, BLOCK, start)
-        count = len(gradients)
+        walk = plan_walk((weights, beside, first, second, steps, gradients), BLOCK, start)
         corrections = torch.empty(count, 2, dtype=torch.float32, device=device)
         count_kernel[(-(-count // FEW),)](
             walk.rows,
@@ -72,64 +273,32 @@ def adam_(
             **FAITHFUL,
         )
         numbers = (1 - beta1, beta2, 1 - beta2, eps)
-        given = (corrections, factor, bad, draws, rate)
-        _update(walk, count, given, lr, weight_decay, numbers, "adam", form, decoupled, maximize)
+        tensors = (corrections, factor, bad, draws, rate)
+        _update(walk, count, tensors, lr, decay, numbers, "adam", form, decoupled, maximize)
 
 
-def sgd_(
-    weights: Sequence[Tensor],
-    beside: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    factor: Tensor,
-    bad: Tensor,
-    draws: Tensor | None,
-    start: int,
-    form: str,
-    rate: Tensor | None,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """Make one step of SGD for every parameter: `ops.sgd_`, in one launch if formats agree."""
+def sgd_(weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
+    """Carry out `ops.sgd_`, in one launch if formats agree."""
+    gradients, factor, bad, draws, start, form, rate, lr, momentum, decay, nesterov, maximize = given
     with on(gradients[0].device):
-        walk = plan((weights, beside, momenta, (), (), gradients), BLOCK, start)
-        given = (None, factor, bad, draws, rate)
-        numbers = (momentum, 0.0, 0.0, 0.0)
-        _update(walk, len(gradients), given, lr, weight_decay, numbers, "sgd", form, nesterov, maximize)
+        walk = plan_walk((weights, beside, momenta, (), (), gradients), BLOCK, start)
+        tensors, numbers = (None, factor, bad, draws, rate), (momentum, 0.0, 0.0, 0.0)
+        _update(walk, len(gradients), tensors, lr, decay, numbers, "sgd", form, nesterov, maximize)
 
 
-def lion_(
-    weights: Sequence[Tensor],
-    beside: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    factor: Tensor,
-    bad: Tensor,
-    draws: Tensor | None,
-    start: int,
-    form: str,
-    rate: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool,
-) -> None:
-    """Make one step of Lion for every parameter: `ops.lion_`, in one launch if formats agree."""
+def lion_(weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
+    """Carry out `ops.lion_`, in one launch if formats agree."""
+    gradients, factor, bad, draws, start, form, rate, lr, beta1, beta2, decay, maximize = given
     with on(gradients[0].device):
-        walk = plan((weights, beside, momenta, (), (), gradients), BLOCK, start)
-        given = (None, factor, bad, draws, rate)
-        numbers = (1 - beta1, 1 - beta2, 0.0, 0.0)
-        _update(walk, len(gradients), given, lr, weight_decay, numbers, "lion", form, False, maximize)
+        walk = plan_walk((weights, beside, momenta, (), (), gradients), BLOCK, start)
+        tensors, numbers = (None, factor, bad, draws, rate), (1 - beta1, 1 - beta2, 0.0, 0.0)
+        _update(walk, len(gradients), tensors, lr, decay, numbers, "lion", form, False, maximize)
 
 
 def _update(
-    walk: Plan,
+    walk: Walk,
     count: int,
-    given: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
     lr: float,
     weight_decay: float,
     numbers: tuple[float, ...],
@@ -138,13 +307,13 @@ def _update(
     variant: bool,
     maximize: bool,
 ) -> None:
-    """Launch `update_kernel` for each combination of formats; `given` and `numbers` are its arguments of the middle."""
+    """Launch `update_kernel` for each combination of formats; `tensors` and `numbers` are its middle arguments."""
     for launch in walk.launches:
         weight, beside, first, second, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
         update_kernel[(launch.programs,)](
             walk.rows,
             walk.chunks,
-            *given,
+            *tensors,
             count,
             launch.first,
             _bits(lr),

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: numbers in memory, roundings, noise.
+"""Device functions shared by the Triton kernels: loads and stores, roundings, noise, forms of values and states.
 
 bf16 is loaded and stored as the integers it consists of, and rounded by integer arithmetic: that is the same
 everywhere, Triton's interpreter included, whose own conversion truncates.
@@ -108,7 +108,7 @@ def nearest(value, KIND: tl.constexpr):
 
 @triton.jit
 def join(low, rest):
-    """Return the fp32 number of a bf16 number and its remainder, both uint16: `reference.join_bf16`."""
+    """Return the fp32 number of a bf16 number and its remainder, both uint16: `reference.operators.join_bf16`."""
     lower = rest.to(tl.uint32)
     nan = (low & 0x7FFF) > 0x7F80
     up = tl.where(nan, 0, lower >> 15)
@@ -117,7 +117,7 @@ def join(low, rest):
 
 @triton.jit
 def split(value):
-    """Return bf16, rounded half up, and remainder, both uint16: `reference.split_bf16`."""
+    """Return bf16, rounded half up, and remainder, both uint16: `reference.operators.split_bf16`."""
     bits = tl.cast(value, tl.uint32, bitcast=True)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     low = tl.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
@@ -136,7 +136,7 @@ def finite_or_zero(value):
 
 @triton.jit
 def mix(word):
-    """Scramble uint32 words: `updates.mix`."""
+    """Scramble uint32 words: `reference.operators.mix`."""
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
     return word ^ (word >> 16)
@@ -154,8 +154,76 @@ def key(draws):
 
 @triton.jit
 def noise(step_key, name, stream: tl.constexpr, mixed):
-    """Return 16 random bits a number, in uint32: `updates.noise`.
+    """Return 16 random bits a number, in uint32: `reference.operators.noise`.
 
     `name` is the tensor's number and `mixed` are the scrambled positions.
     """
     return mix(mix(step_key ^ (4 * name + stream).to(tl.uint32)) ^ mixed) >> 16
+
+
+# ------------------------------------------------------------------ forms of values and states: `kernels.ops`
+
+
+@triton.jit
+def take(
+    weight_at,
+    beside_at,
+    offsets,
+    mask,
+    FORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Return the fp32 value."""
+    low = load(weight_at, offsets, mask, WEIGHT, WHOLE, ALIGNED)
+    if FORM == "split":
+        value = join(low, load(beside_at, offsets, mask, "int16", WHOLE, ALIGNED))
+    elif FORM == "kahan":
+        value = wide(low, WEIGHT) + wide(load(beside_at, offsets, mask, WEIGHT, WHOLE, ALIGNED), WEIGHT)
+    else:
+        value = wide(low, WEIGHT)
+    return value
+
+
+@triton.jit
+def put(
+    value,
+    weight_at,
+    beside_at,
+    offsets,
+    mask,
+    bits,
+    FORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BESIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Store a new fp32 value; `bits` are noise, read only where it is rounded stochastically."""
+    if FORM == "split":
+        low, rest = split(value)
+        store(weight_at, offsets, mask, low, WEIGHT, WHOLE, ALIGNED)
+        store(beside_at, offsets, mask, rest, "int16", WHOLE, ALIGNED)
+    elif FORM == "kahan":
+        low = nearest(value, WEIGHT)
+        rest = nearest(finite_or_zero(value - low), WEIGHT)
+        value = low + rest  # the second time settles ties: packing the sum again must give the same two numbers
+        low = nearest(value, WEIGHT)
+        store(weight_at, offsets, mask, low, WEIGHT, WHOLE, ALIGNED)
+        store(beside_at, offsets, mask, finite_or_zero(value - low), WEIGHT, WHOLE, ALIGNED)
+    elif FORM == "stochastic":
+        store(weight_at, offsets, mask, bf16_stochastic(value, bits), "bf16", WHOLE, ALIGNED)
+    else:
+        store(weight_at, offsets, mask, value, WEIGHT, WHOLE, ALIGNED)
+        if FORM == "copy":
+            store(beside_at, offsets, mask, value, BESIDE, WHOLE, ALIGNED)
+
+
+@triton.jit
+def keep(value, state_at, offsets, mask, bits, KIND: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store a new optimizer state: fp32 as it is, bf16 rounded stochastically."""
+    if KIND == "bf16":
+        store(state_at, offsets, mask, bf16_stochastic(value, bits), "bf16", WHOLE, ALIGNED)
+    else:
+        store(state_at, offsets, mask, value, KIND, WHOLE, ALIGNED)

@@ -21,7 +21,7 @@ from halfstep.cast.regions.stack import recomputing
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.events import Verdict
-from halfstep.kernels.host import number
+from halfstep.kernels.native.calls import number
 from halfstep.lens.box.cures import cures
 from halfstep.lens.box.diagnose import Subject, diagnose
 from halfstep.lens.box.evidence import save_evidence

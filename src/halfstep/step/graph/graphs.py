@@ -284,7 +284,7 @@ class Graphs:
             self._moments.phase = REST
         for watcher in step.watchers:
             watcher.pass_update()
-        step.scaler.heed(step.optimizer)
+        step.scaler.check_alarm(step.optimizer)
         return result
 
     def _done(self, graph: _Graph, *, updates: bool) -> StepResult:

@@ -1,7 +1,7 @@
-"""The meaning of the tail's operators (`ops`), one parameter at a time, in plain PyTorch.
+"""Reference of the operators of `kernels.ops`: what norms, check, updates and roundings compute, in plain PyTorch.
 
-Every product, sum and root is one fp32 operation rounded once, in the order written; twins do the same, so that they
-agree bit for bit where the device's division and root are IEEE's.
+Every product, sum and root is one fp32 operation, rounded once, in the order written. The compiled kernels do the same,
+so results agree bit for bit where the device's division and square root are IEEE's.
 """
 
 from __future__ import annotations
@@ -11,21 +11,63 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfstep.kernels.reference.primitives import join_bf16, split_bf16, total_norm
-
-__all__ = ["FIRST", "SECOND", "WEIGHT", "adam_", "judge", "lion_", "mix", "noise", "sgd_", "stochastic_bf16"]
+__all__ = [
+    "CLIP_EPS",
+    "FIRST",
+    "HALF_ULP",
+    "SECOND",
+    "WEIGHT",
+    "adam_",
+    "check_norms",
+    "join_bf16",
+    "lion_",
+    "noise",
+    "norms",
+    "sgd_",
+    "split_bf16",
+    "stochastic_bf16",
+    "total_norm",
+]
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
+HALF_ULP = 0x8000  # half of the lowest bit that bf16 keeps of an fp32 pattern
 WORD = 0xFFFFFFFF
 WEIGHT, FIRST, SECOND = range(3)
 """Streams of noise."""
 
 
-# ------------------------------------------------------------------ verdict
+# ------------------------------------------------------------------ norms and the check of gradients
 
 
-def judge(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Say from the norms of scaled gradients what becomes of the step.
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of every tensor, accumulated in fp32.
+
+    Args:
+        tensors: floating or complex, dense or sparse, any shapes; an empty one has norm 0.
+
+    Returns:
+        (len(tensors),) fp32 on the first tensor's device. A tensor with a nan gives nan, one with an inf gives inf.
+    """
+    if not tensors:
+        return torch.zeros(0)
+    device = tensors[0].device
+    each = []
+    for tensor in tensors:
+        dense = tensor.coalesce().values() if tensor.is_sparse else tensor.detach()
+        values = torch.view_as_real(dense) if dense.is_complex() else dense
+        values = values if values.dtype is torch.float64 else values.float()
+        each.append(torch.linalg.vector_norm(values).float().to(device))
+    return torch.stack(each)
+
+
+def total_norm(norms: Tensor) -> Tensor:
+    """Return the 2-norm over all tensors from their norms: (n,) fp32 -> 0-dim fp32."""
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total
+
+
+def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the total norm, whether it is not finite, and the factor that the update multiplies gradients by.
 
     Args:
         norms: (n,) fp32 2-norms.
@@ -46,6 +88,44 @@ def judge(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tup
     if clip_norm is not None:
         whole = whole * ((norm + CLIP_EPS) / clip_norm).clamp(min=1.0)
     return norm, bad, one / whole
+
+
+# ------------------------------------------------------------------ bf16 and its remainder
+
+
+def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 into bf16 and a 16-bit remainder that together are the fp32 bits.
+
+    Rounds half up on the bit pattern, ``low = (bits + 0x8000) >> 16``: with round-half-even one even bf16 would stand
+    for 65,537 fp32 values, one more than a remainder has. NaN keeps its upper half, made quiet so that it stays NaN.
+
+    Args:
+        wide: fp32, any shape.
+
+    Returns:
+        (bf16, int16), both of the shape of `wide`.
+    """
+    bits = wide.detach().view(torch.int32)
+    nan = torch.isnan(wide)
+    rounded = torch.where(nan, bits, bits + HALF_ULP)
+    high = (rounded >> 16).to(torch.int16)
+    quiet = torch.where(nan, high | 0x40, high)  # 0x40: the quiet bit of a bf16 NaN
+    remainder = (bits & 0xFFFF).to(torch.int32)
+    return quiet.view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def join_bf16(low: Tensor, remainder: Tensor) -> Tensor:
+    """Rebuild fp32 from `split_bf16`'s halves, bit for bit except for the payload of signalling NaNs.
+
+    Args:
+        low: bf16.
+        remainder: int16 of the same shape: the lower half of the fp32 pattern.
+    """
+    lower = remainder.to(torch.int32) & 0xFFFF
+    nan = torch.isnan(low)
+    rounded_up = (lower >= HALF_ULP) & ~nan  # then the upper half was counted one too high
+    high = low.view(torch.int16).to(torch.int32) - rounded_up.to(torch.int32)
+    return ((high << 16) | lower).view(torch.float32)
 
 
 # ------------------------------------------------------------------ noise
@@ -86,7 +166,7 @@ def stochastic_bf16(wide: Tensor, bits: Tensor) -> Tensor:
 
 
 def _take(form: str, weight: Tensor, beside: Tensor | None) -> Tensor:
-    """Return the precise value, fp32, new."""
+    """Return the fp32 value as a new tensor."""
     if form == "split":
         assert beside is not None
         return join_bf16(weight, beside)
@@ -97,7 +177,7 @@ def _take(form: str, weight: Tensor, beside: Tensor | None) -> Tensor:
 
 
 def _put(form: str, value: Tensor, weight: Tensor, beside: Tensor | None, bits: Tensor | None) -> None:
-    """Write a new precise value."""
+    """Write a new fp32 value in its form."""
     if form == "split":
         assert beside is not None
         low, rest = split_bf16(value)
@@ -134,7 +214,8 @@ def _root(square: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------ updates
 #
-# Tensors here are flat and contiguous; `noises` are the bits of the streams, None where nothing is rounded by chance.
+# Tensors here are flat and contiguous; `noises` are the random bits of each stream, None where nothing is
+# rounded stochastically.
 
 Noises = Sequence[Tensor | None]
 
@@ -159,24 +240,24 @@ def adam_(
 ) -> None:
     """Make one step of Adam (Kingma and Ba 2014), or AdamW (Loshchilov and Hutter 2017) if `decoupled`.
 
-    The last arguments are torch.optim.AdamW's; bias corrections and ``lr / correction`` are worked out in fp64.
+    The last arguments are torch.optim.AdamW's; bias corrections and ``lr / correction`` are computed in fp64.
     """
     value = _take(form, weight, beside)
     step.add_(1)
     count = float(step)
     size = torch.tensor(lr / (1 - beta1**count), dtype=torch.float32)
     root = torch.tensor((1 - beta2**count) ** 0.5, dtype=torch.float32)
-    slope = gradient.float() * factor
+    gradient = gradient.float() * factor
     if maximize:
-        slope = -slope
+        gradient = -gradient
     if decoupled:
         value = value * torch.tensor(1 - lr * weight_decay, dtype=torch.float32)
     elif weight_decay:
-        slope = slope + value * torch.tensor(weight_decay, dtype=torch.float32)
+        gradient = gradient + value * torch.tensor(weight_decay, dtype=torch.float32)
     mean = first.float()
-    mean = mean + (slope - mean) * torch.tensor(1 - beta1, dtype=torch.float32)
+    mean = mean + (gradient - mean) * torch.tensor(1 - beta1, dtype=torch.float32)
     square = second.float() * torch.tensor(beta2, dtype=torch.float32)
-    square = square + slope * slope * torch.tensor(1 - beta2, dtype=torch.float32)
+    square = square + gradient * gradient * torch.tensor(1 - beta2, dtype=torch.float32)
     value = value - size * (mean / (_root(square) / root + torch.tensor(eps, dtype=torch.float32)))
     _store(first, mean, noises[FIRST])
     _store(second, square, noises[SECOND])
@@ -197,18 +278,18 @@ def sgd_(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Make one step of SGD as torch.optim.SGD without dampening; `momentum_buffer` begins with zeros."""
+    """Make one step of torch.optim.SGD without dampening; `momentum_buffer` starts as zeros."""
     value = _take(form, weight, beside)
-    slope = gradient.float() * factor
+    gradient = gradient.float() * factor
     if maximize:
-        slope = -slope
+        gradient = -gradient
     if weight_decay:
-        slope = slope + value * torch.tensor(weight_decay, dtype=torch.float32)
+        gradient = gradient + value * torch.tensor(weight_decay, dtype=torch.float32)
     if momentum_buffer is not None:
-        held = momentum_buffer.float() * torch.tensor(momentum, dtype=torch.float32) + slope
-        _store(momentum_buffer, held, noises[FIRST])
-        slope = slope + held * torch.tensor(momentum, dtype=torch.float32) if nesterov else held
-    value = value - slope * torch.tensor(lr, dtype=torch.float32)
+        average = momentum_buffer.float() * torch.tensor(momentum, dtype=torch.float32) + gradient
+        _store(momentum_buffer, average, noises[FIRST])
+        gradient = gradient + average * torch.tensor(momentum, dtype=torch.float32) if nesterov else average
+    value = value - gradient * torch.tensor(lr, dtype=torch.float32)
     _put(form, value, weight, beside, noises[WEIGHT])
 
 
@@ -228,12 +309,14 @@ def lion_(
 ) -> None:
     """Make one step of Lion (Chen et al. 2023): the sign of an interpolation, and decoupled weight decay."""
     value = _take(form, weight, beside)
-    slope = gradient.float() * factor
+    gradient = gradient.float() * factor
     if maximize:
-        slope = -slope
-    held = momentum_buffer.float()
-    way = torch.sign(held + (slope - held) * torch.tensor(1 - beta1, dtype=torch.float32))
+        gradient = -gradient
+    average = momentum_buffer.float()
+    direction = torch.sign(average + (gradient - average) * torch.tensor(1 - beta1, dtype=torch.float32))
     value = value * torch.tensor(1 - lr * weight_decay, dtype=torch.float32)
-    value = value - way * torch.tensor(lr, dtype=torch.float32)
-    _store(momentum_buffer, held + (slope - held) * torch.tensor(1 - beta2, dtype=torch.float32), noises[FIRST])
+    value = value - direction * torch.tensor(lr, dtype=torch.float32)
+    _store(
+        momentum_buffer, average + (gradient - average) * torch.tensor(1 - beta2, dtype=torch.float32), noises[FIRST]
+    )
     _put(form, value, weight, beside, noises[WEIGHT])

@@ -1,4 +1,8 @@
-"""Norms where some tensors are sharded (DTensor): of each the norm of the whole, the same bits on every rank."""
+"""Norms by torch's multi-tensor operators (`_foreach`), and of sharded tensors (DTensor), equal on every rank.
+
+On CPU `_foreach_norm` runs one loop a tensor, and its bf16 and fp16 loops convert element by element: over 21M elements
+on two cores of an AMD EPYC with avx512_bf16 they took 21 ms against 2.4 ms in fp32.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.eager import foreach
-
-__all__ = ["norms"]
+__all__ = ["norms", "sharded_norms"]
 
 
-def norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of every tensor, accumulated in fp32: `reference.norms` for dense real tensors of one device.
+
+    Args:
+        tensors: dense, floating, all on one device; at least one. DTensors give a DTensor.
+
+    Returns:
+        (len(tensors),) fp32.
+    """
+    return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32))
+
+
+def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, accumulated in fp32; collective over the meshes of those that are sharded.
 
     A plain tensor beside sharded ones is one that each rank has for itself, equal on all: its norm counts once. Where
@@ -50,10 +64,10 @@ def norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]], Tensor]
 def _whole(members: list[Tensor]) -> Tensor:
     """Return the norms of DTensors of one mesh and one list of placements."""
     if all(t.numel() for t in members):
-        norms: Any = foreach.norms(members)
+        found: Any = norms(members)
     else:
-        norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in members])
-    whole: Tensor = norms.full_tensor()
+        found = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in members])
+    whole: Tensor = found.full_tensor()
     return whole
 
 

@@ -1,18 +1,20 @@
-"""From a scaler's arguments to a scale rule."""
+"""Arguments of a scaler: a scale rule from its numbers, a device type, and nested containers of losses."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import ScaleError, did_you_mean
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule, plain
+from halfstep.trees import opened
 
-__all__ = ["check_factor", "choose_rule", "device_type", "is_on"]
+__all__ = ["check_factor", "choose_rule", "device_type", "is_on", "map_losses"]
 
 TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
@@ -59,7 +61,7 @@ def is_on(enabled: object) -> bool:
 
 
 def device_type(device: str | torch.device | None) -> str | None:
-    """Return the type of a device, which must be one torch knows; None stands for where the loss is."""
+    """Return the type of a device, which must be one of torch's; None means that of the loss."""
     if device is None:
         return None
     try:
@@ -106,10 +108,35 @@ def _given_rule(rule: ScaleRule | str, numbers: Mapping[str, Any]) -> ScaleRule:
 
 
 def check_factor(name: str, value: object) -> None:
-    """Raise ScaleError unless a factor, a plain number, moves the scale the right way, as torch asks for."""
+    """Raise ScaleError unless a factor, a plain number, is in the range that torch requires."""
     low, high, example = (1.0, math.inf, "2.0") if name == "growth_factor" else (0.0, 1.0, "0.5")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
         raise ScaleError(
             f"GradScaler: {name}={value!r}; expected a number above {low} and below {high}, {example} is usual "
             "(a scale that stays: rule=ScaleRule.static(value))"
         )
+
+
+def map_losses(value: Any, function: Callable[[Tensor], Tensor], where: str = "outputs") -> Any:
+    """Return `value` with every tensor replaced by ``function(tensor)``.
+
+    Args:
+        value: a tensor, or containers (or other iterables) of such, nested at will. Containers come back as their own
+            type (a generator as a list); the input is not changed.
+        function: called with each tensor.
+        where: how a message names `value`.
+
+    Raises:
+        ScaleError: something that is neither a tensor nor a container; the message names the place.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if (node := opened(value)) is not None:
+        named, rebuild = node
+        return rebuild([map_losses(item, function, where + place) for place, item in named])
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [map_losses(item, function, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise ScaleError(
+        f"scale: {where} is {value!r} of type {type(value).__name__}; expected a tensor or a (nested) container of "
+        "tensors: pass the loss itself, or only the tensors of what the model returned"
+    )

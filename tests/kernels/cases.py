@@ -1,17 +1,19 @@
-"""Parameters in every form and format, updated by an operator and by its meaning, compared bit by bit."""
+"""Cases for all backends: parameters in every form and format for updates, and tensors whose exponents are counted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
+from math import inf, nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.kernels.reference import updates
-from halfstep.kernels.reference.primitives import split_bf16
+from halfstep.kernels.reference import operators as reference
+from halfstep.kernels.reference.operators import split_bf16
 
 FP32, BF16, FP16, INT16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
 SIZES = (1, 1030)
@@ -36,6 +38,9 @@ class Options(NamedTuple):
     method: str
     numbers: dict[str, Any]
 
+
+SPECIAL = torch.tensor([inf, -inf, nan, 0.0, -0.0, 1e-40, -1e-42, 3.38e38, 65519.0, 65520.0, 6e-8, 1e-8])
+"""Values at the edges of formats."""
 
 KEEP, FLIP = {"maximize": False}, {"maximize": True}
 
@@ -97,17 +102,22 @@ def case(
     sizes: Sequence[int] = SIZES,
     *,
     momentum: bool = True,
+    special: bool = False,
 ) -> Case:
-    """Return parameters of `sizes` elements, with states as after some steps."""
+    """Return parameters of `sizes` elements, with states as after some steps; large ones begin with `SPECIAL` if so."""
     weights, beside = [], []
     for size in sizes:
         value = torch.randn(size)
+        if special:
+            value *= 10.0 ** (torch.rand(size) * 6 - 4)
+            if size > 4 * len(SPECIAL):
+                value[: len(SPECIAL)] = SPECIAL
         if form == "copy":
             pair = value, torch.zeros(size, dtype=low)
         elif form == "split":
             pair = split_bf16(value)
         else:
-            pair = value.to(low), (value - value.to(low).float()).to(low)
+            pair = value.to(low), (value - value.to(low).float()).nan_to_num(0.0, 0.0, 0.0).to(low)
         weights.append(pair[0])
         if form in {"copy", "split", "kahan"}:
             beside.append(pair[1])
@@ -129,15 +139,21 @@ def run(operator: Callable[..., None], given: Case, numbers: dict[str, Any]) -> 
 
 
 def expect(method: str, given: Case, numbers: dict[str, Any]) -> None:
-    """Do to `given` what `updates` says."""
+    """Update `given` by the reference."""
     if bool(given.bad):
         return
     lr = given.lr if given.rate is None else float(given.rate)
-    update = getattr(updates, f"{method}_")
+    update = getattr(reference, f"{method}_")
     for n, gradient in enumerate(given.gradients):
-        noises = [updates.noise(given.draws, given.start + n, stream, gradient.numel()) for stream in range(3)]
+        place, size = given.start + n, gradient.numel()
+        noises = [_noise(*given.draws.tolist(), place, stream, size) for stream in range(3)]
         own = [tensors[n] if tensors else None for tensors in given.lists]
         update(*own, gradient, given.factor, noises, given.form, lr, *numbers.values())
+
+
+@cache
+def _noise(seed: int, count: int, tensor: int, stream: int, size: int) -> Tensor:
+    return reference.noise(torch.tensor([seed, count]), tensor, stream, size)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -146,21 +162,51 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().view(words)
 
 
-def assert_same(found: Case, expected: Case) -> None:
-    """Fail if any bit differs."""
-    for name, one, other in zip(
-        ("weights", "beside", "first", "second", "steps"), found.lists, expected.lists, strict=False
-    ):
+def assert_same(found: Case, expected: Case, *, any_nan: bool = False) -> None:
+    """Fail if any bit differs; under `any_nan` all NaN are equal."""
+    names = ("weights", "beside", "first", "second", "steps")
+    for name, one, other in zip(names, found.lists, expected.lists, strict=False):
         for n, (mine, wanted) in enumerate(zip(one, other, strict=True)):
             different = bits(mine) != bits(wanted)
+            if any_nan:
+                different &= ~(mine.isnan() & wanted.isnan())
             assert not different.any(), f"{name}[{n}]: {int(different.sum())} of {mine.numel()} numbers differ"
 
 
 def assert_is_reference(
-    operator: Callable[..., None], method: str, given: Case, numbers: dict[str, Any], device: str
+    operator: Callable[..., None],
+    method: str,
+    given: Case,
+    numbers: dict[str, Any],
+    device: str = "cpu",
+    *,
+    any_nan: bool = False,
 ) -> None:
-    """Fail unless `operator` on `device` does what `updates` says."""
+    """Fail unless `operator` on `device` does what the reference does."""
     expected, found = given.to("cpu"), given.to(device)
     expect(method, expected, numbers)
     run(operator, found, numbers)
-    assert_same(found, expected)
+    assert_same(found, expected, any_nan=any_nan)
+
+
+# ------------------------------------------------------------------ exponents
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def counted_tensors(dtype: torch.dtype, size: int) -> list[Tensor]:
+    """Return random bits, numbers with zeros among them, subnormals, powers of two, and strided ones, of `dtype`."""
+    generator = torch.Generator().manual_seed(size)
+    word = WORDS[dtype.itemsize]
+    limits = torch.iinfo(word)
+    bits = torch.randint(limits.min, limits.max, (size,), generator=generator, dtype=word)
+    numbers = torch.randn(size, generator=generator).to(dtype)
+    numbers[::7], numbers[::11] = 0.0, -0.0
+    tiny = torch.randn(size, generator=generator, dtype=torch.float64) * torch.finfo(dtype).smallest_normal / 9
+    powers = torch.ldexp(
+        torch.ones(size, dtype=torch.float64), torch.randint(-1074, 1024, (size,), generator=generator)
+    )
+    strided = torch.randn(size, 2, generator=generator).to(dtype)[:, 1]
+    return [bits.view(dtype), numbers, tiny.to(dtype), powers.to(dtype), strided, torch.full((size,), -1.5).to(dtype)]

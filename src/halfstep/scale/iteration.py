@@ -1,0 +1,284 @@
+"""What has happened since the last `update`: per optimizer, and flags from elsewhere; which gradients are scaled.
+
+A gradient that appears or changes between `unscale_` and `step` may come from the user (clipping, a replacement) or
+from a backward pass, and versions and addresses do not tell which. So a scaled loss that is still to be differentiated
+while an optimizer is unscaled gets a hook: gradients are compared when its backward pass begins and when it has ended.
+Loops that call `update` after every step have no such loss and pay for a weak reference.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.weak import TensorWeakRef
+
+from halfstep.errors import ScaleError
+from halfstep.scale.finite import gradients, names_of
+
+__all__ = ["FollowedLosses", "Iteration", "OptimizerWork", "Stage"]
+
+_ROOM = 16
+"""Weak references kept before dead ones are thrown away."""
+
+
+# ------------------------------------------------------------------ backward passes
+
+
+class BackwardPass:
+    """The gradients of an optimizer when a backward pass began."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note parameters, gradients and versions as they are now."""
+        self._before = [
+            (parameter, parameter.grad, _version(parameter.grad))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def empty(self) -> set[int]:
+        """Return the ids of the parameters that had no gradient."""
+        return {id(parameter) for parameter, gradient, _ in self._before if gradient is None}
+
+    def changed(self) -> tuple[set[int], set[int]]:
+        """Return the ids of the parameters whose gradient is new since then, and of those whose gradient changed."""
+        made: set[int] = set()
+        added: set[int] = set()
+        for parameter, gradient, version in self._before:
+            now = parameter.grad
+            if now is None or (now is gradient and _version(now) == version):
+                continue
+            (made if gradient is None else added).add(id(parameter))
+        return made, added
+
+
+class FollowedLosses:
+    """The scaled losses whose backward pass is still to come, as long as they live."""
+
+    def __init__(self, begins: Callable[[], Callable[[], None] | None]) -> None:
+        """Follow none yet.
+
+        Args:
+            begins: called when a backward pass of a hooked loss begins; returns what to call when it has ended, if
+                anything.
+        """
+        self._begins = begins
+        self._waiting: list[TensorWeakRef] = []
+        self._room = _ROOM
+
+    def add(self, scaled: Tensor, *, now: bool) -> None:
+        """Follow a scaled loss: with a hook `now`, or from the next `hook`."""
+        if now:
+            self._hook(scaled)
+            return
+        if len(self._waiting) >= self._room:
+            self._waiting = [one for one in self._waiting if one() is not None]
+            self._room = 2 * len(self._waiting) + _ROOM
+        self._waiting.append(TensorWeakRef(scaled))
+
+    def hook(self) -> None:
+        """Give a hook to every loss that lives and has none."""
+        for one in self._waiting:
+            if (scaled := one()) is not None:
+                self._hook(scaled)
+        self._waiting.clear()
+
+    def _hook(self, scaled: Tensor) -> None:
+        if scaled.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(scaled):
+            scaled.register_hook(self._begun)
+
+    def _begun(self, gradient: Tensor) -> None:
+        if (ended := self._begins()) is not None:
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(ended)
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+class Stage(enum.Enum):
+    """How far an optimizer has come since the last update."""
+
+    READY = "ready"
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
+
+
+@dataclass(slots=True)
+class OptimizerWork:
+    """What one optimizer has done since the last update.
+
+    A parameter's gradient is *late* if all of it came from scaled losses after `unscale_`, and *mixed* if such a loss
+    was added to a gradient that had been unscaled. Both are kept by ``id(parameter)``, so that they stay true when
+    ``p.grad`` is replaced by a function of itself.
+
+    Attributes:
+        optimizer: kept alive until the next update.
+        stage: how far it has come.
+        found: 0-dim fp32 on the scale's device, not zero = bad; None = it had no gradients.
+        bad: what the host read of `found`; None = it has not been read.
+        late: parameters with a late gradient.
+        mixed: parameters with a mixed gradient.
+        running: backward passes of scaled losses that have begun since `unscale_` and not ended.
+        first: the first gradient that was unscaled, as long as it lives.
+        unfollowed: how many losses had been scaled in compiled code by then.
+    """
+
+    optimizer: torch.optim.Optimizer
+    stage: Stage = Stage.READY
+    found: Tensor | None = None
+    bad: bool | None = None
+    late: set[int] = field(default_factory=set)
+    mixed: set[int] = field(default_factory=set)
+    running: list[BackwardPass] = field(default_factory=list)
+    first: TensorWeakRef | None = None
+    unfollowed: int = 0
+
+    def mark_unscaled(self, unfollowed: int) -> None:
+        """Note that the gradients there are now have been unscaled."""
+        self.stage, self.unfollowed = Stage.UNSCALED, unfollowed
+        first = self._first_gradient()
+        self.first = None if first is None else TensorWeakRef(first)
+
+    def is_as_unscaled(self, unfollowed: int) -> bool:
+        """Return whether gradients were unscaled and no scaled loss has been differentiated since."""
+        return (
+            self.found is not None and unfollowed == self.unfollowed and not (self.late or self.mixed or self.running)
+        )
+
+    def is_unclear(self, unfollowed: int) -> bool:
+        """Return whether gradients that no known loss made may be scaled ones."""
+        if self.first is None:
+            return True
+        return unfollowed != self.unfollowed and self.first() is not self._first_gradient()
+
+    def _first_gradient(self) -> Tensor | None:
+        return next((gradient for _, gradient in gradients(self.optimizer)), None)
+
+    def begin_pass(self) -> BackwardPass:
+        """Note the gradients there are when a backward pass begins."""
+        begun = BackwardPass(self.optimizer)
+        if self.late or self.mixed:  # gradients that are gone
+            empty = begun.empty()
+            self.late -= empty
+            self.mixed -= empty
+        self.running.append(begun)
+        return begun
+
+    def end_pass(self, ended: BackwardPass) -> None:
+        """Note which gradients a backward pass has made, and to which it has added."""
+        if ended not in self.running:
+            return
+        self.running.remove(ended)
+        made, added = ended.changed()
+        self.late |= made
+        self.mixed -= made
+        self.mixed |= added - self.late
+
+    def classify(self) -> tuple[list[Tensor], bool, bool]:
+        """Return the parameters with a mixed gradient, and whether there are late ones, and others."""
+        for unfinished in list(self.running):  # an exception ended the pass
+            self.end_pass(unfinished)
+        present = [parameter for parameter, _ in gradients(self.optimizer)]
+        ids = {id(parameter) for parameter in present}
+        self.mixed &= ids
+        self.late &= ids
+        mixed = [parameter for parameter in present if id(parameter) in self.mixed]
+        return mixed, bool(self.late), bool(ids - self.mixed - self.late)
+
+
+class Iteration:
+    """Everything done since the last update."""
+
+    def __init__(self) -> None:
+        """Start with nothing done."""
+        self._work: dict[int, OptimizerWork] = {}
+        self._recorded: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether anything was unscaled, stepped or recorded."""
+        return bool(self._work) or self._recorded is not None
+
+    def of(self, optimizer: torch.optim.Optimizer, method: str) -> OptimizerWork:
+        """Return what `optimizer` has done, a new entry if there is none; `method` is for the message."""
+        if not isinstance(getattr(optimizer, "param_groups", None), list):
+            kind = type(optimizer).__name__
+            raise ScaleError(
+                f"{method}(optimizer): got {kind}, which has no param_groups; pass a torch.optim.Optimizer"
+            )
+        return self._work.setdefault(id(optimizer), OptimizerWork(optimizer))
+
+    def current(
+        self, optimizer: torch.optim.Optimizer, method: str, *, unfollowed: int, names: Mapping[Tensor, str] | None
+    ) -> OptimizerWork:
+        """Return what `optimizer` has done, after a check of what became of its gradients since it was unscaled.
+
+        A new entry if its step was skipped by hand, so that all gradients are late. The old one's flag still counts.
+
+        Args:
+            optimizer: one that has taken part, or has not yet.
+            method: "unscale_" or "step", for messages.
+            unfollowed: how many losses have been scaled in compiled code so far.
+            names: of parameters, for messages.
+
+        Raises:
+            ScaleError: a gradient is a sum of unscaled and scaled ones, or is to be stepped and may be either.
+        """
+        work = self.of(optimizer, method)
+        if work.stage is not Stage.UNSCALED or work.is_as_unscaled(unfollowed):
+            return work
+        mixed, late, others = work.classify()
+        kind = type(optimizer).__name__
+        remedy = "Run every backward pass before unscale_(), and call update() also after a step that you skip by hand"
+        if mixed:
+            raise ScaleError(
+                f"{method}(): unscale_() has been called on this {kind}, and a scaled loss was then added to unscaled "
+                f"gradients: {', '.join(names_of(optimizer, mixed, names))}. {remedy}"
+            )
+        if others and method == "step" and work.is_unclear(unfollowed):
+            raise ScaleError(
+                f"{method}(): this {kind} has gradients that came after unscale_(), and it is not known whether they "
+                f"are scaled. {remedy}"
+            )
+        if late and not others:
+            if work.found is not None:
+                self.record(work.found)
+            work = self._work[id(optimizer)] = OptimizerWork(optimizer)
+        return work
+
+    def unscaled(self) -> list[OptimizerWork]:
+        """Return the entries of optimizers that were unscaled and not stepped."""
+        return [work for work in self._work.values() if work.stage is Stage.UNSCALED]
+
+    def record(self, found: Tensor) -> None:
+        """Add a flag that belongs to no optimizer: 0-dim, fp32 or bool, on the scale's device, not zero = bad."""
+        self._recorded = found if self._recorded is None else torch.maximum(self._recorded, found)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that have taken part."""
+        return [work.optimizer for work in self._work.values()]
+
+    def found(self) -> Tensor | None:
+        """Return the maximum of all flags, 0-dim, fp32 or bool, without reading it; None without any gradient."""
+        found = self._recorded
+        for work in self._work.values():
+            if work.found is not None:
+                found = work.found if found is None else torch.maximum(found, work.found)
+        return found
+
+    def known_bad(self) -> bool | None:
+        """Return whether the host has read a bad flag, or None if it has not read enough to know."""
+        read = [work.bad for work in self._work.values() if work.found is not None]
+        if any(read):
+            return True
+        return None if self._recorded is not None or None in read else False

@@ -1,0 +1,253 @@
+"""A scale rule and its state: read, set, saved and loaded; numbers on the host until there are tensors on a device.
+
+The checkpoint has torch's five keys, and one of our own for what torch does not keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ScaleError
+from halfstep.policy.scale_rule import MAX_COUNT, ScaleRule, plain, whole
+from halfstep.scale.arguments import check_factor
+from halfstep.scale.rule import (
+    ScaleState,
+    check_scale,
+    fp32,
+    initial_host,
+    load_host,
+    representable,
+    set_scale_,
+    state_to_host,
+)
+
+__all__ = ["StoredScale"]
+
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OWN_KEY = "halfstep"  # torch's load_state_dict ignores unknown keys
+_OWN_COUNTERS = ("slack", "steps", "misses", "streak", "bad")
+
+
+class StoredScale:
+    """The part of a scaler that is read, set, saved and loaded; the methods are torch.amp.GradScaler's."""
+
+    def __init__(self, rule: ScaleRule, *, enabled: bool) -> None:
+        """Start with the state before the first step of `rule`."""
+        self._rule = rule
+        self._enabled = enabled
+        self._host = initial_host(rule)  # the state until there are tensors
+        self._state: ScaleState | None = None
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The numbers in force."""
+        return self._rule
+
+    def is_enabled(self) -> bool:
+        """Return whether this scaler scales. Fixed at construction: a caller may read it once."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """Return the current scale, 1.0 if disabled; waits for the device."""
+        if not self._enabled:
+            return 1.0
+        return float(self._host["scale"] if self._state is None else self._state.scale)
+
+    def get_growth_factor(self) -> float:
+        """Return the factor the scale grows by."""
+        return self._rule.growth
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor the scale grows by; a rule that divides also backs off by it."""
+        new_factor = plain(new_factor)
+        check_factor("growth_factor", new_factor)
+        backoff = 1.0 / new_factor if self._rule.divide else self._rule.backoff
+        self._rule = dataclasses.replace(self._rule, growth=new_factor, backoff=backoff)
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor a bad step multiplies the scale by."""
+        return self._rule.backoff
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor a bad step multiplies the scale by."""
+        new_factor = plain(new_factor)
+        check_factor("backoff_factor", new_factor)
+        self._rule = dataclasses.replace(self._rule, backoff=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return how many good steps in a row make the scale grow."""
+        return self._rule.interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set how many good steps in a row make the scale grow; if that many are past, the next one does."""
+        self._rule = dataclasses.replace(self._rule, interval=new_interval)
+        most = self._rule.interval - 1
+        self._host["good"] = min(self._host["good"], most)
+        if self._state is not None:
+            self._state.good.clamp_(max=most)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain numbers under torch's five keys and one of our own; waits for the device.
+
+        torch.amp.GradScaler loads it too. Call it after `update`. Empty if disabled.
+        """
+        return _state_dict(self._rule, self._host_state()) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing changes if that fails.
+
+        Growth, backoff and interval come from the state as in torch; floor, ceiling and the rest stay this scaler's.
+        A scale outside them (torch's may be 0) is brought inside with a warning. Does nothing if disabled.
+
+        Raises:
+            ScaleError: empty, a key is missing, or a value makes no sense.
+        """
+        if not self._enabled:
+            return
+        rule = _rule_from(self._rule, state_dict)
+        host = _host_from(rule, state_dict)
+        self._rule, self._host = rule, host
+        if self._state is not None:
+            for name, field in zip(ScaleState._fields, self._state, strict=True):
+                field.fill_(host[name])
+
+    def scale_on(self, device: torch.device | str) -> Tensor:
+        """Return the current scale as a 0-dim fp32 tensor on `device` (1 if disabled), without waiting.
+
+        On the scaler's own device, which is the first one given, it is the live tensor (but for a rule that keeps
+        fp64): `update` changes it in place, so clone it to keep a value, and do not write to it.
+        """
+        if not self._enabled:
+            return torch.ones((), dtype=torch.float32, device=device)
+        return self._state_on(device).scale.to(device=device, dtype=torch.float32, non_blocking=True)
+
+    def _state_on(self, device: torch.device | str) -> ScaleState:
+        """Return the tensors, made on `device` if there are none yet."""
+        if self._state is None:
+            self._state = load_host(self._host, device, self._rule)
+        return self._state
+
+    def _started(self, method: str) -> ScaleState:
+        if self._state is None:
+            raise ScaleError(
+                f"{method}(): no loss has been scaled yet; run scaler.scale(loss).backward() instead of loss.backward()"
+            )
+        return self._state
+
+    def _host_state(self) -> dict[str, Any]:
+        return dict(self._host) if self._state is None else state_to_host(self._state)
+
+    def _set_scale(self, value: Any) -> None:
+        """Set the scale by hand; a tensor makes the state on its own device if there is none yet."""
+        if isinstance(value, Tensor):
+            set_scale_(self._rule, self._state_on(value.device), value)
+            return
+        value = plain(value)
+        if self._state is not None:
+            set_scale_(self._rule, self._state, value)
+        else:
+            check_scale(self._rule, value, "update(new_scale=...)")
+            self._host["scale"] = representable(self._rule, value)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def _state_dict(rule: ScaleRule, host: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint of plain numbers.
+
+    Args:
+        rule: the numbers in force; floor, ceiling and the like are not saved, they are arguments of the scaler.
+        host: the state as `halfstep.scale.rule.state_to_host` gives it.
+    """
+    values = (host["scale"], rule.growth, rule.backoff, rule.interval, host["good"])
+    return {
+        **dict(zip(_TORCH_KEYS, values, strict=True)),
+        _OWN_KEY: {name: host[name] for name in _OWN_COUNTERS},
+    }
+
+
+def _rule_from(rule: ScaleRule, state: Mapping[str, Any]) -> ScaleRule:
+    """Return `rule` with growth, backoff and interval of a checkpoint.
+
+    Raises:
+        ScaleError: the checkpoint is empty, lacks a key, or its numbers make no rule.
+    """
+    if not isinstance(state, Mapping):
+        raise ScaleError(f"load_state_dict: got a {type(state).__name__}; expected what state_dict() returned")
+    if not state:
+        raise ScaleError(
+            "load_state_dict: the state is empty, as a disabled scaler saves it; load it into "
+            "GradScaler(enabled=False), or start this scaler without loading"
+        )
+    missing = [key for key in _TORCH_KEYS if key not in state]
+    if missing:
+        raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
+    try:
+        return dataclasses.replace(
+            rule,
+            growth=state["growth_factor"],
+            backoff=state["backoff_factor"],
+            interval=state["growth_interval"],
+        )
+    except ScaleError as error:
+        raise ScaleError(f"load_state_dict: {error}") from error
+
+
+def _host_from(rule: ScaleRule, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a checkpoint as `halfstep.scale.rule.load_host` takes it.
+
+    Args:
+        rule: the rule it will run under, as `_rule_from` gave it.
+        state: a checkpoint of ours or of torch's, with torch's keys present.
+
+    Returns:
+        A new dict; a scale outside floor and ceiling is brought inside with a warning.
+
+    Raises:
+        ScaleError: a value of the wrong type or one that cannot be.
+    """
+    host = initial_host(rule)
+    tracker = _count("_growth_tracker", state["_growth_tracker"], low=-rule.delay)
+    own = state.get(_OWN_KEY, {})
+    if not isinstance(own, Mapping):
+        raise ScaleError(f"load_state_dict: {_OWN_KEY!r} is {own!r}; expected a dict of counters")
+    host.update({name: _count(name, own[name], low=0) for name in _OWN_COUNTERS if name in own})
+    host["slack"] = min(host["slack"], rule.hysteresis - 1)
+    host["good"] = min(tracker, rule.interval - 1)  # torch never grows again from a tracker past the interval
+    host["scale"] = _bounded(rule, state["scale"])
+    return host
+
+
+def _bounded(rule: ScaleRule, scale: Any) -> float:
+    """Return a saved scale as an fp32 number within the rule's bounds."""
+    scale = plain(scale)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
+        raise ScaleError(f"load_state_dict: scale={scale!r}; expected a finite number, at least 0")
+    bounded = min(max(scale, rule.floor), rule.ceiling)
+    if fp32(bounded) == 0.0:
+        raise ScaleError(
+            f"load_state_dict: scale={scale!r} is 0 in fp32, so every gradient would be 0 or NaN; load it into a "
+            "scaler with a floor, or start without loading"
+        )
+    if representable(rule, bounded) != representable(rule, scale):  # a bound may be a number that fp32 does not hold
+        warnings.warn(
+            f"load_state_dict: scale={scale!r} is outside [{rule.floor!r}, {rule.ceiling!r}]; going on with "
+            f"{bounded!r}. Pass floor= and ceiling= to GradScaler to keep it",
+            stacklevel=4,
+        )
+    return representable(rule, bounded)
+
+
+def _count(name: str, value: Any, *, low: int) -> int:
+    value = whole(plain(value))
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_COUNT:
+        raise ScaleError(f"load_state_dict: {name}={value!r}; expected a whole number in [{low}, {MAX_COUNT}]")
+    return value
