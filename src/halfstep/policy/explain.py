@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import CLASS_PREFIX, glob_covers
-from halfstep.policy.operators import expand
+from halfstep.policy.operators import operator_names
 from halfstep.policy.plan import Decision
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import operator_rules
@@ -35,7 +35,7 @@ def explain(policy: Policy, what: str) -> str:
     if is_custom(what):
         return f"{label}\n" + "\n".join(_custom_lines(policy, what))
     try:
-        operators = expand(what)
+        operators = operator_names(what)
     except PolicyError:
         covered = any(glob_covers(pattern, what) for pattern, _ in policy.modules)
         if "." in what or covered:
@@ -55,7 +55,7 @@ def _operator_lines(policy: Policy, op: str) -> Iterator[str]:
     else:
         for device, decision in decisions.items():
             yield f"operator {op} on {device}: {_words(policy, decision)}"
-    overruled = [pair for pair in policy.ops if not is_custom(pair[0]) and op in expand(pair[0])][:-1]
+    overruled = [pair for pair in policy.ops if not is_custom(pair[0]) and op in operator_names(pair[0])][:-1]
     for pattern, rule in overruled:
         yield f"  overruled: ops {pattern!r} = {rule!r} (a later entry matches)"
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from halfstep.errors import PolicyError, did_you_mean
 
-__all__ = ["LINEAR_LOSS", "callables", "canonical", "expand", "known", "name_of"]
+__all__ = ["LINEAR_LOSS", "callables", "canonical", "known", "operator_name", "operator_names"]
 
 PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
 SUBPACKAGES = ("linalg", "fft", "special")
@@ -223,7 +223,7 @@ def callables(name: str) -> tuple[Function, ...]:
     return _index()[0][canonical(name)]
 
 
-def name_of(function: Function) -> str | None:
+def operator_name(function: Function) -> str | None:
     """Return the operator that `function` is a spelling of, or None."""
     try:
         return _index()[1].get(function)
@@ -250,7 +250,7 @@ def canonical(name: str) -> str:
 
 
 @cache
-def expand(pattern: str) -> tuple[str, ...]:
+def operator_names(pattern: str) -> tuple[str, ...]:
     """Return the operators that a name or an fnmatch pattern ("conv*", "linalg.*") stands for, sorted.
 
     Raises:

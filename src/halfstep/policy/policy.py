@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from halfstep.errors import FormatError, PolicyError, did_you_mean
 from halfstep.formats import FORMATS, format_of
 from halfstep.policy.custom import check_pattern, is_custom
-from halfstep.policy.operators import canonical, expand
+from halfstep.policy.operators import canonical, operator_names
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
@@ -294,7 +294,7 @@ def _operator(pattern: str) -> str:
     if is_custom(pattern):
         check_pattern(pattern)
         return pattern
-    matched = expand(pattern)
+    matched = operator_names(pattern)
     return pattern if any(c in pattern for c in "*?[") else canonical(matched[0])
 
 

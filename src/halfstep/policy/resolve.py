@@ -17,7 +17,7 @@ from halfstep.errors import PolicyError, UnbuiltError
 from halfstep.formats import format_of
 from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import NORMS, matches, rules_of_modules
-from halfstep.policy.operators import LINEAR_LOSS, expand
+from halfstep.policy.operators import LINEAR_LOSS, operator_names
 from halfstep.policy.optable import losses, table
 from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
 from halfstep.policy.policy import DTYPES, Policy
@@ -211,7 +211,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
             if op not in rules or rules[op].rule in {"low", "keep", "widest"}:
                 rules[op] = Decision("fp32", "loss", "loss='fp32': loss functions run in fp32 whatever the table says")
     for pattern, rule in policy.ops:
-        for op in () if is_custom(pattern) else expand(pattern):
+        for op in () if is_custom(pattern) else operator_names(pattern):
             rules[op] = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
     product = rules.get("linear")
     if LINEAR_LOSS not in rules and product and (policy.table, product.origin) != ("torch", "table"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.policy.operators import name_of
+from halfstep.policy.operators import operator_name
 
 __all__ = ["composites", "cross_entropy_in_parts", "name_of_called", "unreported"]
 
@@ -52,7 +52,7 @@ def name_of_called(name: str) -> str | None:
         func = getattr(space, name, None)
         if callable(func):
             try:
-                return name_of(func)
+                return operator_name(func)
             except TypeError:  # unhashable
                 return None
     return None

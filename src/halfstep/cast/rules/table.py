@@ -24,7 +24,7 @@ from halfstep.cast.rules.handlers import (
     of_statistics,
 )
 from halfstep.cast.rules.linear_loss import of_linear_loss
-from halfstep.policy.operators import LINEAR_LOSS, callables, name_of
+from halfstep.policy.operators import LINEAR_LOSS, callables, operator_name
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules
@@ -92,7 +92,7 @@ def compile_rules(
     if "cpu" in how.emulating or ("cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never"):
         compiled.update({func: of_norm(compiled.get(func), func) for func in NORMS})
     for composite in composites(frozenset(rules)):
-        if composite not in compiled and name_of(composite) not in decisions:
+        if composite not in compiled and operator_name(composite) not in decisions:
             compiled[composite] = of_composite(unreported(composite))
     if compiled:
         compiled[Tensor.data.__get__] = data_asked  # type: ignore[attr-defined]  # a descriptor of C
