@@ -762,7 +762,7 @@ WRONG: dict[str, Case] = {
     "no values": (lambda: hs.audit(mlp().to("meta"), data(), loss_fn), r"parameter 0\.weight is on the meta device"),
     "elsewhere": (
         lambda: hs.audit(mlp(), [tuple(t.to("meta") for t in data()[0])], loss_fn),
-        r"the batch is on meta and the model on cpu; move one of them, e\.g\. hs\.map_tensors",
+        r"the batch is on meta and the model on cpu; move one of them, e\.g\. hs\.trees\.map_tensors",
     ),
 }  # fmt: skip
 
