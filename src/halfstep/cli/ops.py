@@ -28,7 +28,6 @@ from halfstep.cli.optables import (
     print_ruled_modules,
 )
 from halfstep.cli.terminal import complain, console, device_type, item, say, writable, write_json
-from halfstep.errors import UnbuiltError
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import Candidate, candidates
 from halfstep.tasks.source import load_model
@@ -219,12 +218,6 @@ def _remarks(asked: _Asked) -> list[str]:
             "torch.autocast's lists as halfstep has them written down; a region uses those of the torch that runs it, "
             f"{torch.__version__} here"
         )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            hs.prepare(nn.Linear(1, 1), policy=asked.policy.replace(modules=()))
-    except UnbuiltError as error:
-        remarks.append(str(error))
     if asked.policy.modules and asked.source is None:
         remarks.append("the policy has rules for modules too, which win over those of operators; --model shows them")
     return remarks

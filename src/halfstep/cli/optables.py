@@ -29,10 +29,9 @@ __all__ = [
     "print_ruled_modules",
 ]
 
-RULES = ("low", "fp8", "fp32", "keep", "widest", "banned", "")
+RULES = ("low", "fp32", "keep", "widest", "banned", "")
 MEANINGS = {
     "low": "arguments and result in {low}",
-    "fp8": "arguments scaled and cast to fp8 (not built yet)",
     "fp32": "arguments and result in fp32",
     "keep": "the first activation decides, the other arguments take its format",
     "widest": "fp32 if any argument is fp32, else as they come",
@@ -41,7 +40,6 @@ MEANINGS = {
 }
 COLOURS = {
     "low": "green",
-    "fp8": "green",
     "fp32": "cyan",
     "keep": "blue",
     "widest": "magenta",

@@ -38,6 +38,7 @@ from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
+from halfstep.formats import POLICY_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
@@ -51,14 +52,14 @@ from halfstep.weights.states import LowStates
 __all__ = ["KEY", "Binding", "bind_class", "binding_of", "is_bound"]
 
 NOWHERE = object()
-FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class Binding:
     """What a bound module carries: its policy, the rule it runs under and where its precise weights are.
 
     Attributes:
-        policy: the policy the model was prepared with.
+        wanted: the policy the model was prepared with.
+        policy: the same, resolved for the first of `device_types`, with the master that is used.
         device_types: the devices its region enters.
         path: dotted name of the module under the prepared root; "" is the root.
         root: whether it is, or was prepared as a model of its own before the whole was.
@@ -76,9 +77,10 @@ class Binding:
 
     def __init__(
         self,
-        policy: Policy,
+        wanted: Policy,
         device_types: tuple[str, ...],
         *,
+        policy: Policy | None = None,
         path: str,
         root: bool,
         rule: str = "",
@@ -87,26 +89,25 @@ class Binding:
         guest: bool = False,
         alone: bool = False,
     ) -> None:
-        self.policy = policy
+        self.wanted = wanted
+        self.policy = resolved(wanted, device_types[0]) if policy is None else policy
         self.device_types = device_types
         self.path = path
         self.root = root  # what is traced asks this: a guard on each path would compile equal layers one by one
         self.rule = rule
         self.entrance = entrance
         self.store = store
-        self.recipe = module_recipe(policy, device_types, rule)
+        self.recipe = module_recipe(wanted, device_types, rule)
         self.passes = NOWHERE if root or entrance else self.recipe
         self.home: frozenset[Any] | None = None
         self.holders = WeakSet[nn.Module]()
         if guest:
-            rules = {"", *(rule for _, rule in policy.modules)} if entrance else ()
-            self.home = frozenset(module_recipe(policy, device_types, each) for each in rules)
+            rules = {"", *(rule for _, rule in wanted.modules)} if entrance else ()
+            self.home = frozenset(module_recipe(wanted, device_types, each) for each in rules)
             self.home |= {None} if alone else set()
         self.unruled: bool | None = None
         self.idle = False
-        self.averages = (policy.reduce != "grad" or policy.grads == "fp32") and reduces_itself(
-            resolved(policy, device_types[0])
-        )
+        self.averages = reduces_itself(self.policy)
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -123,7 +124,7 @@ class Binding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_binding, (
-            self.policy,
+            self.wanted,
             self.device_types,
             self.path,
             self.root,
@@ -199,11 +200,11 @@ def bind_class(module: nn.Module, *, on: bool) -> None:
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """Cast the floating tensors of a tree; containers keep their types."""
-    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in FLOATS else tensor)
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in POLICY_DTYPES else tensor)
 
 
 def _first_float(tree: Any) -> torch.dtype | None:
-    return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in FLOATS), None)
+    return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in POLICY_DTYPES), None)
 
 
 def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, Any, torch.dtype | None]:
@@ -388,7 +389,13 @@ def _bind_late(module: nn.Module) -> None:
             continue
         path = f"{parent.path}.{name}".lstrip(".")
         child.__dict__[KEY] = Binding(
-            parent.policy, parent.device_types, path=path, root=False, rule=parent.rule, store=parent.store
+            parent.wanted,
+            parent.device_types,
+            policy=parent.policy,
+            path=path,
+            root=False,
+            rule=parent.rule,
+            store=parent.store,
         )
         bind_class(child, on=True)
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.cast.rules.recipe import DTYPES
 from halfstep.errors import StepError, did_you_mean
+from halfstep.formats import DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors
 

@@ -46,9 +46,9 @@ def refuse_rules(model: nn.Module, policy: Policy, modules: Iterable[Ruled]) -> 
         if known is None or known.home is None or not any(holder is not model for holder in known.holders):
             continue
         mine, theirs = rule if entrance else "", known.rule if known.entrance else ""
-        if mine != theirs if known.policy == policy else mine and theirs:
+        if mine != theirs if known.wanted == policy else mine and theirs:
             raise BindError(
-                f"module {path!r} serves another prepared model too, whose policy {known.policy.name!r} has the rule "
+                f"module {path!r} serves another prepared model too, whose policy {known.wanted.name!r} has the rule "
                 f"{theirs or 'none'!r} for it, and this one has {mine or 'none'!r}; give each model a "
                 f"{type(module).__name__} of its own (copy.deepcopy), or both the same policy"
             )

@@ -18,10 +18,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError, WeightsError
+from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
-from halfstep.policy.units import default_device_types
+from halfstep.policy.resolve import Plan, device_types_of, resolve, resolved
 from halfstep.scale.forms import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
@@ -34,9 +34,6 @@ from halfstep.weights.lows import beyond
 from halfstep.weights.states import LowStates
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
-
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES = {"fp32": torch.float32, **LOW}
 
 PolicyLike = Policy | str | Path
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -90,10 +87,9 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
     optimizer_list = [unwrap_optimizer(optimizer) for optimizer in optimizer_list]
     wanted = Policy.of(policy)
-    require_engine(wanted)
-    devices = _devices(model_list)
+    devices = device_types_of(model_list)
     concrete = resolved(wanted, devices[0], one_pass=one_pass)
-    plans = [_validate(model, wanted, concrete, devices) for model in model_list]
+    plans = [_validate(model, wanted, concrete, devices, one_pass=one_pass) for model in model_list]
     _validate_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, wanted, concrete)]
@@ -132,24 +128,16 @@ def _listed(value: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _devices(models: list[nn.Module]) -> tuple[str, ...]:
-    """Return the device types of the region: the models' accelerator first, then the CPU."""
-    found = {p.device.type for m in models for p in m.parameters()} - {"meta"}
-    if not found:
-        return default_device_types()
-    return (*sorted(found - {"cpu"}), "cpu")
-
-
-def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...]) -> Plan:
+def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...], *, one_pass: bool) -> Plan:
     inner = unwrap(model)
     known = binding_of(inner)
-    for path, module in inner.named_modules() if known is None or known.policy != policy else ():
+    for path, module in inner.named_modules() if known is None or known.wanted != policy else ():
         part = binding_of(module)  # of a model prepared before, a part may have been prepared anew since
-        if part is not None and part.policy != policy and part.home is None:
+        if part is not None and part.wanted != policy and part.home is None:
             what = f"module {path!r}" if path else "the model"
             raise BindError(
-                f"{what} is already prepared with policy {part.policy.name!r} and was given {policy.name!r}; "
-                f"hs.unprepare it first. They differ:\n{part.policy.diff(policy)}"
+                f"{what} is already prepared with policy {part.wanted.name!r} and was given {policy.name!r}; "
+                f"hs.unprepare it first. They differ:\n{part.wanted.diff(policy)}"
             )
     refuse_foreign(inner)
     if cuts_hooks(model) and known is None and concrete.params == "low":
@@ -157,7 +145,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
             f"{type(model).__name__} was wrapped around the model before hs.prepare, and lowering its parameters now "
             "would cut the wrapper's gradient hooks; call hs.prepare(model, ...) first, then wrap"
         )
-    plan = resolve(policy, inner, devices[0])
+    plan = resolve(policy, inner, devices[0], one_pass=one_pass)
     refuse_own_forwards(ruled(inner, plan))
     refuse_rules(inner, policy, ruled(inner, plan))
     if not _is_done(model, policy, concrete):
@@ -170,7 +158,7 @@ def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple
                     "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
                     "one call: hs.prepare([a, b], ...)"
                 )
-    _validate_values(inner, {p.name for p in plan.parameters if p.low}, LOW.get(concrete.dtype, torch.float32))
+    _validate_values(inner, {p.name for p in plan.parameters if p.low}, DTYPES.get(concrete.dtype, torch.float32))
     return plan
 
 
@@ -242,7 +230,7 @@ def _is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
     A guest of a model with another policy is not: from now on it is a model of its own.
     """
     known = binding_of(unwrap(model))
-    if known is None or (known.home is not None and known.policy != wanted):
+    if known is None or (known.home is not None and known.wanted != wanted):
         return False
     return known.store is not None or concrete.params != "low"
 
@@ -259,12 +247,12 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
     store = None
     if low and concrete.master == "none":
         for _, parameter in low:
-            parameter.data = parameter.data.to(LOW[concrete.dtype])
+            parameter.data = parameter.data.to(DTYPES[concrete.dtype])
     elif low:
-        store = STRATEGIES[concrete.master](low, LOW[concrete.dtype])
+        store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype])
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
-        if decision.format == "fp32" and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
+        if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters
             parameter.data = parameter.data.float()
     return store
 
@@ -278,15 +266,16 @@ def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]
             parameter.grad = None if gradient is None else gradient.to(dtype or parameter.dtype)
 
 
-def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
+def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
     """Give every module that needs one its binding and its bound class."""
     for path, module, rule, entrance in ruled(model, plan):
         known = binding_of(module)
         root = not path or (known is not None and known.root)
         guest = not root and is_stateless(module)
         binding = Binding(
-            policy,
+            wanted,
             devices,
+            policy=plan.policy,
             path=path,
             root=root,
             rule=rule,
@@ -339,7 +328,7 @@ def store_of(model: nn.Module) -> WeightStore | None:
 def prepared_policy(model: nn.Module) -> Policy | None:
     """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not."""
     binding = binding_of(_module(model, "hs.prepared_policy"))
-    return None if binding is None else binding.policy
+    return None if binding is None else binding.wanted
 
 
 def unprepare(model: ModelT) -> ModelT:
@@ -367,7 +356,7 @@ def unprepare(model: ModelT) -> ModelT:
         _accumulate_in(None, low)
     else:
         for parameter in inner.parameters():
-            if parameter.dtype in LOW.values() and binding.policy.params == "low":
+            if parameter.dtype in LOW_DTYPES and binding.policy.params == "low":
                 parameter.data = parameter.data.float()
     unwatch_copies(inner.parameters())
     return model

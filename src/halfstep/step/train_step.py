@@ -30,7 +30,6 @@ from halfstep.errors import ScaleError, StepError
 from halfstep.events import StepResult, StepWatcher, Verdict
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import fused, tail
 from halfstep.step.arguments import RatesCheck, check_arguments, evidence_folder, limit
@@ -152,12 +151,10 @@ class TrainStep:
         _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
         binding = binding_of(unwrap(model))
         assert binding is not None
-        self.policy = resolved(wanted, binding.device_types[0])
+        self.policy = binding.policy
         self.scaler = own_scaler if scaler is None else scaler
         self._binding = binding
         self._store = store_of(model)
-        if self._store is not None:
-            self.policy = self.policy.replace(master=self._store.name)
         self._states = LowStates.of(optimizer)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         self._statistics = Statistics(unwrap(model))

@@ -20,7 +20,7 @@ from halfstep.cast.rules.dispatch import tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import LossError
 from halfstep.kernels.reference.cross_entropy import rows_at_a_time
-from halfstep.policy.units import units
+from halfstep.policy.resolve import units
 
 __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
 

@@ -17,25 +17,20 @@ import torch
 from torch._C._dynamo import eval_frame
 
 from halfstep.cast.rules.dispatch import Lowering, RuleMode
-from halfstep.cast.rules.table import compile_rules, emulates
+from halfstep.cast.rules.table import compile_rules
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
-from halfstep.formats import Format, format_of
-from halfstep.policy.custom import overrides
+from halfstep.formats import DTYPES, LOW_DTYPES, Format, format_of
+from halfstep.policy.operators import custom_overrides
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import require_engine, resolve_dtype
-from halfstep.policy.units import units
+from halfstep.policy.resolve import resolved, surprise
 
 __all__ = [
-    "DTYPES",
     "Recipe",
     "call_traced",
     "recipe_for",
     "run_eagerly",
 ]
-
-LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES = {**LOWS, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,35 +70,27 @@ def recipe_for(
         UnbuiltError: the policy needs an engine that is not built yet; the message says which.
         PolicyError: the policy cannot run on one of the devices.
     """
-    require_engine(policy)
     devices, lowered, emulating = [], [], set()
     simulated: Format | None = None
     for device in device_types:
-        name, note = resolve_dtype(policy, device)
-        on = enabled and name != "fp32"
-        if name not in DTYPES:
-            simulated = format_of(name)
-        if enabled and device == device_types[0] and _lacks_units(policy, device, name):
+        concrete = resolved(policy, device)
+        on = enabled and concrete.dtype != "fp32"
+        dtype = DTYPES.get(concrete.dtype, torch.float32)
+        if concrete.dtype not in DTYPES:
+            simulated = format_of(concrete.dtype)
+        if enabled and device == device_types[0] and (note := surprise(policy, device)):
             warnings.warn(f"policy {policy.name!r} on {device}: {note}", stacklevel=5)
         # torch.autocast sets the format it was given, also where it is off; without a low one that state stays
-        devices.append((device, DTYPES.get(name, torch.float32) if on else LOWS.get(name), on))
+        devices.append((device, dtype if on or dtype in LOW_DTYPES else None, on))
         if on:
             lowered.append(device)
-            if emulates(policy.emulate, device, name):
+            if concrete.dtype == "fp16" and concrete.emulate == "always":
                 emulating.add(device)
     how = Lowering(emulating=frozenset(emulating), simulated=simulated)
     rules = compile_rules(policy, tuple(lowered), how) if lowered else {}
-    custom = overrides(policy.ops) if lowered else ()
+    custom = custom_overrides(policy.ops) if lowered else ()
     mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
     return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache)
-
-
-def _lacks_units(policy: Policy, device: str, name: str) -> bool:
-    """Return whether `device` runs `policy` another way, or slower, than its user may expect."""
-    there = units(device)
-    if name == "fp16":
-        return not there.fp16 and policy.emulate == "never"
-    return not there.bf16 and (name == "bf16" or policy.dtype == "auto")
 
 
 def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

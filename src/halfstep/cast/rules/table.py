@@ -28,9 +28,8 @@ from halfstep.policy.operators import LINEAR_LOSS, callables, operator_name
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules
-from halfstep.policy.units import units
 
-__all__ = ["compile_rules", "emulates"]
+__all__ = ["compile_rules"]
 
 
 def _torch_rule(name: str, device: str) -> str | None:
@@ -89,7 +88,7 @@ def compile_rules(
     if policy.params == "low":
         for func in (F.batch_norm, F.instance_norm):
             compiled.setdefault(func, of_statistics())
-    if "cpu" in how.emulating or ("cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never"):
+    if "cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never":
         compiled.update({func: of_norm(compiled.get(func), func) for func in NORMS})
     for composite in composites(frozenset(rules)):
         if composite not in compiled and operator_name(composite) not in decisions:
@@ -99,10 +98,3 @@ def compile_rules(
     if "cross_entropy" not in decisions and rules.keys() & {"log_softmax", "nll_loss"}:
         compiled[F.cross_entropy] = of_composite(cross_entropy_in_parts)
     return compiled
-
-
-def emulates(emulate: str, device: str, dtype: str) -> bool:
-    """Return whether `device` runs operators low in `dtype` emulated, for a policy's field `emulate`."""
-    if dtype != "fp16" or emulate == "never":
-        return False
-    return emulate == "always" or not units(device).fp16
