@@ -248,7 +248,8 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
         master = "split" if one_pass and dtype == "bf16" else "master"
     scale = policy.scale
     if scale == "auto":  # formats with fewer exponent bits than fp32 need loss scaling
-        scale = SCALE_RULES["halfstep"] if format_of(dtype).is_narrow else "none"
+        narrow = dtype == "fp16" or (dtype not in DTYPES and format_of(dtype).is_narrow)
+        scale = SCALE_RULES["halfstep"] if narrow else "none"
     elif isinstance(scale, str) and scale != "none":
         scale = SCALE_RULES[scale]
     emulate = policy.emulate

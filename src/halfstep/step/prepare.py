@@ -1,6 +1,7 @@
-"""prepare: bind a policy to a model and its optimizers; unprepare: take it off; edit_weights: change weights by hand.
+"""prepare: bind a policy to models and optimizers; unprepare: take it off; edit_weights: change weights by hand.
 
-Everything is validated before anything is changed: a call that fails leaves models and optimizers as they were.
+Everything is checked before anything is changed (`bindable`): a call that fails leaves models and optimizers as they
+were.
 """
 
 from __future__ import annotations
@@ -12,25 +13,20 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import is_fake
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import Plan, device_types_of, resolve, resolved
+from halfstep.policy.resolve import Plan, device_types_of
 from halfstep.scale.forms import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
-from halfstep.step.guests import is_stateless, refuse_rules, ruled
+from halfstep.step.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.step.precise import low_places, put_back
-from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
+from halfstep.step.wrappers import unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
-from halfstep.weights.attachment import refuse_wrapper
-from halfstep.weights.lows import beyond
 from halfstep.weights.states import LowStates
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
@@ -80,7 +76,7 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 
 
 def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: bool = False) -> Any:
-    """Do what `prepare` does; `one_pass`: see `resolved`."""
+    """Do what `prepare` does; `one_pass` as `resolve` takes it."""
     model_list = _listed(models, nn.Module, "models")
     if not model_list:
         raise BindError("hs.prepare: models is an empty list; give it the model, or a list of models")
@@ -88,11 +84,11 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     optimizer_list = [unwrap_optimizer(optimizer) for optimizer in optimizer_list]
     wanted = Policy.of(policy)
     devices = device_types_of(model_list)
-    concrete = resolved(wanted, devices[0], one_pass=one_pass)
-    plans = [_validate(model, wanted, concrete, devices, one_pass=one_pass) for model in model_list]
-    _validate_optimizers(model_list, optimizer_list, low=concrete.master != "none")
+    plans = [check_model(model, wanted, devices, one_pass=one_pass) for model in model_list]
+    concrete = plans[0].policy  # the same for all of them
+    check_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
-    fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, wanted, concrete)]
+    fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not is_done(m, wanted, concrete)]
     store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
     for model, plan in fresh:
         unwatch_copies(model.parameters())
@@ -126,113 +122,6 @@ def _listed(value: Any, kind: type, what: str) -> list[Any]:
             name = type(item).__name__
             raise BindError(f"hs.prepare: {what} must be a torch {kind.__name__} or a list of them, not {name}")
     return items
-
-
-def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...], *, one_pass: bool) -> Plan:
-    inner = unwrap(model)
-    known = binding_of(inner)
-    for path, module in inner.named_modules() if known is None or known.wanted != policy else ():
-        part = binding_of(module)  # of a model prepared before, a part may have been prepared anew since
-        if part is not None and part.wanted != policy and part.home is None:
-            what = f"module {path!r}" if path else "the model"
-            raise BindError(
-                f"{what} is already prepared with policy {part.wanted.name!r} and was given {policy.name!r}; "
-                f"hs.unprepare it first. They differ:\n{part.wanted.diff(policy)}"
-            )
-    refuse_foreign(inner)
-    if cuts_hooks(model) and known is None and concrete.params == "low":
-        raise BindError(
-            f"{type(model).__name__} was wrapped around the model before hs.prepare, and lowering its parameters now "
-            "would cut the wrapper's gradient hooks; call hs.prepare(model, ...) first, then wrap"
-        )
-    plan = resolve(policy, inner, devices[0], one_pass=one_pass)
-    refuse_own_forwards(ruled(inner, plan))
-    refuse_rules(inner, policy, ruled(inner, plan))
-    if not _is_done(model, policy, concrete):
-        _refuse_sharded(inner, plan)
-        low = {p.name for p in plan.parameters if p.low}
-        for name, parameter in inner.named_parameters():
-            if name in low and WeightStore.behind(parameter) is not None:
-                raise BindError(
-                    f"parameter {name} is low already and has its fp32 values behind it: a part of the model, or one "
-                    "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
-                    "one call: hs.prepare([a, b], ...)"
-                )
-    _validate_values(inner, {p.name for p in plan.parameters if p.low}, DTYPES.get(concrete.dtype, torch.float32))
-    return plan
-
-
-def _refuse_sharded(model: nn.Module, plan: Plan) -> None:
-    """Refuse to change the format of sharded parameters (DTensor): theirs is said when their parts are made."""
-    for decision in plan.parameters:
-        parameter = model.get_parameter(decision.name)
-        behind = decision.low and plan.policy.master != "none"
-        if hasattr(parameter, "device_mesh") and (behind or parameter.dtype is not DTYPES[decision.format]):
-            raise BindError(
-                f"parameter {decision.name} is sharded (parallelize_module, distribute_tensor) and is to become "
-                f"{decision.format}; sharded parameters keep their format: load them in fp32 and use a policy with "
-                "params='fp32', such as 'mixed'"
-            )
-
-
-def _validate_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
-    """Refuse parameters that are not finite, or, to be lowered to `dtype`, have no values yet or some it cannot hold.
-
-    Waits once for each device.
-
-    Inside the mode that makes them, fake parameters are what everybody works with, and are lowered as any other.
-    """
-    pretending = detect_fake_mode() is not None
-    flags: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-    for name, parameter in model.named_parameters():
-        fake = is_fake(parameter)
-        if is_lazy(parameter) or parameter.is_meta or fake:
-            if name in low and not (fake and pretending):
-                remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
-                raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
-        elif parameter.is_floating_point() and (parameter.requires_grad or name in low):  # a frozen mask may hold -inf
-            values = _local(parameter)
-            finite = torch.isfinite(values.to(dtype) if name in low else values).all()
-            flags.setdefault(parameter.device, []).append((name, values, finite))
-    for known in flags.values():
-        for (name, values, _), finite in zip(known, torch.stack([flag for *_, flag in known]).tolist(), strict=True):
-            if not finite and not torch.isfinite(values).all():
-                raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
-            if not finite:
-                raise BindError(
-                    f"{beyond(name, values, dtype)}; give its module the rule 'fp32'"
-                    f"{', use dtype=' + repr('bf16') if dtype is torch.float16 else ''}, or clamp it before hs.prepare"
-                )
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
-
-
-def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, low: bool) -> None:
-    known = {id(p) for m in models for p in m.parameters()}
-    for optimizer in optimizers:
-        if low:
-            refuse_wrapper(optimizer)
-        for g, group in enumerate(optimizer.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    raise BindError(
-                        f"parameter {i} of group {g} of {type(optimizer).__name__}, shape {tuple(parameter.shape)}, is "
-                        "not a parameter of the model; build the optimizer from model.parameters() and prepare every "
-                        "model it steps in one call: hs.prepare([a, b], optimizer)"
-                    )
-
-
-def _is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
-    """Return whether `model` is prepared with `wanted`; the copy of a prepared model still lacks its low parameters.
-
-    A guest of a model with another policy is not: from now on it is a model of its own.
-    """
-    known = binding_of(unwrap(model))
-    if known is None or (known.home is not None and known.wanted != wanted):
-        return False
-    return known.store is not None or concrete.params != "low"
 
 
 def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStore | None:

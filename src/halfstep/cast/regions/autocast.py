@@ -17,9 +17,10 @@ from torch import get_autocast_dtype
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.rules.dispatch import RuleMode
-from halfstep.cast.rules.recipe import DTYPES, Recipe, call_traced, recipe_for, run_eagerly
+from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
+from halfstep.formats import DTYPE_NAMES
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import default_device_types
@@ -28,8 +29,6 @@ __all__ = ["SUSPENDED", "autocast", "suspended"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class autocast:
@@ -115,7 +114,9 @@ class autocast:
         return wrapper
 
     def __repr__(self) -> str:
-        devices = ", ".join(f"{d}: {NAMES.get(t, t)}" if on and t else f"{d}: off" for d, t, on in self.recipe.devices)
+        devices = ", ".join(
+            f"{d}: {DTYPE_NAMES.get(t, t)}" if on and t else f"{d}: off" for d, t, on in self.recipe.devices
+        )
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 
@@ -229,7 +230,7 @@ def _recipe(
         if not torch.amp.is_autocast_available(device):
             raise PolicyError(f"torch.autocast does not exist for device_type {device!r}; use 'cpu' or an accelerator")
     wide = dtype in {torch.float32, torch.float64} and policy is None  # the region is off, and its format is set
-    if dtype is not None and dtype not in NAMES and not wide:
+    if dtype is not None and dtype not in DTYPE_NAMES and not wide:
         raise PolicyError(
             f"dtype={dtype!r} is not a format a region can lower to; use torch.bfloat16 or torch.float16 "
             "(torch.float32 and, without a policy, torch.float64 switch the region off)"
@@ -238,9 +239,9 @@ def _recipe(
         if device_type == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn("hs.autocast('cuda') on a machine without CUDA does nothing", stacklevel=4)
             enabled = False
-        chosen = Policy.of("torch", dtype="fp32" if wide else NAMES[dtype or get_autocast_dtype(devices[0])])
+        chosen = Policy.of("torch", dtype="fp32" if wide else DTYPE_NAMES[dtype or get_autocast_dtype(devices[0])])
     else:
-        chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=NAMES[dtype])
+        chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=DTYPE_NAMES[dtype])
         if enabled:
             _refuse_what_needs_a_model(chosen)
     recipe = recipe_for(chosen, devices, enabled=enabled, cache=cache_enabled)
