@@ -34,15 +34,15 @@ def reading_lists() -> list[list[tuple[str, int, int]]]:
 
 def test_the_hour_path_is_complete_and_in_the_order_of_the_layers() -> None:
     first, second = reading_lists()
-    assert len(first) == 15 and len(second) == 65
-    assert len({file for file, _, _ in first + second}) == 80
+    assert len(first) == 15 and len(second) == 63
+    assert len({file for file, _, _ in first + second}) == 78
     for rows in (first, second):
         layers = [LAYERS[Path(file).relative_to("src/halfstep").parts[0].removesuffix(".py")] for file, _, _ in rows]
         assert layers == sorted(layers)
 
 
 def test_the_hour_path_takes_an_hour() -> None:
-    for rows, most in zip(reading_lists(), (85, 240), strict=True):
+    for rows, most in zip(reading_lists(), (90, 240), strict=True):
         for file, lines, minutes in rows:
             real = len((ROOT / file).read_text(encoding="utf-8").splitlines())
             assert abs(lines - real) <= max(10, real / 4), f"{file} has {real} lines"
