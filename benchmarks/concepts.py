@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from benchmarks.markdown import fill, table
-from halfstep.blocks import BLOCK_FORMATS
 from halfstep.events import StepResult
 from halfstep.formats import FORMATS
 from halfstep.policy.optable import RULES, TABLES
@@ -95,14 +94,6 @@ def formats() -> str:
     return table([*head, "specials", "dtype"], rows)
 
 
-def block_formats() -> str:
-    rows = [
-        [f"`{b.name}`", f"`{b.element.name}`", str(b.block), f"{b.bits:g}", f"{b.element.max:g}"]
-        for b in BLOCK_FORMATS.values()
-    ]
-    return table(["block format", "element", "elements a scale", "bits a number", "max of an element"], rows)
-
-
 def policy_fields() -> str:
     told, hints = meanings(hs.Policy), get_type_hints(hs.Policy)
     rows = []
@@ -115,7 +106,7 @@ def policy_fields() -> str:
 
 def presets() -> str:
     plain, rows = hs.Policy(), []
-    for name, policy in hs.PRESETS.items():
+    for name, policy in hs.policy.PRESETS.items():
         changed = [f.name for f in dataclasses.fields(policy) if f.name != "name"]
         changed = [f for f in changed if getattr(policy, f) != getattr(plain, f)]
         rows.append([f"`{name}`", ", ".join(f"`{f}={getattr(policy, f)!r}`" for f in changed) or "the defaults"])
@@ -347,7 +338,6 @@ def counted_model() -> str:
 def blocks() -> dict[str, str]:
     return {
         "formats": formats(),
-        "block formats": block_formats(),
         "policy fields": policy_fields(),
         "presets": presets(),
         "operator tables": tables(),

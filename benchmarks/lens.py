@@ -177,7 +177,7 @@ def begun(case: Case, *, blackbox: bool) -> Run:
     return run
 
 
-def broken(run: Run, layer: str, batch: Batch) -> hs.Verdict:
+def broken(run: Run, layer: str, batch: Batch) -> hs.lens.Verdict:
     """Train one step with a layer that overflows; return what is said of it.
 
     Raises:
@@ -190,7 +190,7 @@ def broken(run: Run, layer: str, batch: Batch) -> hs.Verdict:
     try:
         if not train(*batch).skipped:
             raise RuntimeError(f"{layer} does not overflow with weights {FACTOR:g} times as large")
-        verdict: hs.Verdict = train.explain()
+        verdict: hs.lens.Verdict = train.explain()
         return verdict
     finally:
         with torch.no_grad():

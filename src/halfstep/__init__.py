@@ -1,88 +1,97 @@
 """halfstep: mixed-precision training in which precision is data.
 
-One frozen `Policy` says in which number format every operator, module, parameter and gradient lives; `autocast`,
-`GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch.
+One frozen `Policy` states in which number format every operator, module, parameter and gradient lives; `autocast`,
+`GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch. Names for special uses are in `hs.policy`, `hs.step`,
+`hs.lens`, `hs.formats`, `hs.errors`, `hs.trees` and `halfstep.testing`.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from halfstep import errors as errors
+from halfstep import formats as formats
+from halfstep import policy as policy
+from halfstep import step as step
+from halfstep import trees as trees
 from halfstep.cast import autocast, linear_cross_entropy, operator, suspended
 from halfstep.errors import HalfstepError
-from halfstep.events import Cure, HostStepResult, StepResult, Verdict
 from halfstep.optim import Lion
-from halfstep.policy import PRESETS, Plan, Policy, ScaleRule, resolve
-from halfstep.policy.operators import expand as operators
-from halfstep.policy.operators import name_of as operator_of
-from halfstep.policy.units import Units, units
+from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import Metrics, StepMetrics, TrainStep, edit_weights, prepare, prepared_policy, unprepare
+from halfstep.step import TrainStep, edit_weights, prepare, prepared_policy, unprepare
 from halfstep.tasks import Task
-from halfstep.trees import map_tensors
 
 if TYPE_CHECKING:
+    from halfstep import lens as lens
+    from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
-    from halfstep.lens.audit.table import Audit
-    from halfstep.lens.box.blackbox import BlackBox, replay
-    from halfstep.lens.monitor.monitor import Monitor
-    from halfstep.lens.monitor.tensorboard import SketchWriter
-    from halfstep.lens.sketch import ExponentSketch
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "PRESETS",
-    "Audit",
     "BlackBox",
-    "Cure",
     "ExponentSketch",
     "GradScaler",
     "HalfstepError",
-    "HostStepResult",
     "Lion",
-    "Metrics",
     "Monitor",
-    "Plan",
     "Policy",
     "ScaleRule",
     "SketchWriter",
-    "StepMetrics",
-    "StepResult",
     "Task",
     "TrainStep",
-    "Units",
-    "Verdict",
     "audit",
     "autocast",
     "edit_weights",
     "linear_cross_entropy",
-    "map_tensors",
     "operator",
-    "operator_of",
-    "operators",
     "prepare",
     "prepared_policy",
-    "replay",
     "resolve",
     "suspended",
-    "units",
     "unprepare",
 ]
 
 _LATER = {
-    "Audit": "lens.audit.table",
-    "BlackBox": "lens.box.blackbox",
-    "ExponentSketch": "lens.sketch",
-    "Monitor": "lens.monitor.monitor",
-    "SketchWriter": "lens.monitor.tensorboard",
+    "BlackBox": "lens",
+    "ExponentSketch": "lens",
+    "Monitor": "lens",
+    "SketchWriter": "lens",
     "audit": "lens.audit.audit",
-    "replay": "lens.box.blackbox",
 }
-"""Name -> module that is imported when somebody first asks for it."""
+"""Name -> the module that is imported when the name is first used; training alone needs none of them."""
+
+DEPRECATED = {
+    "Audit": ("lens.Audit", "0.2.0"),
+    "Cure": ("lens.Cure", "0.2.0"),
+    "HostStepResult": ("step.HostStepResult", "0.2.0"),
+    "Metrics": ("step.Metrics", "0.2.0"),
+    "PRESETS": ("policy.PRESETS", "0.2.0"),
+    "Plan": ("policy.Plan", "0.2.0"),
+    "StepMetrics": ("step.StepMetrics", "0.2.0"),
+    "StepResult": ("step.StepResult", "0.2.0"),
+    "Units": ("policy.Units", "0.2.0"),
+    "Verdict": ("lens.Verdict", "0.2.0"),
+    "map_tensors": ("trees.map_tensors", "0.2.0"),
+    "operator_of": ("policy.operator_name", "0.2.0"),
+    "operators": ("policy.operator_names", "0.2.0"),
+    "replay": ("lens.replay", "0.2.0"),
+    "units": ("policy.units", "0.2.0"),
+}
+"""Old name -> (its new place below `halfstep`, the version without the old one)."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    return value
+    if name == "lens":
+        return import_module(f"{__name__}.{name}")
+    if name in _LATER:
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+        return value
+    if name in DEPRECATED:
+        place, removed_in = DEPRECATED[name]
+        message = f"hs.{name} is deprecated and goes in halfstep {removed_in}: use hs.{place}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        part, _, new = place.partition(".")
+        return getattr(import_module(f"{__name__}.{part}"), new)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
-    "errors": 0, "formats": 0, "blocks": 0, "events": 0, "trees": 0,
+    "errors": 0, "formats": 0, "events": 0, "trees": 0,
     "kernels": 1, "policy": 1,
-    "cast": 2, "distributed": 2, "fp8": 2, "optim": 2, "scale": 2, "weights": 2,
+    "cast": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,
-    "advise": 4, "lens": 4, "report": 4,
-    "cli": 5, "compat": 5, "integrations": 5, "tasks": 5, "testing": 5,
+    "lens": 4, "report": 4,
+    "cli": 5, "compat": 5, "tasks": 5, "testing": 5,
 }  # fmt: skip
 """Part -> layer. An import points to a lower layer; parts of one layer do not see each other."""
 
 OUTSIDE = 5
 """Parts of this layer are users of the package: they import its public names, never its inside."""
 
-PUBLIC = frozenset({"", "errors"})
-"""What they may import: `halfstep` itself and the error classes, which users catch by name."""
+PUBLIC = frozenset({"", "errors", "formats", "lens", "policy", "step", "testing", "trees"})
+"""Parts whose `__all__` is public ("" is `halfstep` itself): users of the package import these names and no others."""
 
 ARROWS: Mapping[tuple[str, str], str] = {
-    ("advise", "lens"): "an arrow of the design: advice is drawn from what lens saw",
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
-    ("blocks", "errors"): "errors is at the bottom: every part says what is wrong in its words",
-    ("blocks", "formats"): "a block format is made of an element format",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("lens", "report"): "an audit is written as a page",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
@@ -38,8 +37,8 @@ ARROWS: Mapping[tuple[str, str], str] = {
 }
 """Part -> part that the layers forbid and the design allows, with the reason."""
 
-ROOT_IMPORTS = frozenset({"cast", "errors", "events", "lens", "optim", "policy", "scale", "step", "tasks", "trees"})
-"""Parts whose names `halfstep/__init__.py` re-exports."""
+ROOT_IMPORTS = frozenset({*PUBLIC, "cast", "optim", "scale", "tasks"}) - {"", "testing"}
+"""Parts that `halfstep/__init__.py` imports or whose names it re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {
     ("halfstep.compat.apex.optimizers.common", "kernels"): "which of torch's fused kernels do their work stands once",
@@ -53,7 +52,7 @@ def imported(path: Path, module: str, root: Path) -> Iterator[tuple[int, str]]:
 
     Imports inside functions and under ``if TYPE_CHECKING`` count: they are dependencies too.
     """
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -84,7 +83,37 @@ def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTION
         for line, target in imported(path, module, root):
             if (module, target) not in exceptions and not allowed(part, target):
                 found.append(f"{module}:{line} imports {target or PACKAGE}: {why(part, target)}")
+        if LAYERS.get(part) == OUTSIDE:
+            for line, name in not_public(path, part):
+                found.append(f"{module}:{line} uses {name}: {why(part, '')}")
     return found
+
+
+def not_public(path: Path, part: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) for every name of a public part that a file of `part` uses and that is in no ``__all__``."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node).replace("hs.", f"{PACKAGE}.", 1)]
+        else:
+            continue
+        for name in names:
+            package, _, below = name.partition(".")
+            place, _, last = below.rpartition(".")
+            first = place.split(".")[0]
+            if package == PACKAGE and below not in PUBLIC and first in PUBLIC - {part} and not last.startswith("__"):
+                is_attribute = isinstance(node, ast.Attribute) and place not in PUBLIC  # as in hs.policy.Policy.of
+                if not is_attribute and (place not in PUBLIC or last not in public_names(place)):
+                    yield node.lineno, name
+
+
+def public_names(place: str) -> list[str]:
+    """Return the public names of the package ("") or of one of its parts."""
+    names: list[str] = import_module(f"{PACKAGE}.{place}".rstrip(".")).__all__
+    return names
 
 
 def used_exceptions(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTIONS) -> set[tuple[str, str]]:
@@ -120,6 +149,11 @@ def why(part: str, target: str) -> str:
     if LAYERS[part] == LAYERS[target]:
         return f"{part} and {target} are siblings of layer {LAYERS[part]} and blind to each other"
     return f"layer {LAYERS[part]} must not see layer {LAYERS[target]}"
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _exists(root: Path, name: str) -> bool:

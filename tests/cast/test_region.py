@@ -401,12 +401,11 @@ def test_a_policy_file_is_read_each_time(tmp_path: Path) -> None:
 
 def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.cast.rules import recipe
-    from halfstep.policy.units import cpu_units
+    from halfstep.policy.resolve import cpu_units
 
     resolve = importlib.import_module("halfstep.policy.resolve")
 
     bare = cpu_units({}, "x86_64")
-    monkeypatch.setattr(recipe, "units", lambda device: bare)
     monkeypatch.setattr(resolve, "units", lambda device: bare)
     make = recipe.recipe_for.__wrapped__
     with pytest.warns(UserWarning, match="no bf16 units.*slower than fp32"):

@@ -80,7 +80,6 @@ def test_the_same_task_asked_for_twice_runs_once(task: str) -> None:
         (["--task", "lenet"], "unknown task 'lenet'; did you mean 'lenet5'?"),
         (["--policies", "mixd"], "unknown policy 'mixd'; did you mean 'mixed'?"),
         (["--policies", "mixed:bf61"], "unknown format 'bf61'"),
-        (["--policies", "fp8"], "policy 'fp8' cannot run yet"),
         (["--policies", "none.toml"], "cannot read the policy file 'none.toml'"),
         (["--device", "cdua"], "device 'cdua' is not here"),
         (["--json", "."], "--json '.' cannot be written"),

@@ -39,7 +39,7 @@ def test_doctor_says_what_the_machine_has_and_what_to_use(tmp_path: Path) -> Non
     done = run("--device", "cpu", "--quick", "--json", str(report))
     assert done.exit_code == 0, done.output
     assert done.stderr == "measuring ...\n" and "\x1b[" not in done.stdout
-    assert f"torch {torch.__version__}" in done.stdout and hs.units("cpu").reason in done.stdout
+    assert f"torch {torch.__version__}" in done.stdout and hs.policy.units("cpu").reason in done.stdout
     for line in ("| matrix product 16 x 16 x 16 ", "| convolution 1 x 4 x 8 x 8, 3x3 ", "| 1            | yes"):
         assert any(each.startswith(line) for each in done.stdout.splitlines()), line
     assert "an indication: small sizes" in done.stdout and "Use on cpu: " in done.stdout
@@ -51,7 +51,7 @@ def test_doctor_says_what_the_machine_has_and_what_to_use(tmp_path: Path) -> Non
     assert [work["work"] for work in speed["works"]][:2] == ["matrix product", "convolution"]
     assert speed["works"][0]["speeds"][0] | {"gflops": 0} == {"label": "fp32", "gflops": 0, "faster": None}
     assert {row["label"] for work in speed["works"] for row in work["speeds"]} >= {"fp32", "bf16", "fp16"}
-    assert data["units"][0]["device"] == "cpu" and data["advice"][0]["preset"] in hs.PRESETS
+    assert data["units"][0]["device"] == "cpu" and data["advice"][0]["preset"] in hs.policy.PRESETS
     reads = {(each["optimizer"], each["scheduler"]): each["later"] for each in data["optimizers"]}
     assert reads["AdamW", False] == 0 and reads["RMSprop", False] == 1 and reads["AdamW", True] == 1
 

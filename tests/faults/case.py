@@ -3,7 +3,7 @@
 A fault is a function that builds a `Case`, decorated with its `Truth`. Its faulty source line ends with the comment
 ``# FAULT name``, so that file and line are found in the source (`marked_line`) and stay right when code moves.
 
-Whose line, whose operator: an operator is named as the user called it (`hs.operator_of`), the line is the innermost one
+Whose line, whose operator: an operator is named as the user called it (`operator_name`), the line is the innermost one
 that is neither torch's nor halfstep's, the module is the innermost nn.Module whose forward was running. A cast that a
 policy inserts belongs to the operator it was inserted for, forward and backward.
 """
@@ -172,7 +172,7 @@ def start(case: Case, policy: hs.Policy | None = None) -> hs.TrainStep:
     return hs.TrainStep(case.model, case.optimizer, case.loss_fn, policy=chosen, **case.options)
 
 
-def run(case: Case, policy: hs.Policy | None = None) -> Iterator[tuple[hs.TrainStep, hs.HostStepResult]]:
+def run(case: Case, policy: hs.Policy | None = None) -> Iterator[tuple[hs.TrainStep, hs.step.HostStepResult]]:
     """Train a case call by call; yield the TrainStep and each result."""
     step = start(case, policy)
     for number in range(1, case.steps + 1):

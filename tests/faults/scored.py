@@ -59,12 +59,12 @@ class Flag:
     parameter: str
 
 
-def not_finite(result: hs.HostStepResult) -> bool:
+def not_finite(result: hs.step.HostStepResult) -> bool:
     """Return whether a step gives anybody a reason to ask."""
     return result.skipped or not math.isfinite(result.loss)
 
 
-def verdict_on(fault: Fault) -> hs.Verdict | None:
+def verdict_on(fault: Fault) -> hs.lens.Verdict | None:
     """Train `fault` to its bad step and return what the black box says of it."""
     case = fault.build()
     step = start(case)
@@ -76,7 +76,7 @@ def verdict_on(fault: Fault) -> hs.Verdict | None:
     return None
 
 
-def accusations(control: Control) -> list[hs.Verdict]:
+def accusations(control: Control) -> list[hs.lens.Verdict]:
     """Train `control` and return a verdict on every step that gives a reason to ask."""
     case = control.build()
     step = start(case)
@@ -119,7 +119,7 @@ def _flag(kind: str, module: str, op: str, parameter: str) -> Flag:
     return Flag(cause=CAUSES.get(kind, kind), module=module, op=op, parameter=parameter)
 
 
-def verdicts_of_ranks(faults: Sequence[Fault]) -> dict[str, list[hs.Verdict | None]]:
+def verdicts_of_ranks(faults: Sequence[Fault]) -> dict[str, list[hs.lens.Verdict | None]]:
     """Train faults of two processes to their bad steps; return name -> what the black box of each process says."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (folder, [fault.name for fault in faults]), nprocs=2)
@@ -159,7 +159,7 @@ def tried(name: str, function: Any, *args: Any) -> Any:
         return None
 
 
-def tell_located(title: str, said: Sequence[tuple[Fault, Sequence[hs.Verdict | None]]], *, verbose: bool) -> None:
+def tell_located(title: str, said: Sequence[tuple[Fault, Sequence[hs.lens.Verdict | None]]], *, verbose: bool) -> None:
     """Print the scores of faults of list A; each comes with the verdicts of all its processes."""
     judges = (
         ("located (operator, module, line)", located),

@@ -84,7 +84,7 @@ class Witness(TorchFunctionMode):
         clean = _finite((args, kwargs)) and all(math.isfinite(c) for c in constants)
         no_nan = not _nan((args, kwargs))
         result = func(*args, **kwargs)
-        name = hs.operator_of(func) or str(getattr(func, "__name__", "?"))
+        name = hs.policy.operator_name(func) or str(getattr(func, "__name__", "?"))
         made = (clean and not _finite(result)) or (no_nan and _nan(result))
         if made and name not in MAKES_CONSTANTS and name != "backward":
             self._note(name)

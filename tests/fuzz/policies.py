@@ -36,10 +36,10 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import BannedOperatorError, HalfstepError
-from halfstep.formats import FORMATS, format_of
+from halfstep.formats import DTYPES, FORMATS, format_of
 from halfstep.policy.operators import known
 from halfstep.policy.optable import RULES
-from halfstep.policy.policy import DTYPES, MODULE_RULES
+from halfstep.policy.policy import MODULE_RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 __all__ = ["SAMPLE", "check"]
@@ -122,10 +122,10 @@ def _modules(draw: random.Random) -> tuple[tuple[str, str], ...]:
 def _policy(draw: random.Random) -> hs.Policy:
     """Return a random policy: a preset with some fields drawn anew."""
     hints = get_type_hints(hs.Policy)
-    base = draw.choice([hs.Policy(), *(p for name, p in hs.PRESETS.items() if name != "fp8")])
+    base = draw.choice([hs.Policy(), *hs.policy.PRESETS.values()])
     drawn: dict[str, Any] = {
         "name": draw.choice(["", "fuzzed", 'a "quoted" -> name\n', "Ünïcode\t"]),
-        "dtype": draw.choice([*DTYPES, "bf16", "fp16", draw.choice(sorted(FORMATS)), "e3m4"]),
+        "dtype": draw.choice(["auto", *DTYPES, "bf16", "fp16", draw.choice(sorted(FORMATS)), "e3m4"]),
         "ops": _ops(draw),
         "modules": _modules(draw),
         "scale": _scale(draw),
@@ -206,7 +206,7 @@ def _step(policy: hs.Policy, seed: int, arguments: dict[str, Any], optimizer: st
     return step, model
 
 
-def _planned(policy: hs.Policy, plan: hs.Plan, step: hs.TrainStep, model: nn.Module) -> str:
+def _planned(policy: hs.Policy, plan: hs.policy.Plan, step: hs.TrainStep, model: nn.Module) -> str:
     """Compare `hs.resolve` with what TrainStep has made of the model."""
     by_class = any(pattern.startswith("class:") for pattern, _ in policy.modules)
     for module in plan.modules:

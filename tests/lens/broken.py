@@ -98,7 +98,7 @@ def explained(
     loss_fn: Callable[..., Tensor] = squared,
     change: Callable[[nn.Module], object] | None = None,
     **parts: nn.Module,
-) -> hs.Verdict:
+) -> hs.lens.Verdict:
     """Train one step that is not finite and return the verdict on it."""
     model = Body(after, **parts)
     chosen = hs.Policy.of(policy, dtype="fp16") if isinstance(policy, str) else policy

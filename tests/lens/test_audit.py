@@ -44,12 +44,12 @@ def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr)
 
 
-def only(audit: hs.Audit, **wanted: Any) -> Row:
+def only(audit: hs.lens.Audit, **wanted: Any) -> Row:
     (row,) = audit.filter(**wanted)
     return row
 
 
-def kinds(audit: hs.Audit) -> set[str]:
+def kinds(audit: hs.lens.Audit) -> set[str]:
     return {finding.kind for finding in audit.findings()}
 
 
@@ -474,7 +474,7 @@ def test_gradients_of_many_micro_batches_summed_in_bf16_are_found() -> None:
     def mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return (model(x).float().mean() - 3.0) ** 2  # type: ignore[no-any-return]  # module calls are Any
 
-    def audit(grads: str, accumulate: int, count: int) -> hs.Audit:
+    def audit(grads: str, accumulate: int, count: int) -> hs.lens.Audit:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
         policy = hs.Policy.of("pure", dtype="bf16", grads=grads)
@@ -575,12 +575,12 @@ def test_a_healthy_model_has_no_findings(policy: str, dtype: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def audited() -> hs.Audit:
+def audited() -> hs.lens.Audit:
     model = mlp()
     return hs.audit(model, data(), loss_fn, BF16, adamw(model))
 
 
-def test_rows_are_filtered_and_sorted(audited: hs.Audit) -> None:
+def test_rows_are_filtered_and_sorted(audited: hs.lens.Audit) -> None:
     assert {row.module for row in audited.filter(module="[02]")} == {"0", "2"}
     assert all(row.error > 1e-3 for row in audited.filter(lambda row: row.error > 1e-3))
     errors = [row.error for row in audited.sorted("error")]
@@ -590,7 +590,7 @@ def test_rows_are_filtered_and_sorted(audited: hs.Audit) -> None:
     assert len(audited.worst(3)) == 3
 
 
-def test_an_unknown_column_or_role_is_answered_with_the_nearest(audited: hs.Audit) -> None:
+def test_an_unknown_column_or_role_is_answered_with_the_nearest(audited: hs.lens.Audit) -> None:
     with pytest.raises(AuditError, match="cannot be sorted by 'eror'; did you mean 'error'"):
         audited.sorted("eror")
     with pytest.raises(AuditError, match="no role 'activations'; did you mean 'activation'"):
@@ -601,7 +601,7 @@ def test_an_unknown_column_or_role_is_answered_with_the_nearest(audited: hs.Audi
         audited.what_if("fp17")
 
 
-def test_records_are_plain_and_json_is_json(audited: hs.Audit, tmp_path: Any) -> None:
+def test_records_are_plain_and_json_is_json(audited: hs.lens.Audit, tmp_path: Any) -> None:
     (keys,) = {tuple(record) for record in audited.records()}
     assert keys[:4] == ("module", "op", "role", "parameter") and "sketch" not in keys
     assert all(isinstance(v, (str, int, float)) for record in audited.records() for v in record.values())
@@ -610,7 +610,7 @@ def test_records_are_plain_and_json_is_json(audited: hs.Audit, tmp_path: Any) ->
     assert len(read["rows"]) == len(audited) and hs.Policy.from_toml(read["policy"]) == audited.policy
 
 
-def test_the_page_is_one_file_with_a_picture_for_each_role(audited: hs.Audit, tmp_path: Any) -> None:
+def test_the_page_is_one_file_with_a_picture_for_each_role(audited: hs.lens.Audit, tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     audited.save_html(tmp_path / "audit.html")
     text = (tmp_path / "audit.html").read_text(encoding="utf-8")
@@ -762,7 +762,7 @@ WRONG: dict[str, Case] = {
     "no values": (lambda: hs.audit(mlp().to("meta"), data(), loss_fn), r"parameter 0\.weight is on the meta device"),
     "elsewhere": (
         lambda: hs.audit(mlp(), [tuple(t.to("meta") for t in data()[0])], loss_fn),
-        r"the batch is on meta and the model on cpu; move one of them, e\.g\. hs\.map_tensors",
+        r"the batch is on meta and the model on cpu; move one of them, e\.g\. hs\.trees\.map_tensors",
     ),
 }  # fmt: skip
 

@@ -221,10 +221,10 @@ def test_an_odd_model_is_explained_and_sampled_and_ends_with_the_bits_of_an_unwa
     plain, _ = stepped(name, watched=False)
     weights, seen = stepped(name, watched=True, folder=tmp_path)
     assert same(weights, plain)
-    (verdict,) = (v for v in seen if isinstance(v, hs.Verdict))
+    (verdict,) = (v for v in seen if isinstance(v, hs.lens.Verdict))
     assert (verdict.kind, verdict.op, verdict.module, verdict.step) == ("invalid", "div", ODD[name].module, 2)
     assert len(list(tmp_path.glob("*.pt"))) == 1
-    records = [r for r in seen if not isinstance(r, hs.Verdict)]
+    records = [r for r in seen if not isinstance(r, hs.lens.Verdict)]
     assert [r.step for r in records] == [1, 2, 3]
     assert max(p.nonfinite for p in records[1].parameters) > 0 and "inf or nan" in str(records[1])
     assert not any(p.nonfinite for p in records[2].parameters) and "inf or nan" not in str(records[2])
@@ -498,7 +498,7 @@ def test_evidence_without_weights_is_replayed_with_those_of_the_task_and_says_so
         loss_fn=loss_fn,
         optimizer=sgd,
     )
-    verdict = hs.replay(tmp_path / "halfstep-blackbox-2.pt", task)
+    verdict = hs.lens.replay(tmp_path / "halfstep-blackbox-2.pt", task)
     assert verdict.op == "div" and any("the evidence holds no weights" in note for note in verdict.notes)
 
 
@@ -516,4 +516,4 @@ def test_a_black_box_that_is_no_folder_is_refused_before_anything_changes(wrong:
 
 def test_a_replay_of_no_task_is_refused(evidence: Path) -> None:
     with pytest.raises(StepError, match="takes an hs.Task of the run and got int"):
-        hs.replay(evidence, 3)
+        hs.lens.replay(evidence, 3)

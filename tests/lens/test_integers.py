@@ -38,7 +38,7 @@ class Inner(nn.Module):
         return out
 
 
-def audited(model: nn.Module, policy: hs.Policy = O3) -> hs.Audit:
+def audited(model: nn.Module, policy: hs.Policy = O3) -> hs.lens.Audit:
     x = torch.arange(1, 100.0).repeat(4, 1)
     return hs.audit(model, [(x,)], lambda m, x: m(x).float().square().mean(), policy)
 

@@ -221,7 +221,7 @@ def test_a_generator_that_a_sum_consumed_is_not_reproducible() -> None:
 # -------------------------------------------------------------------------------------------------------------- cures
 
 
-def pasted(cure: hs.Cure, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+def pasted(cure: hs.lens.Cure, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     """Do in a loop what the first line of `cure` says, and return the loss."""
     line = cure.text.splitlines()[0]
     if "hs.prepare(" in line:
@@ -377,16 +377,18 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
-    def said(verdict: hs.Verdict | None) -> str:
+    def said(verdict: hs.lens.Verdict | None) -> str:
         trouble = Trouble(streak=2)
         from halfstep.lens.box.trouble import Seen
 
         return trouble.see(Seen(**{**SEEN, "loss_finite": False, "verdict": verdict}))[-1]
 
     assert "look at the loss and the batch" in said(None)
-    assert "step 3 was the first, and the verdict on it says what helps" in said(hs.Verdict(kind="overflow", step=3))
+    assert "step 3 was the first, and the verdict on it says what helps" in said(
+        hs.lens.Verdict(kind="overflow", step=3)
+    )
     assert "look at the batch: step 3: the batch is not finite: input 1" in said(
-        hs.Verdict(kind="bad_batch", step=3, parameter="input 1")
+        hs.lens.Verdict(kind="bad_batch", step=3, parameter="input 1")
     )
 
 

@@ -30,7 +30,7 @@ class Masked(nn.Module):
         return out
 
 
-def audited(model: nn.Module, policy: hs.Policy) -> hs.Audit:
+def audited(model: nn.Module, policy: hs.Policy) -> hs.lens.Audit:
     torch.manual_seed(1)
     batches = [(torch.randn(2, LENGTH, WIDTH),) for _ in range(2)]
     return hs.audit(model, batches, lambda m, x: m(x).float().square().mean(), policy)

@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from halfstep.formats import FORMATS
+from halfstep.formats import DTYPES, FORMATS
 from halfstep.policy.operators import known
 from halfstep.policy.optable import RULES
-from halfstep.policy.policy import DTYPES, MODULE_RULES, Policy
+from halfstep.policy.policy import MODULE_RULES, Policy
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 SPELLINGS = ("F.softmax", "torch.add", "Tensor.__matmul__", "linalg_inv", "conv*", "linalg.*", "*", "log[12]*")
@@ -36,7 +36,7 @@ def _field(name: str, hint: Any) -> st.SearchStrategy[Any]:
     if name == "name":
         return st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
     if name == "dtype":
-        return st.sampled_from([*DTYPES, *FORMATS, "e3m4", "e2m1-noinf-nonan"])
+        return st.sampled_from(["auto", *DTYPES, *FORMATS, "e3m4", "e2m1-noinf-nonan"])
     if name == "ops":
         operators = st.sampled_from(sorted(known())) | st.sampled_from([*SPELLINGS, "mylib::swiglu", "mylib::*"])
         return st.lists(st.tuples(operators, st.sampled_from(RULES)), max_size=3)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from halfstep.errors import PolicyError
-from halfstep.policy.operators import LINEAR_LOSS, callables, canonical, expand, known, name_of
+from halfstep.policy.operators import LINEAR_LOSS, callables, canonical, known, operator_name, operator_names
 
 X = torch.rand(2, 2, generator=torch.Generator().manual_seed(0))
 SIGNAL = torch.rand(64, generator=torch.Generator().manual_seed(0))
@@ -97,8 +97,8 @@ class Listener(TorchFunctionMode):
 def test_a_mode_hears_a_callable_of_the_operator(name: str, call: Callable[[], Any]) -> None:
     with Listener() as mode:
         call()
-    ours = [func for func in mode.heard if name_of(func) is not None]
-    assert name in {name_of(func) for func in ours}
+    ours = [func for func in mode.heard if operator_name(func) is not None]
+    assert name in {operator_name(func) for func in ours}
     assert any(func in callables(name) for func in ours)
 
 
@@ -107,7 +107,7 @@ def test_names_and_callables_are_each_others_reverse() -> None:
         if name == LINEAR_LOSS and not callables(name):
             continue  # a torch before 2.13: only halfstep has it
         assert callables(name), name
-        assert {name_of(func) for func in callables(name)} == {name}
+        assert {operator_name(func) for func in callables(name)} == {name}
         assert canonical(name) == name
 
 
@@ -158,12 +158,16 @@ def test_unknown_names_the_nearest(wrong: str, message: str) -> None:
 
 
 def test_patterns() -> None:
-    assert expand("conv_transpose?d") == ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-    assert expand("torch.linalg.*") == expand("linalg.*") == tuple(sorted(n for n in known() if n[:7] == "linalg."))
-    assert set(expand("*")) == known()
-    assert expand("F.softmax") == ("softmax",)
+    assert operator_names("conv_transpose?d") == ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    assert (
+        operator_names("torch.linalg.*")
+        == operator_names("linalg.*")
+        == tuple(sorted(n for n in known() if n[:7] == "linalg."))
+    )
+    assert set(operator_names("*")) == known()
+    assert operator_names("F.softmax") == ("softmax",)
     with pytest.raises(PolicyError, match=r"operator pattern 'sofmax\*' matches no operator; did you mean 'softmax'\?"):
-        expand("sofmax*")
+        operator_names("sofmax*")
 
 
 @pytest.mark.parametrize(
@@ -179,15 +183,15 @@ def test_what_is_not_an_operator(name: str) -> None:
     assert name not in known()
     for space in (torch, Tensor, F):
         func = getattr(space, name, None)
-        assert func is None or name_of(func) is None
+        assert func is None or operator_name(func) is None
 
 
 def test_in_place_forms_belong_to_no_operator() -> None:
     assert all(not re.search(r"[a-z0-9]_$", getattr(f, "__name__", "")) for n in known() for f in callables(n))
-    assert name_of(Tensor.__iadd__) is None
+    assert operator_name(Tensor.__iadd__) is None
 
 
 def test_name_of_takes_anything() -> None:
-    assert name_of(print) is None
-    assert name_of(torch.ops.aten.mm) is None  # what autograd and compilers call, not what users write
-    assert name_of([]) is None  # type: ignore[arg-type]
+    assert operator_name(print) is None
+    assert operator_name(torch.ops.aten.mm) is None  # what autograd and compilers call, not what users write
+    assert operator_name([]) is None  # type: ignore[arg-type]

@@ -45,7 +45,6 @@ def test_cannot_be_changed() -> None:
         ),
         ("pure", {"params": "low", "norms": "low", "master": "auto", "outputs": "fp32", "residual": "low"}),
         ("O3", {"params": "low", "norms": "low", "master": "none", "table": "all-low", "scale": 1.0, "loss": "keep"}),
-        ("fp8", {"params": "low", "norms": "low", "master": "auto", "outputs": "fp32", "residual": "low"}),
     ],
 )
 def test_says_what_the_design_says(name: str, fields: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
-from halfstep.errors import PolicyError
+from halfstep.errors import PolicyError, UnbuiltError
 from halfstep.policy import PRESETS, SCALE_RULES, Policy
 from tests.policy.strategies import policies
 
@@ -97,4 +97,13 @@ def test_an_empty_text_is_the_default() -> None:
 )
 def test_errors_name_the_key(text: str, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
+        Policy.from_toml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("preset = 'fp8'", "preset 'fp8'"), ("ops = [['conv*', 'fp8']]", r"rule of 'conv\*' in ops='fp8'")],
+)
+def test_what_is_not_built_yet_has_an_error_of_its_own(text: str, what: str) -> None:
+    with pytest.raises(UnbuiltError, match=rf"{what} cannot run yet: products in fp8 are missing; .* preset 'O2'"):
         Policy.from_toml(text)

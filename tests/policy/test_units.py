@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.errors import PolicyError
-from halfstep.policy.units import Units, cpu_units, cuda_units, default_device_types, units
+from halfstep.policy.resolve import Units, cpu_units, cuda_units, default_device_types, units
 
 CPUS = [
     # machine, capabilities, bf16, fp16

@@ -10,10 +10,10 @@ from halfstep.tasks.measure import Ratio
 from halfstep.tasks.speed import DeviceSpeed, Speed, WorkSpeed
 
 QUIET = Ratio(median=1.0, low=0.99, high=1.01, rounds=20)
-BOTH = hs.Units("cpu", bf16=True, fp16=True, reason="it has both")
-BF16 = hs.Units("cpu", bf16=True, fp16=False, reason="it has bf16 units")
-FP16 = hs.Units("cpu", bf16=False, fp16=True, reason="it has fp16 units")
-NONE = hs.Units("cpu", bf16=False, fp16=False, reason="it has no units")
+BOTH = hs.policy.Units("cpu", bf16=True, fp16=True, reason="it has both")
+BF16 = hs.policy.Units("cpu", bf16=True, fp16=False, reason="it has bf16 units")
+FP16 = hs.policy.Units("cpu", bf16=False, fp16=True, reason="it has fp16 units")
+NONE = hs.policy.Units("cpu", bf16=False, fp16=False, reason="it has no units")
 
 
 def ratio(median: float) -> Ratio:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,10 +138,11 @@ def test_a_run_that_diverges_is_called_that() -> None:
     assert found.rows[1].difference.verdict == "diverged"
 
 
-def test_a_policy_that_cannot_run_says_so_before_anything_is_trained() -> None:
+def test_a_policy_that_cannot_run_says_so_before_anything_is_trained(tmp_path: Path) -> None:
     steps: list[Any] = []
     task = small_task(loss_fn=lambda *a: steps.append(a))
     check(task, candidates(["mixed", "O2"], "cpu"), "cpu")
-    with pytest.raises(NotImplementedError, match="'fp8' cannot run yet"):
-        check(task, candidates(["fp8"], "cpu"), "cpu")
+    (tmp_path / "e4m3.toml").write_text('preset = "O2"\ndtype = "e4m3"')
+    with pytest.raises(NotImplementedError, match="parameters cannot be held in 'e4m3'"):
+        check(task, candidates([str(tmp_path / "e4m3.toml")], "cpu"), "cpu")
     assert steps == []

@@ -15,7 +15,7 @@ TINY = Sizes(product=16, small_product=8, image=(1, 4, 8), small_image=(1, 2, 4)
 
 @pytest.mark.parametrize(("bf16", "fp16"), [(True, False), (True, True), (False, False)])
 def test_formats_without_units_run_in_the_small_size(bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hs, "units", lambda device: hs.Units(device, bf16=bf16, fp16=fp16, reason=""))
+    monkeypatch.setattr(hs.policy, "units", lambda device: hs.policy.Units(device, bf16=bf16, fp16=fp16, reason=""))
     measured = measure_speed("cpu", TINY)
     found = {(work.work, work.size): [each.label for each in work.speeds] for work in measured.works}
     has = ["fp32"] + ["bf16"] * bf16 + ["fp16"] * fp16 + ["fp16 emulated"] * (not fp16)

@@ -88,7 +88,7 @@ def main() -> None:
             train("mixed", "fp16", "SGD", shapes)
         except CountError as error:
             answer["shapes"] = str(error)
-        answer["auto"] = hs.Policy.of("mixed").dtype, hs.units("cuda").reason
+        answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason
     answer["after"] = torch.cuda.is_available()
     print(json.dumps(answer), file=sys.stdout)
 

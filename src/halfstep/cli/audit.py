@@ -69,7 +69,7 @@ def run_audit(
         if html_path is not None:
             require_extra("--html")
             writable(html_path, "--html")
-        empty = hs.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
+        empty = hs.lens.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
         _asked(empty, module, role, sort, questions)  # what makes no sense is said before anything runs
         audit = _audited(loaded, chosen, where, steps, after)
         shown, answers = _asked(audit, module, role, sort, questions)
@@ -114,14 +114,14 @@ def _question(text: str) -> tuple[str, float | None]:
         raise TaskError(f"--what-if {text!r}: {scale!r} is no loss scale; write fp16 or fp16:1024") from None
 
 
-def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int) -> hs.Audit:
+def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int) -> hs.lens.Audit:
     """Train a new model of `task` for `after` steps under `policy`, and audit the steps that follow."""
     torch.manual_seed(0)
     model = task.model().to(device)
     optimizer = task.optimizer(model)
 
     def batch(step: int) -> Any:
-        return hs.map_tensors(task.batches(0, step), lambda tensor: tensor.to(device))
+        return hs.trees.map_tensors(task.batches(0, step), lambda tensor: tensor.to(device))
 
     scaler = None
     if after:
@@ -137,8 +137,8 @@ def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int)
 
 
 def _asked(
-    audit: hs.Audit, module: str, role: str, sort: str, questions: Sequence[tuple[str, float | None]]
-) -> tuple[hs.Audit, list[tuple[Any, ...]]]:
+    audit: hs.lens.Audit, module: str, role: str, sort: str, questions: Sequence[tuple[str, float | None]]
+) -> tuple[hs.lens.Audit, list[tuple[Any, ...]]]:
     """Return the rows to print, and the answers to ``--what-if``.
 
     Raises:
@@ -152,7 +152,7 @@ def _asked(
 # ------------------------------------------------------------------ printing
 
 
-def _print_findings(out: Any, audit: hs.Audit) -> None:
+def _print_findings(out: Any, audit: hs.lens.Audit) -> None:
     say(out, audit.headline, style="bold")
     for note in audit.notes:
         item(out, note, style="yellow")
@@ -172,7 +172,7 @@ def _print_findings(out: Any, audit: hs.Audit) -> None:
     say(out)
 
 
-def _print_rows(out: Any, audit: hs.Audit, count: int) -> None:
+def _print_rows(out: Any, audit: hs.lens.Audit, count: int) -> None:
     headers, *lines = audit.table()
     made = table(out, *headers, right=tuple(range(4, len(headers))))
     for line in lines[:count]:

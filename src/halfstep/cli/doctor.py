@@ -47,7 +47,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     about = {**machine(), **_versions()}
     devices = [main] if device or main == "cpu" else [main, "cpu"]
     _print_machine(out, about)
-    units = [hs.units(each) for each in devices]
+    units = [hs.policy.units(each) for each in devices]
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     with _threads(threads), _Progress(err) as progress:
@@ -139,7 +139,7 @@ def _print_machine(out: Console, about: dict[str, Any]) -> None:
     )
 
 
-def _print_units(out: Console, units: Sequence[hs.Units]) -> None:
+def _print_units(out: Console, units: Sequence[hs.policy.Units]) -> None:
     made = table(out, "device", "bf16 units", "fp16 units", "how this is known")
     for each in units:
         made.add_row(each.device, *(_yes(there) for there in (each.bf16, each.fp16)), each.reason)
@@ -171,7 +171,7 @@ def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
             )
     out.print(made)
     say(out, "medians of paired ratios, in turns; undecided: finer than the same fp32 program run twice")
-    there = hs.units(speed.device)
+    there = hs.policy.units(speed.device)
     lacking = [name for name, has in (("bf16", there.bf16), ("fp16", there.fp16)) if not has]
     if lacking:
         say(out, f"{' and '.join(lacking)} without units (torch's own kernels) ran in a small size, beside fp32 in it")

@@ -18,10 +18,10 @@ __all__ = ["Live"]
 SECONDS = 0.25  # between two readings of the numbers: faster than anybody reads, and rare beside a step
 
 
-def read(moment: Moment) -> hs.StepMetrics:
+def read(moment: Moment) -> hs.step.StepMetrics:
     """Return the numbers of the candidate that has just made a step."""
     loop = moment.loop
-    return hs.StepMetrics(
+    return hs.step.StepMetrics(
         step=moment.step,
         loss=float(loop.loss),
         scale=loop.scale(),

@@ -28,7 +28,6 @@ from halfstep.cli.optables import (
     print_ruled_modules,
 )
 from halfstep.cli.terminal import complain, console, device_type, item, say, writable, write_json
-from halfstep.errors import UnbuiltError
 from halfstep.tasks import Task, TaskError
 from halfstep.tasks.candidates import Candidate, candidates
 from halfstep.tasks.source import load_model
@@ -47,7 +46,7 @@ class _Asked:
     policy: hs.Policy
     other: Candidate | None
     source: Task | nn.Module | None
-    plan: hs.Plan
+    plan: hs.policy.Plan
     names: tuple[str, ...]
 
 
@@ -104,7 +103,7 @@ def _check(policy: str, patterns: Sequence[str], diff: str, model: str, device: 
         raise TaskError("--diff compares two policies and --model shows one; leave one of them out")
     if ":" in device:
         raise TaskError(f"--device {device!r}: rules are the same for every index; write {device.partition(':')[0]!r}")
-    hs.units(device)  # refuses what is no device type
+    hs.policy.units(device)  # refuses what is no device type
     mine = _candidate(policy, device)
     other = _candidate(diff, device) if diff else None
     source = load_model(model) if model else None  # may register custom operators
@@ -131,7 +130,7 @@ def _candidate(label: str, device: str) -> Candidate:
     return dataclasses.replace(found[0], label=f"{path.name} {found[0].dtype}")  # its own name may be its preset's
 
 
-def _matching(patterns: Iterable[str], plan: hs.Plan) -> tuple[str, ...]:
+def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
     """Return the operators that `patterns` stand for, each once.
 
     Raises:
@@ -147,7 +146,7 @@ def _matching(patterns: Iterable[str], plan: hs.Plan) -> tuple[str, ...]:
                     f"no custom operator {pattern!r} is registered; registered are {', '.join(own) or 'none'}"
                 )
         else:
-            found = hs.operators(pattern)
+            found = hs.policy.operator_names(pattern)
         names += found
     return tuple(dict.fromkeys(names))
 
@@ -172,7 +171,7 @@ def _show_plan(out: Any, asked: _Asked, device: str, patterns: Sequence[str]) ->
     if problem:
         say(out)
         item(out, problem, style="yellow")
-    total = len(hs.operators("*"))
+    total = len(hs.policy.operator_names("*"))
     print_operators(out, rows, asked.plan, total=total, used=used is not None, chosen=bool(patterns))
     shown: dict[str, Any] = {"notes": notes, "operators": [dataclasses.asdict(row) for row in rows]}
     if asked.source is not None:
@@ -219,12 +218,6 @@ def _remarks(asked: _Asked) -> list[str]:
             "torch.autocast's lists as halfstep has them written down; a region uses those of the torch that runs it, "
             f"{torch.__version__} here"
         )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            hs.prepare(nn.Linear(1, 1), policy=asked.policy.replace(modules=()))
-    except UnbuiltError as error:
-        remarks.append(str(error))
     if asked.policy.modules and asked.source is None:
         remarks.append("the policy has rules for modules too, which win over those of operators; --model shows them")
     return remarks

@@ -29,10 +29,9 @@ __all__ = [
     "print_ruled_modules",
 ]
 
-RULES = ("low", "fp8", "fp32", "keep", "widest", "banned", "")
+RULES = ("low", "fp32", "keep", "widest", "banned", "")
 MEANINGS = {
     "low": "arguments and result in {low}",
-    "fp8": "arguments scaled and cast to fp8 (not built yet)",
     "fp32": "arguments and result in fp32",
     "keep": "the first activation decides, the other arguments take its format",
     "widest": "fp32 if any argument is fp32, else as they come",
@@ -41,7 +40,6 @@ MEANINGS = {
 }
 COLOURS = {
     "low": "green",
-    "fp8": "green",
     "fp32": "cyan",
     "keep": "blue",
     "widest": "magenta",
@@ -97,7 +95,7 @@ def ordered(rows: Iterable[Ruled]) -> list[Ruled]:
 # ------------------------------------------------------------------ one policy
 
 
-def print_head(out: Console, label: str, plan: hs.Plan, *, is_model: bool) -> None:
+def print_head(out: Console, label: str, plan: hs.policy.Plan, *, is_model: bool) -> None:
     """Say what the tables are of."""
     subject = f"{plan.model} under {label} on {plan.device}" if is_model else f"{label} on {plan.device}"
     policy = plan.policy
@@ -109,7 +107,7 @@ def print_head(out: Console, label: str, plan: hs.Plan, *, is_model: bool) -> No
     say(out, ", ".join(facts))
 
 
-def _masters(plan: hs.Plan) -> str:
+def _masters(plan: hs.policy.Plan) -> str:
     if plan.masters:
         return f"master auto ({plan.masters})"
     return "fp32 masters" if plan.policy.master == "master" else f"master={plan.policy.master}"
@@ -121,7 +119,7 @@ def _scale(policy: hs.Policy) -> str:
 
 
 def print_operators(
-    out: Console, rows: Sequence[Ruled], plan: hs.Plan, *, total: int, used: bool, chosen: bool
+    out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, total: int, used: bool, chosen: bool
 ) -> None:
     """Print operators with their rules; on a terminal a row a reason.
 
@@ -159,11 +157,11 @@ def print_operators(
     out.print(made)
 
 
-def _none(plan: hs.Plan) -> str:
+def _none(plan: hs.policy.Plan) -> str:
     return f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in"
 
 
-def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.Plan) -> None:
+def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan) -> None:
     say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
     made = table(out, "operator", "calls", "rule", "gives", "decided by", "why (source)", right=(1,))
     for row in rows:
@@ -173,7 +171,7 @@ def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.Plan) -> None:
     out.print(made)
 
 
-def _meaning(rule: str, plan: hs.Plan) -> str:
+def _meaning(rule: str, plan: hs.policy.Plan) -> str:
     return MEANINGS[rule].format(low=plan.policy.dtype)
 
 
@@ -181,7 +179,7 @@ def _rule(rule: str) -> Text:
     return Text(rule or "-", style=COLOURS[rule])
 
 
-def _by(origin: str, plan: hs.Plan) -> str:
+def _by(origin: str, plan: hs.policy.Plan) -> str:
     if origin == "table":
         return f"table {plan.policy.table}"
     return {"": "-", "operator": "@hs.operator"}.get(origin, f"field {origin}")
@@ -236,7 +234,7 @@ def print_changes(out: Console, labels: tuple[str, str], changes: Sequence[Chang
 # ------------------------------------------------------------------ a model
 
 
-def print_ruled_modules(out: Console, plan: hs.Plan) -> None:
+def print_ruled_modules(out: Console, plan: hs.policy.Plan) -> None:
     """Print the modules that have a rule; on a terminal those that share one share a row."""
     ruled = [module for module in plan.modules if module.rule]
     say(out)
@@ -259,7 +257,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:FEW]) + (f", ... ({len(names)})" if len(names) > FEW else "")
 
 
-def print_parameters(out: Console, plan: hs.Plan) -> None:
+def print_parameters(out: Console, plan: hs.policy.Plan) -> None:
     """Print parameters by format and reason, with their bytes and those of fp32 masters."""
     say(out)
     total = sum(each.numel for each in plan.parameters)

@@ -22,7 +22,7 @@ def run_replay(file: Path, model: str) -> int:
         task = load_model(model)
         if not isinstance(task, Task):
             raise TaskError(f"{model} returns a module, and a replay needs its loss function too: return an hs.Task")
-        verdict = hs.replay(file, task)
+        verdict = hs.lens.replay(file, task)
     except HalfstepError as error:
         return complain(error)
     out = console()

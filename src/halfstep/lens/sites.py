@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
-from halfstep.policy.operators import canonical, known, name_of
+from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
 
 __all__ = [
@@ -59,7 +59,7 @@ class Site:
 @lru_cache(maxsize=4096)
 def spelled(func: Callable[..., Any]) -> str:
     """Return the public short name of a function that a mode received."""
-    name = name_of(func)
+    name = operator_name(func)
     if name is not None:
         return name
     raw = getattr(func, "__name__", str(func))

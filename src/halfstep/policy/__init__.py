@@ -1,8 +1,26 @@
-"""policy: what is wanted, as pure data. `Policy` x model -> `Plan`, with a reason for every decision."""
+"""policy: what is wanted, as pure data; public names.
 
+`Policy` and its `PRESETS`; `ScaleRule`, the numbers of a loss scale, and `SCALE_RULES` by name. `resolve` makes a
+`Plan` of a policy and a model: every decision with its reason. `units` returns which low formats a device computes in
+natively (`Units`). Operators have one name each: `operator_names` lists those that a pattern stands for,
+`operator_name` is the name of a function.
+"""
+
+from halfstep.policy.operators import operator_name, operator_names
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
-from halfstep.policy.resolve import Plan, resolve
+from halfstep.policy.resolve import Plan, Units, resolve, units
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
-__all__ = ["PRESETS", "SCALE_RULES", "Plan", "Policy", "ScaleRule", "resolve"]
+__all__ = [
+    "PRESETS",
+    "SCALE_RULES",
+    "Plan",
+    "Policy",
+    "ScaleRule",
+    "Units",
+    "operator_name",
+    "operator_names",
+    "resolve",
+    "units",
+]

@@ -1,4 +1,4 @@
-"""Explain: which rule decides and why; and what differs between two policies. Text for people, easily parsed."""
+"""Explain: which rule decides, and why; and what differs between two policies. Both as text, one fact a line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from halfstep.errors import PolicyError, did_you_mean
-from halfstep.policy.custom import custom_rule, decisions, is_custom
 from halfstep.policy.match import CLASS_PREFIX, glob_covers
-from halfstep.policy.operators import expand
+from halfstep.policy.operators import custom_rule, is_custom, operator_names
 from halfstep.policy.plan import Decision
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import operator_rules
+from halfstep.policy.resolve import custom_decisions, operator_rules
 from halfstep.policy.scale_rule import ScaleRule
 
 __all__ = ["diff", "explain"]
@@ -35,7 +34,7 @@ def explain(policy: Policy, what: str) -> str:
     if is_custom(what):
         return f"{label}\n" + "\n".join(_custom_lines(policy, what))
     try:
-        operators = expand(what)
+        operators = operator_names(what)
     except PolicyError:
         covered = any(glob_covers(pattern, what) for pattern, _ in policy.modules)
         if "." in what or covered:
@@ -55,13 +54,13 @@ def _operator_lines(policy: Policy, op: str) -> Iterator[str]:
     else:
         for device, decision in decisions.items():
             yield f"operator {op} on {device}: {_words(policy, decision)}"
-    overruled = [pair for pair in policy.ops if not is_custom(pair[0]) and op in expand(pair[0])][:-1]
+    overruled = [pair for pair in policy.ops if not is_custom(pair[0]) and op in operator_names(pair[0])][:-1]
     for pattern, rule in overruled:
         yield f"  overruled: ops {pattern!r} = {rule!r} (a later entry matches)"
 
 
 def _custom_lines(policy: Policy, what: str) -> Iterator[str]:
-    own = decisions(policy.ops)
+    own = custom_decisions(policy.ops)
     named = [name for name in own if custom_rule(((what, "found"),), name, "")]
     if not named:
         raise PolicyError(f"no custom operator {what!r} is registered{did_you_mean(what, own)}; @hs.operator does that")
@@ -71,7 +70,7 @@ def _custom_lines(policy: Policy, what: str) -> Iterator[str]:
 
 def _words(policy: Policy, decision: Decision | None) -> str:
     if decision is None:
-        return f"no rule: runs in its inputs' format (table {policy.table!r} and the other fields are silent)"
+        return f"no rule: runs in its inputs' format (table {policy.table!r} and the other fields have none)"
     by = f"table {policy.table!r}" if decision.origin == "table" else f"field {decision.origin!r}"
     return f"{decision.rule}, decided by {by}\n  because {decision.reason}"
 
@@ -82,7 +81,7 @@ def _module_lines(policy: Policy, what: str) -> Iterator[str]:
     if matching:
         pattern, rule = matching[-1]
         yield f"module {shown}: {rule}, decided by field 'modules'"
-        yield f"  because {pattern!r} = {rule!r} is the last pattern that speaks of it or of a module around it"
+        yield f"  because {pattern!r} = {rule!r} is the last pattern that matches it or a module around it"
     else:
         yield f"module {shown}: no rule of its own: operators in it follow their own rules"
     for pattern, rule in matching[:-1]:
@@ -91,7 +90,7 @@ def _module_lines(policy: Policy, what: str) -> Iterator[str]:
         after = policy.modules[policy.modules.index(matching[-1]) + 1 :] if matching else policy.modules
         for pattern, rule in after:
             if pattern.startswith(CLASS_PREFIX):
-                yield f"  unless its class matches: {pattern!r} = {rule!r} (halfstep.resolve(policy, model) knows)"
+                yield f"  unless its class matches: {pattern!r} = {rule!r} (halfstep.resolve(policy, model) shows it)"
 
 
 def diff(mine: Policy, other: Policy) -> str:
@@ -111,8 +110,8 @@ def diff(mine: Policy, other: Policy) -> str:
             lines.append(f"{field.name}: {left!r} -> {right!r}")
     changed: dict[tuple[str, str], dict[str, list[str]]] = {}
     for device in DEVICES:
-        left_rules = {**operator_rules(mine, device), **decisions(mine.ops)}
-        right_rules = {**operator_rules(other, device), **decisions(other.ops)}
+        left_rules = {**operator_rules(mine, device), **custom_decisions(mine.ops)}
+        right_rules = {**operator_rules(other, device), **custom_decisions(other.ops)}
         for op in sorted(left_rules.keys() | right_rules.keys()):
             change = _rule(left_rules.get(op)), _rule(right_rules.get(op))
             if change[0] != change[1]:

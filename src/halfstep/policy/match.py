@@ -1,4 +1,4 @@
-"""Match: which modules a pattern speaks of."""
+"""Match: which modules a pattern matches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CLASS_PREFIX", "NORMS", "class_names", "glob_covers", "matches", "ru
 
 CLASS_PREFIX = "class:"
 NORMS = "class:*Norm*"
-"""What a normalisation layer is, wherever a policy speaks of norms."""
+"""The pattern of normalisation layers, to which the field `norms` applies."""
 
 
 def class_names(module: nn.Module) -> list[str]:
@@ -31,9 +31,9 @@ def matches(pattern: str, path: str, module: nn.Module) -> bool:
 
 
 def glob_covers(pattern: str, path: str) -> bool:
-    """Return whether `pattern` speaks of the module at `path`, as far as names tell: it matches it or one around it.
+    """Return whether `pattern` matches the name of the module at `path` or of one around it.
 
-    A `path` that is itself ``class:X`` is spoken of by patterns that match the class name ``X``.
+    A `path` that is itself ``class:X`` is covered by ``class:`` patterns that match the class name ``X``.
     """
     if path.startswith(CLASS_PREFIX) or pattern.startswith(CLASS_PREFIX):
         return pattern.startswith(CLASS_PREFIX) == path.startswith(CLASS_PREFIX) and fnmatchcase(path, pattern)
@@ -42,9 +42,9 @@ def glob_covers(pattern: str, path: str) -> bool:
 
 
 def rules_of_modules(rules: Rules, model: nn.Module) -> Mapping[nn.Module, tuple[str, str]]:
-    """Return (pattern, rule) of every module some pattern speaks of: it or a module around it matches; the last wins.
+    """Return module -> (pattern, rule) for every module that a pattern covers: it, or a module around it, matches.
 
-    A module that occurs at several places is spoken of if any of them is.
+    The last pattern wins. A module that occurs at several places is covered if any of them is.
 
     Raises:
         PolicyError: a pattern matches nothing; the message names the nearest path or class.

@@ -4,16 +4,22 @@
 are the short public ones: that of torch.nn.functional, torch or torch.Tensor without a prefix, and ``linalg.x``,
 ``fft.x``, ``special.x`` for the three subpackages. Synonyms (``arccos``, ``concat``, ``special.expit``) fold into one.
 
-An operator here computes new tensors from tensors: views, factories, conversions, in-place forms and everything that
-only asks or administers are not operators, so that a pattern such as ``*`` is safe in a policy. Which functions of
-torch and Tensor compute is read from the operator schemas of the running torch; of torch.nn.functional all are.
+An operator here computes new tensors from tensors: views, factories, conversions, in-place forms and queries are not
+operators, so that a pattern such as ``*`` is safe in a policy. Which functions of torch and Tensor compute is read from
+the operator schemas of the running torch; of torch.nn.functional all are.
+
+Custom operators (`hs.operator`) are named "namespace::name", as torch.library does, so none can be mistaken for an
+operator of torch. Their registry is one for the process. A policy may name one that is not registered yet: policies are
+read before code is imported. In ``Policy.ops`` a pattern for them is a name, the beginning of a name with ``*`` behind
+it ("mylib::*"), or ``*`` for every operator.
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import Any
@@ -23,7 +29,21 @@ from torch.nn import functional
 
 from halfstep.errors import PolicyError, did_you_mean
 
-__all__ = ["LINEAR_LOSS", "callables", "canonical", "expand", "known", "name_of"]
+__all__ = [
+    "LINEAR_LOSS",
+    "CustomOperator",
+    "callables",
+    "canonical",
+    "check_custom_pattern",
+    "custom_operators",
+    "custom_overrides",
+    "custom_rule",
+    "is_custom",
+    "known",
+    "operator_name",
+    "operator_names",
+    "register",
+]
 
 PREFIXES = ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.", "torch.")
 SUBPACKAGES = ("linalg", "fft", "special")
@@ -223,7 +243,7 @@ def callables(name: str) -> tuple[Function, ...]:
     return _index()[0][canonical(name)]
 
 
-def name_of(function: Function) -> str | None:
+def operator_name(function: Function) -> str | None:
     """Return the operator that `function` is a spelling of, or None."""
     try:
         return _index()[1].get(function)
@@ -250,7 +270,7 @@ def canonical(name: str) -> str:
 
 
 @cache
-def expand(pattern: str) -> tuple[str, ...]:
+def operator_names(pattern: str) -> tuple[str, ...]:
     """Return the operators that a name or an fnmatch pattern ("conv*", "linalg.*") stands for, sorted.
 
     Raises:
@@ -264,3 +284,73 @@ def expand(pattern: str) -> tuple[str, ...]:
         stem = re.split(r"[*?\[]", short)[0]
         raise PolicyError(f"operator pattern {pattern!r} matches no operator{did_you_mean(stem, known())}")
     return found
+
+
+# ------------------------------------------------------------------ custom operators
+
+MARK = "::"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomOperator:
+    """A registered operator.
+
+    Attributes:
+        name: "namespace::name".
+        rule: its rule where the policy has none for it.
+        backward: the rule of what its backward pass calls, "" for the formats they come in.
+        where: the file and line, or the library, it comes from.
+    """
+
+    name: str
+    rule: str
+    backward: str
+    where: str
+
+
+_registered: dict[str, CustomOperator] = {}
+
+
+def is_custom(pattern: str) -> bool:
+    """Return whether `pattern` stands for custom operators only."""
+    return MARK in pattern
+
+
+def check_custom_pattern(pattern: str) -> None:
+    """Raise PolicyError unless `pattern` is a name or ends in its only wildcard, ``*``."""
+    if any(c in pattern[:-1] for c in "*?[") or pattern[-1] in "?[":
+        raise PolicyError(f"operator pattern {pattern!r}: for custom operators only a last * is a wildcard")
+
+
+def register(operator: CustomOperator) -> None:
+    """Register `operator`; the same one may be registered again, as when its module is reloaded.
+
+    Raises:
+        PolicyError: the name belongs to an operator from elsewhere.
+    """
+    earlier = _registered.get(operator.name)
+    if earlier is not None and earlier.where.rpartition(":")[0] != operator.where.rpartition(":")[0]:
+        raise PolicyError(
+            f"custom operator {operator.name!r} from {operator.where} is already registered from {earlier.where}; "
+            "give one of them another name: hs.operator(rule, name='namespace::name')"
+        )
+    _registered[operator.name] = operator
+
+
+def custom_operators() -> tuple[CustomOperator, ...]:
+    """Return all registered operators, sorted by name."""
+    return tuple(_registered[name] for name in sorted(_registered))
+
+
+def custom_overrides(ops: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return those pairs of a policy's ``ops`` that can match a custom operator."""
+    return tuple(pair for pair in ops if is_custom(pair[0]) or pair[0] == "*")
+
+
+def custom_rule(ops: tuple[tuple[str, str], ...], name: str, default: str) -> str:
+    """Return the rule of the operator `name` under ``ops``; the last match wins. Dynamo traces this function."""
+    rule = default
+    for pattern, wanted in ops:
+        if name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern:
+            rule = wanted
+    return rule

@@ -1,4 +1,4 @@
-"""Operator tables: which rule each operator has, why, and who says so.
+"""Operator tables: the rule of each operator, the reason and the source.
 
 A table is a TOML file of groups (operators that share rule, kind, reason and source) in ``tables/``:
 
@@ -6,7 +6,7 @@ A table is a TOML file of groups (operators that share rule, kind, reason and so
 * ``apex-o1``: the lists of Apex's opt level O1, and what its users found missing;
 * ``torch-cpu``, ``torch-cuda``: torch.autocast's lists of one torch version, as data (the region itself uses those of
   the running version);
-* ``none`` has no rows, and ``all-low`` is ``mixed`` with every rule but those for want of a low kernel turned to low.
+* ``none`` has no rows, in ``all-low``, made from ``mixed``, every operator with a low kernel is low.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["NO_LOW_KERNEL", "RULES", "TABLES", "Row", "losses", "table"]
+__all__ = ["NO_LOW_KERNEL", "RULES", "TABLES", "OperatorRow", "losses", "table"]
 
 RULES = ("low", "fp32", "keep", "widest", "banned")
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")
@@ -37,7 +37,7 @@ KEYS = {"kind", "rule", "reason", "source", "ops"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OperatorRow:
     """One operator of a table.
 
     Attributes:
@@ -45,7 +45,7 @@ class Row:
         rule: "low", "fp32", "keep", "widest" or "banned".
         kind: what it is ("gemm", "loss", "reduction", ...); in the ``torch`` tables torch's category.
         reason: why it has this rule.
-        source: who says so.
+        source: where it is stated.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Row:
 
 
 @cache
-def table(name: str, device_type: str = "cpu") -> Mapping[str, Row]:
+def table(name: str, device_type: str = "cpu") -> Mapping[str, OperatorRow]:
     """Return a table, operator -> row.
 
     Args:
@@ -81,21 +81,21 @@ def table(name: str, device_type: str = "cpu") -> Mapping[str, Row]:
 
 @lru_cache(maxsize=1)
 def losses() -> frozenset[str]:
-    """Return the operators that are loss functions: those that a policy's field `loss` speaks of."""
+    """Return the operators that are loss functions: those that a policy's field `loss` applies to."""
     return frozenset(row.op for row in table("mixed").values() if row.kind.startswith("loss"))
 
 
-def _lowered(row: Row) -> Row:
+def _lowered(row: OperatorRow) -> OperatorRow:
     if NO_LOW_KERNEL in row.kind or row.rule == "low":
         return row
     return replace(row, rule="low", reason=f"everything with a low kernel is low (mixed: {row.rule}, {row.reason})")
 
 
 @cache
-def _read(file: str) -> Mapping[str, Row]:
+def _read(file: str) -> Mapping[str, OperatorRow]:
     """Read one data file. It is part of the package, so a mistake in it is a bug and raises PolicyError."""
     text = files("halfstep.policy").joinpath("tables", f"{file}.toml").read_text(encoding="utf-8")
-    rows: dict[str, Row] = {}
+    rows: dict[str, OperatorRow] = {}
     for group in tomllib.loads(text)["group"]:
         for row in _rows(file, group):
             if row.op in rows:
@@ -104,8 +104,8 @@ def _read(file: str) -> Mapping[str, Row]:
     return MappingProxyType(rows)
 
 
-def _rows(file: str, group: dict[str, Any]) -> list[Row]:
+def _rows(file: str, group: dict[str, Any]) -> list[OperatorRow]:
     if group.keys() != KEYS or group["rule"] not in RULES:
         raise PolicyError(f"operator table {file}: a group needs {sorted(KEYS)} and a rule of {RULES}, got {group}")
     shared = {key: group[key] for key in ("rule", "kind", "reason", "source")}
-    return [Row(op=op, **shared) for op in group["ops"]]
+    return [OperatorRow(op=op, **shared) for op in group["ops"]]

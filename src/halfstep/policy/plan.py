@@ -5,11 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from halfstep.policy.policy import Policy
-
+from halfstep.policy.optable import RULES
+from halfstep.policy.policy import Policy
 
 __all__ = ["Decision", "ModuleDecision", "ParameterDecision", "Plan"]
 
@@ -19,7 +17,7 @@ class Decision:
     """The rule of one operator.
 
     Attributes:
-        rule: "low", "fp32", "keep", "widest", "banned" or "fp8".
+        rule: "low", "fp32", "keep", "widest" or "banned".
         origin: what decided: "table", "residual", "loss" or "ops" of the policy, or "operator": its own @hs.operator.
         reason: why, in words.
     """
@@ -55,7 +53,7 @@ class ParameterDecision:
     Attributes:
         name: dotted name, the first one of a parameter that several modules share.
         format: "fp32", "bf16" or "fp16".
-        low: whether the policy lowers it, so that its precise value is kept elsewhere (or nowhere).
+        low: whether the policy lowers it, so that `Policy.master` says where its fp32 value is.
         numel: number of its elements.
         reason: why, in words.
         aliases: its other dotted names.
@@ -80,8 +78,8 @@ class Plan:
         modules: every module's rule, the root first.
         parameters: the format of every fp32, bf16 and fp16 parameter.
         operators: (operator, decision) for every operator with a rule, sorted by name.
-        notes: what the reader should know besides.
-        masters: where ``master="auto"`` becomes something else than `policy` says, in words; "" for nowhere.
+        notes: warnings and explanations.
+        masters: in words, what ``master="auto"`` becomes with which optimizer, where that was not known; else "".
     """
 
     policy: Policy
@@ -110,7 +108,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     for module in ruled:
         yield f"  {module.path or '(root)'} ({module.kind}): {module.rule} because {module.reason}"
     yield f"operators: {len(plan.operators)} have a rule, the others run in their inputs' format"
-    for rule in ("low", "fp8", "fp32", "keep", "widest", "banned"):
+    for rule in RULES:
         names = [name for name, decision in plan.operators if decision.rule == rule]
         if names:
             yield from _wrapped(f"{rule}: {', '.join(names)}")

@@ -1,33 +1,45 @@
-"""Policy: in which number format every operator, module, parameter, gradient and loss lives, as one frozen value."""
+"""Policy: in which number format every operator, module, parameter, gradient and loss lives, as one frozen value.
+
+As text a policy is TOML, without loss: one key a field, ``ops`` and ``modules`` as arrays of ``["pattern", "rule"]`` in
+order, a `ScaleRule` as a table ``[scale]``. Every key may be left out; ``preset = "O2"`` starts from a preset instead
+of the defaults. Reader and writer walk `dataclasses.fields`, so a new field needs no code there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from halfstep.errors import FormatError, PolicyError, did_you_mean
-from halfstep.formats import FORMATS, format_of
-from halfstep.policy.custom import check_pattern, is_custom
-from halfstep.policy.operators import canonical, expand
+from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, did_you_mean
+from halfstep.formats import DTYPES, FORMATS, format_of
+from halfstep.policy.operators import canonical, check_custom_pattern, is_custom, operator_names
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
-__all__ = ["DTYPES", "MODULE_RULES", "OPERATOR_RULES", "Policy", "Rules"]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["MODULE_RULES", "Policy", "Rules"]
 
 Rules = tuple[tuple[str, str], ...]
 
 MODULE_RULES = ("low", "fp32", "keep")
-OPERATOR_RULES = (*RULES, "fp8")
-"""What `Policy.ops` may say: the rules of the tables, and fp8 (scaled tensors), which no engine carries out yet."""
 
-DTYPES = ("auto", "bf16", "fp16", "fp32")
-"""Values of `Policy.dtype` that run in torch's own dtypes; any other format is simulated."""
+UNBUILT = "cannot run yet: products in fp8 are missing; the nearest that runs is preset 'O2', and dtype='fp8_e4m3' \
+simulates the numbers"
+"""Of the preset and the operator rule "fp8", which policy files may name."""
 
+BASE = "preset"
+"""The one TOML key that is not a field: the preset to start from."""
 
 OTHER_NAMES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 """Formats as torch calls them."""
@@ -39,8 +51,8 @@ EXAMPLES = {"ops": "('softmax', 'fp32')", "modules": "('class:LayerNorm', 'fp32'
 class Policy:
     """What is wanted: plain data, hashable, and ``eval(repr(policy)) == policy``.
 
-    Values "auto" stay in it; they are resolved for a device when it is bound (`halfstep.resolve` shows how). In the
-    text, *low* is the low format, `dtype`.
+    Values "auto" are resolved for a device when the policy is bound (`halfstep.resolve` shows how). In the text, *low*
+    is the low format, `dtype`.
 
     Attributes:
         name: what reports call it.
@@ -57,8 +69,7 @@ class Policy:
         grads: format the gradients of low parameters accumulate in: the parameter's, or fp32. A bf16 sum of 64
             micro-batches is 0.8% wrong, an fp32 sum 0.07%.
         table: rules of operators: torch.autocast's, Apex O1's, halfstep's `mixed`, everything low, or none.
-        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins. The rule fp8 (tensors scaled
-            and cast to fp8) is refused until its engine is built.
+        ops: (operator or fnmatch pattern, rule) on top of `table`; the last match wins.
         modules: (pattern, rule) for modules and all below: a pattern is matched against dotted names (``*`` crosses
             dots, "" is the root) or, as ``class:GLOB``, against class names; the last match wins.
         residual: format of the residual stream. low: embeddings give low, and an addition keeps the format of its
@@ -77,6 +88,7 @@ class Policy:
     Raises:
         PolicyError: a value is not one of those above, an operator does not exist, or a pattern matches no operator;
             the message names the nearest.
+        UnbuiltError: an operator has the rule "fp8", which this version cannot carry out.
     """
 
     name: str = ""
@@ -106,7 +118,7 @@ class Policy:
         if not isinstance(self.name, str):
             raise PolicyError(f"policy: name={self.name!r}; expected a string")
         _check_dtype(self.dtype)
-        object.__setattr__(self, "ops", _pairs("ops", self.ops, OPERATOR_RULES))
+        object.__setattr__(self, "ops", _pairs("ops", self.ops, RULES))
         object.__setattr__(self, "modules", _pairs("modules", self.modules, MODULE_RULES))
         object.__setattr__(self, "scale", _scale(self.scale))
 
@@ -212,15 +224,25 @@ class Policy:
         Raises:
             PolicyError: not TOML, an unknown key (the message names the nearest) or an impossible value.
         """
-        from halfstep.policy.text import policy_from_toml
-
-        return policy_from_toml(text)
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PolicyError(f"a policy's TOML does not parse: {error}") from error
+        base = cls.of(values.pop(BASE)) if BASE in values else cls()
+        _check_keys("a policy", values, [*(f.name for f in dataclasses.fields(cls)), BASE])
+        if isinstance(values.get("scale"), dict):
+            values["scale"] = _scale_rule(values["scale"])
+        return base.replace(**values)
 
     def to_toml(self) -> str:
         """Return this policy as TOML, every field with its value; `from_toml` reads it back without loss."""
-        from halfstep.policy.text import policy_to_toml
-
-        return policy_to_toml(self)
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        tables = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
+        lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]
+        for name, value in tables.items():  # TOML wants tables last
+            lines += ["", f"[{name}]"]
+            lines += [f"{f.name} = {_toml(getattr(value, f.name))}" for f in dataclasses.fields(value)]
+        return "\n".join(lines) + "\n"
 
     def __repr__(self) -> str:
         """Return the constructor call with the fields that are not the default."""
@@ -236,14 +258,14 @@ def _choices() -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_dtype(dtype: object) -> None:
-    if dtype in DTYPES:
+    if dtype == "auto" or dtype in DTYPES:
         return
     try:
         if not isinstance(dtype, str):
             raise FormatError("not a name")
         format_of(dtype)
     except FormatError as error:
-        options = (*DTYPES, *(name for name in FORMATS if name not in DTYPES))
+        options = ("auto", *sorted(DTYPES), *(name for name in FORMATS if name not in DTYPES))
         described = f" ({error})" if isinstance(dtype, str) and dtype.startswith("e") else ""
         known = OTHER_NAMES.get(str(dtype).removeprefix("torch."))
         hint = f"; did you mean {known!r}?" if known else did_you_mean(str(dtype), options)
@@ -263,9 +285,11 @@ def _preset(name: str) -> Policy:
 
     if name in PRESETS:
         return PRESETS[name]
+    if name == "fp8":
+        raise UnbuiltError(f"preset 'fp8' {UNBUILT}")
     same = [preset for preset in PRESETS if preset.casefold() == name.casefold()]
     near = f"; did you mean {same[0]!r}?" if same else did_you_mean(name, PRESETS)
-    if name in DTYPES or name in OTHER_NAMES:
+    if name == "auto" or name in DTYPES or name in OTHER_NAMES:
         near = f"; a format is a field: Policy.of('mixed', dtype={OTHER_NAMES.get(name, name)!r})"
     raise PolicyError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}, or a path ending in .toml{near}")
 
@@ -284,6 +308,8 @@ def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
                 f"{EXAMPLES[field]}"
             )
         pattern, rule = pair
+        if rule == "fp8" and field == "ops":
+            raise UnbuiltError(f"policy: rule of {pattern!r} in ops='fp8' {UNBUILT}")
         if rule not in rules:
             raise PolicyError(_not_an_option(f"rule of {pattern!r} in {field}", rule, rules))
         pairs.append((_operator(pattern) if field == "ops" else pattern, rule))
@@ -292,9 +318,9 @@ def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:
 
 def _operator(pattern: str) -> str:
     if is_custom(pattern):
-        check_pattern(pattern)
+        check_custom_pattern(pattern)
         return pattern
-    matched = expand(pattern)
+    matched = operator_names(pattern)
     return pattern if any(c in pattern for c in "*?[") else canonical(matched[0])
 
 
@@ -308,3 +334,27 @@ def _scale(value: object) -> str | float | ScaleRule:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
         raise PolicyError(f'policy: scale={value!r}; expected "auto", "none", a positive number, a name or a ScaleRule')
     return float(value)
+
+
+# ------------------------------------------------------------------ TOML
+
+
+def _scale_rule(values: Mapping[str, Any]) -> ScaleRule:
+    _check_keys("[scale]", values, [f.name for f in dataclasses.fields(ScaleRule)])
+    try:
+        return ScaleRule(**values)
+    except ScaleError as error:
+        raise PolicyError(f"[scale] of a policy: {error}") from error
+
+
+def _check_keys(where: str, values: Iterable[str], known: list[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise PolicyError(f"unknown key {key!r} in {where}; it has {', '.join(known)}{did_you_mean(key, known)}")
+
+
+def _toml(value: object) -> str:
+    """Return a plain value as TOML, which writes strings and numbers as JSON does; pairs one a line."""
+    if isinstance(value, tuple) and any(isinstance(item, tuple) for item in value):
+        return "[\n" + "".join(f"    {_toml(item)},\n" for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML forbids in a string

@@ -1,4 +1,4 @@
-"""Presets: policies with a name. Each is a value and nothing more: a TOML file can say everything they say."""
+"""Presets: policies with a name. A TOML file can hold everything that a preset can."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
         "pure": Policy(
             name="pure", params="low", norms="low", table="mixed", residual="low", inputs="low", outputs="fp32"
         ),
-        # Everything low and no masters: the speed of light, not for training.
+        # Everything low and no masters: an upper bound of speed, not for training.
         "O3": Policy(
             name="O3",
             params="low",
@@ -37,17 +37,6 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
             inputs="low",
             loss="keep",
             scale=1.0,
-        ),
-        # As pure, with linear layers in fp8; refused until the engine for that rule is built.
-        "fp8": Policy(
-            name="fp8",
-            params="low",
-            norms="low",
-            table="mixed",
-            ops=(("linear", "fp8"),),
-            residual="low",
-            inputs="low",
-            outputs="fp32",
         ),
     }
 )

@@ -1,42 +1,56 @@
-"""Resolve: policy x device -> concrete formats and operator rules; policy x model -> Plan. Every decision has a reason.
+"""Resolve: what a policy means on a device (`resolved`), and for a model (`resolve`: a Plan, with reasons).
+
+Here, once, is decided which low format a device takes, whether fp16 is emulated, which scale rule holds, what stands
+behind low parameters, and whether halfstep can carry the policy out. All else reads the resolved policy.
 
 Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order. Order of module rules:
-each pattern speaks of the modules it matches and of all below them; the last pattern that speaks of a module wins.
+a pattern matches modules and all below them; the last pattern that matches wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.errors import PolicyError, UnbuiltError
-from halfstep.formats import format_of
-from halfstep.policy.custom import custom_rule, decisions, is_custom
+from halfstep.errors import PolicyError, UnbuiltError, did_you_mean
+from halfstep.formats import DTYPE_NAMES, DTYPES, format_of
 from halfstep.policy.match import NORMS, matches, rules_of_modules
-from halfstep.policy.operators import LINEAR_LOSS, expand
+from halfstep.policy.operators import (
+    LINEAR_LOSS,
+    custom_operators,
+    custom_overrides,
+    custom_rule,
+    is_custom,
+    operator_names,
+)
 from halfstep.policy.optable import losses, table
 from halfstep.policy.plan import Decision, ModuleDecision, ParameterDecision, Plan
-from halfstep.policy.policy import DTYPES, Policy
+from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import SCALE_RULES
-from halfstep.policy.units import default_device_types, units
 
 __all__ = [
     "Decision",
     "Plan",
+    "Units",
+    "check_device_type",
+    "custom_decisions",
+    "default_device_types",
+    "device_types_of",
     "operator_rules",
     "reduces_itself",
-    "require_engine",
     "resolve",
     "resolve_dtype",
     "resolved",
+    "surprise",
+    "units",
 ]
-
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""What rules apply to; parameters of any other dtype (fp64, complex, integer) are never touched."""
 
 RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
     "embedding": ("low", "residual='low': the stream starts low; rows are gathered, then cast"),
@@ -46,7 +60,125 @@ RESIDUAL_RULES: Mapping[str, tuple[str, str]] = {
 """What ``residual="low"`` means for operators."""
 
 MASTERS = "split in a TrainStep that updates in one pass (AdamW, Adam, SGD, hs.Lion), master in a loop of one's own"
-"""What ``master="auto"`` stands for where that depends on who steps the optimizer."""
+"""What ``master="auto"`` means in bf16 while it is not known what steps the optimizer."""
+
+# ------------------------------------------------------------------ devices
+
+BF16_FROM = (8, 0)
+"""CUDA compute capability of the first tensor cores for bf16 (Ampere)."""
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "xla", "ipu")
+"""Device types to suggest in errors; whether torch.autocast exists for a device is asked of torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Low formats that have arithmetic units on a device.
+
+    Attributes:
+        device: the device type asked about.
+        bf16: whether products of bf16 numbers have units.
+        fp16: whether products of fp16 numbers have units.
+        reason: how this is known, in words for a note or an error.
+    """
+
+    device: str
+    bf16: bool
+    fp16: bool
+    reason: str
+
+
+@cache
+def units(device_type: str) -> Units:
+    """Return which low formats have arithmetic units on `device_type` here.
+
+    On the CPU the instruction set is asked: bf16 needs avx512_bf16, amx_bf16 or ARM's bf16 extension, fp16 needs
+    avx512_fp16, amx_fp16 or ARM's fp16 arithmetic. On CUDA bf16 needs compute capability 8.0 on every visible GPU and
+    fp16 is always there. Elsewhere torch's default format for autocast is taken to be the one with units.
+
+    Raises:
+        PolicyError: torch.autocast does not exist for this device type.
+    """
+    check_device_type(device_type)
+    if device_type == "cpu":
+        return cpu_units(_cpu_capabilities(), platform.machine())
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            return Units("cuda", bf16=False, fp16=True, reason="no CUDA device here; fp16 units assumed")
+        return cuda_units([torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())])
+    native = torch.get_autocast_dtype(device_type)
+    name = str(native).removeprefix("torch.")
+    reason = f"{name} is torch's own format for autocast on {device_type}"
+    return Units(device_type, bf16=native is torch.bfloat16 or device_type == "xpu", fp16=True, reason=reason)
+
+
+def check_device_type(device_type: str) -> None:
+    """Raise PolicyError unless `device_type` is a bare device type that torch.autocast knows, such as "cuda"."""
+    try:
+        known = ":" not in device_type and torch.amp.is_autocast_available(device_type)
+    except (RuntimeError, TypeError):  # not even a device type
+        known = False
+    if not known:
+        hint = did_you_mean(device_type.partition(":")[0], DEVICE_TYPES) if isinstance(device_type, str) else ""
+        raise PolicyError(
+            f"device type {device_type!r} has no torch.autocast; expected one of {', '.join(DEVICE_TYPES)} "
+            f"(without an index){hint}"
+        )
+
+
+def device_types_of(models: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Return the device types of the region of `models`: the accelerators of their parameters, then the CPU."""
+    found = {parameter.device.type for model in models for parameter in model.parameters()} - {"meta"}
+    return (*sorted(found - {"cpu"}), "cpu") if found else default_device_types()
+
+
+def default_device_types() -> tuple[str, ...]:
+    """Return the device types a region enters unless told: the accelerator, if there is one, then the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
+        return ("cpu",)
+    return (accelerator.type, "cpu")
+
+
+def _cpu_capabilities() -> Mapping[str, Any]:
+    """Return torch's description of this CPU's instruction sets, by private queries where there is no public one."""
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    if ask is not None:
+        found: Mapping[str, Any] = ask()
+        return found
+    old = {
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "amx_bf16": "_is_amx_tile_supported",
+        "amx_fp16": "_is_amx_fp16_supported",
+    }
+    return {name: bool(getattr(torch.cpu, query, bool)()) for name, query in old.items()}
+
+
+def cpu_units(capabilities: Mapping[str, Any], machine: str) -> Units:
+    """Return the units of a CPU whose instruction sets are `capabilities` (name -> present) on a `machine` type."""
+    present = {name for name, there in capabilities.items() if there is True}
+    if machine.lower() in {"aarch64", "arm64"}:
+        bf16 = sorted(present & {"bf16", "sve_bf16"})
+        # nothing known (an older torch): 64-bit ARM cores that train models have ARMv8.2's fp16 arithmetic
+        fp16 = sorted(present & {"fp16_arith"}) or ([] if present else ["ARMv8.2"])
+    else:
+        bf16 = sorted(present & {"avx512_bf16", "amx_bf16"})
+        fp16 = sorted(present & {"avx512_fp16", "amx_fp16"})
+    bf16_words = f"bf16 units ({', '.join(bf16)})" if bf16 else "no bf16 units"
+    fp16_words = f"fp16 units ({', '.join(fp16)})" if fp16 else "no fp16 units"
+    return Units("cpu", bf16=bool(bf16), fp16=bool(fp16), reason=f"this CPU has {bf16_words} and {fp16_words}")
+
+
+def cuda_units(capabilities: list[tuple[int, int]]) -> Units:
+    """Return the units that all of some GPUs have, given their compute capabilities (major, minor)."""
+    oldest = min(capabilities)
+    words = f"compute capability {oldest[0]}.{oldest[1]}"
+    if oldest >= BF16_FROM:
+        return Units("cuda", bf16=True, fp16=True, reason=f"{words} has bf16 and fp16 units")
+    return Units("cuda", bf16=False, fp16=True, reason=f"{words} has fp16 units and none for bf16 (they need 8.0)")
+
+
+# ------------------------------------------------------------------ a policy on a device
 
 
 def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
@@ -60,7 +192,7 @@ def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
         PolicyError: torch.autocast does not exist for this device type.
     """
     there = units(device_type)
-    if policy.dtype not in DTYPES:
+    if policy.dtype != "auto" and policy.dtype not in DTYPES:
         words = f"{policy.dtype} is simulated: operators take and give its numbers, in fp32 tensors and arithmetic"
         return policy.dtype, words
     if policy.dtype == "auto":
@@ -81,6 +213,15 @@ def resolve_dtype(policy: Policy, device_type: str) -> tuple[str, str]:
     return policy.dtype, ""
 
 
+def surprise(policy: Policy, device_type: str) -> str:
+    """Return why `policy` runs on a device in another way, or slower, than its user may expect; "" if it does not."""
+    there = units(device_type)
+    dtype, note = resolve_dtype(policy, device_type)
+    if dtype == "fp16":
+        return note if not there.fp16 and policy.emulate == "never" else ""
+    return note if not there.bf16 and (dtype == "bf16" or policy.dtype == "auto") else ""
+
+
 def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Policy:
     """Return `policy` as it is carried out on a device: no "auto" and no name of a scale rule is left.
 
@@ -93,9 +234,11 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
             weights as fast as masters, and these take 2 bytes less: then ``master="auto"`` is split in bf16.
 
     Raises:
-        PolicyError: torch.autocast does not exist for this device type.
+        UnbuiltError: halfstep cannot carry it out; the message says what comes nearest.
+        PolicyError: a field rules out another one, or torch.autocast does not exist for this device type.
     """
     dtype, _ = resolve_dtype(policy, device_type)
+    _refuse_contradictions(policy, dtype)
     if dtype == "fp32":
         policy = policy.replace(params="fp32", norms="fp32", residual="fp32", inputs="keep")
     master = policy.master
@@ -104,8 +247,9 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
     elif master == "auto":
         master = "split" if one_pass and dtype == "bf16" else "master"
     scale = policy.scale
-    if scale == "auto":  # what has fewer exponents than fp32 needs its gradients moved to where it has numbers
-        scale = SCALE_RULES["halfstep"] if format_of(dtype).is_narrow else "none"
+    if scale == "auto":  # formats with fewer exponent bits than fp32 need loss scaling
+        narrow = dtype == "fp16" or (dtype not in DTYPES and format_of(dtype).is_narrow)
+        scale = SCALE_RULES["halfstep"] if narrow else "none"
     elif isinstance(scale, str) and scale != "none":
         scale = SCALE_RULES[scale]
     emulate = policy.emulate
@@ -115,66 +259,42 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
     return policy.replace(dtype=dtype, master=master, scale=scale, emulate=emulate)
 
 
-def require_engine(policy: Policy) -> None:
-    """Refuse a policy that this version of halfstep cannot carry out.
-
-    Raises:
-        UnbuiltError: the message says what is missing and what comes nearest.
-        PolicyError: a field asks for something that another field rules out.
-    """
-    _require_low_parameters(policy)
-    in_fp8 = [pattern for pattern, rule in policy.ops if rule == "fp8"]
-    if in_fp8:
+def _refuse_contradictions(policy: Policy, dtype: str) -> None:
+    """Refuse a policy that cannot be carried out with `dtype` as its low format."""
+    name, low = f"policy {policy.name!r}", policy.params == "low"
+    if not low and policy.norms == "low":
+        raise PolicyError(
+            f"{name}: norms='low' is the format of norms beside low parameters, and params='fp32'; set params='low', "
+            "or leave norms out"
+        )
+    if not low and policy.master not in {"auto", "none"}:
+        raise PolicyError(
+            f"{name}: master={policy.master!r} is what stands behind low parameters, and params='fp32'; set "
+            "params='low', or leave master out"
+        )
+    if low and policy.master == "none" and policy.grads == "fp32":
+        raise PolicyError(
+            f"{name}: grads='fp32' under master='none', where optimizers step low weights by gradients of their "
+            "format; use master='stochastic', which keeps nothing either, or leave grads out"
+        )
+    if low and policy.master == "none" and policy.state == "low":
+        raise PolicyError(
+            f"{name}: state='low' rounds the fp32 states of an optimizer that steps fp32 values, and under "
+            "master='none' it steps low weights, whose states are low already; choose another master, or leave state "
+            "out"
+        )
+    if low and policy.master == "split" and dtype == "fp16":
+        raise PolicyError(
+            f"{name}: master='split' keeps the lower halves of fp32 numbers whose upper halves are bf16, and "
+            "dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
+        )
+    if low and dtype not in DTYPES:
         raise UnbuiltError(
-            f"policy {policy.name!r} cannot run yet: missing are products in fp8 (scaling of tensors, casts), which "
-            f"ops asks for: {in_fp8[0]!r} = 'fp8'; the nearest that runs is 'O2'"
+            f"{name}: parameters cannot be held in {dtype!r}, which no dtype stores; use params='fp32': operators see "
+            "them rounded to it"
         )
-    if policy.params == "low" and policy.dtype not in DTYPES:
-        raise UnbuiltError(
-            f"policy {policy.name!r}: parameters cannot be held in {policy.dtype!r}, which no dtype stores; use "
-            "params='fp32': operators see them rounded to it"
-        )
-    elif policy.params == "fp32" and policy.master not in {"auto", "none"}:
-        raise PolicyError(
-            f"policy {policy.name!r}: master={policy.master!r} is what stands behind low parameters, and "
-            "params='fp32'; set params='low', or leave master out"
-        )
-    elif policy.params == "low" and policy.master == "split" and policy.dtype == "fp16":
-        raise PolicyError(
-            f"policy {policy.name!r}: master='split' keeps the lower halves of fp32 numbers whose upper halves are "
-            "bf16, and dtype='fp16'; use master='master' or 'kahan', or dtype='bf16'"
-        )
-    elif policy.reduce == "low" and policy.dtype not in DTYPES:
-        raise UnbuiltError(
-            f"policy {policy.name!r}: reduce='low' would send {policy.dtype!r}, which no dtype stores; use "
-            "reduce='grad'"
-        )
-
-
-def _require_low_parameters(policy: Policy) -> None:
-    """Refuse a field that speaks of low parameters, or of the fp32 values behind them, where there are none.
-
-    Raises:
-        PolicyError: which one, and what to change.
-    """
-    if policy.params == "fp32" and policy.norms == "low":
-        raise PolicyError(
-            f"policy {policy.name!r}: norms='low' is the format of norms beside low parameters, and params='fp32'; set "
-            "params='low', or leave norms out"
-        )
-    if policy.params == "fp32" or policy.master != "none":
-        return
-    if policy.grads == "fp32":
-        raise PolicyError(
-            f"policy {policy.name!r}: grads='fp32' under master='none', where optimizers step low weights by gradients "
-            "of their format; use master='stochastic', which keeps nothing either, or leave grads out"
-        )
-    if policy.state == "low":
-        raise PolicyError(
-            f"policy {policy.name!r}: state='low' rounds the fp32 states of an optimizer that steps fp32 values, and "
-            "under master='none' it steps low weights, whose states are low already; choose another master, or leave "
-            "state out"
-        )
+    if policy.reduce == "low" and dtype not in DTYPES:
+        raise UnbuiltError(f"{name}: reduce='low' would send {dtype!r}, which no dtype stores; use reduce='grad'")
 
 
 def reduces_itself(concrete: Policy) -> bool:
@@ -187,6 +307,9 @@ def reduces_itself(concrete: Policy) -> bool:
         return concrete.dtype != "fp32"
     kept = any(rule == "keep" for _, rule in concrete.modules)  # what was loaded low stays low there
     return (low and concrete.grads == "fp32") or (concrete.reduce == "fp32" and (low or kept))
+
+
+# ------------------------------------------------------------------ operators
 
 
 def operator_rules(policy: Policy, device_type: str) -> dict[str, Decision]:
@@ -211,7 +334,7 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
             if op not in rules or rules[op].rule in {"low", "keep", "widest"}:
                 rules[op] = Decision("fp32", "loss", "loss='fp32': loss functions run in fp32 whatever the table says")
     for pattern, rule in policy.ops:
-        for op in () if is_custom(pattern) else expand(pattern):
+        for op in () if is_custom(pattern) else operator_names(pattern):
             rules[op] = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
     product = rules.get("linear")
     if LINEAR_LOSS not in rules and product and (policy.table, product.origin) != ("torch", "table"):
@@ -219,20 +342,39 @@ def _operator_rules(policy: Policy, device_type: str) -> Mapping[str, Decision]:
     return rules
 
 
-def resolve(policy: Policy, model: nn.Module, device_type: str | None = None) -> Plan:
+def custom_decisions(ops: tuple[tuple[str, str], ...]) -> dict[str, Decision]:
+    """Return the decision for every registered custom operator under a policy's ``ops``."""
+    made = {}
+    for operator in custom_operators():
+        decision = Decision(operator.rule, "operator", f"@hs.operator({operator.rule!r}) at {operator.where}")
+        for pattern, rule in custom_overrides(ops):
+            if custom_rule(((pattern, rule),), operator.name, ""):
+                decision = Decision(rule, "ops", f"ops: {pattern!r} = {rule!r}")
+        made[operator.name] = decision
+    return made
+
+
+# ------------------------------------------------------------------ a policy for a model
+
+
+def resolve(policy: Policy, model: nn.Module, device_type: str | None = None, *, one_pass: bool | None = None) -> Plan:
     """Return what `policy` means for `model`: every module's rule, every parameter's format, every operator's rule.
 
     Args:
         policy: what is wanted.
         model: read only.
         device_type: "cpu", "cuda", ...; by default that of the model's parameters.
+        one_pass: whether the optimizer is stepped by halfstep's own operators, as in most TrainSteps; None: not known,
+            and the plan names the masters of both cases.
 
     Raises:
-        PolicyError: a module pattern matches nothing, or torch.autocast does not exist for the device type.
+        PolicyError: a module pattern matches nothing, a field rules out another one, or torch.autocast does not exist
+            for the device type.
+        UnbuiltError: halfstep cannot carry the policy out.
     """
-    device = _device_type(model) if device_type is None else device_type
+    device = device_types_of([model])[0] if device_type is None else device_type
     _, note = resolve_dtype(policy, device)
-    concrete = resolved(policy, device)
+    concrete = resolved(policy, device, one_pass=bool(one_pass))
     rules = rules_of_modules(policy.modules, model)
     parameters, untouched = _parameters(concrete, model, rules)
     notes = [note, *untouched]
@@ -240,7 +382,7 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None) ->
         notes.append("floating buffers are never converted")
     if concrete.params == "low" and concrete.outputs == "keep" and concrete.loss == "fp32":
         notes.append("outputs stay low: compute the loss inside hs.TrainStep, where it is fp32, or from output.float()")
-    own = decisions(policy.ops)
+    own = custom_decisions(policy.ops)
     notes += [
         f"ops: no operator {pattern!r} is registered (yet); @hs.operator registers one"
         for pattern, _ in policy.ops
@@ -254,13 +396,8 @@ def resolve(policy: Policy, model: nn.Module, device_type: str | None = None) ->
         parameters=parameters,
         operators=tuple(sorted({**operator_rules(concrete, device), **own}.items())),
         notes=tuple(n for n in notes if n),
-        masters="" if resolved(policy, device, one_pass=True).master == concrete.master else MASTERS,
+        masters=MASTERS if one_pass is None and resolved(policy, device, one_pass=True) != concrete else "",
     )
-
-
-def _device_type(model: nn.Module) -> str:
-    found = sorted({p.device.type for p in model.parameters()} - {"meta", "cpu"})
-    return found[0] if found else ("cpu" if any(True for _ in model.parameters()) else default_device_types()[0])
 
 
 def _module(
@@ -268,7 +405,7 @@ def _module(
 ) -> ModuleDecision:
     kind = type(module).__name__
     if module not in rules:
-        return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern speaks of it")
+        return ModuleDecision(path=path, kind=kind, rule="", format="", reason="no pattern matches it")
     pattern, rule = rules[module]
     reason = f"modules: {pattern!r} = {rule!r}"
     made = {"low": concrete.dtype, "fp32": "fp32", "keep": "input"}[rule]
@@ -286,7 +423,7 @@ def _parameters(
     decisions, untouched = [], []
     for parameter, places in owners.items():
         name, *aliases = [place for place, _ in places]
-        if parameter.dtype not in FORMATS:
+        if parameter.dtype not in DTYPE_NAMES:
             kind = str(parameter.dtype).removeprefix("torch.")
             untouched.append(f"parameter {name} is {kind} and is never converted")
             continue
@@ -305,7 +442,7 @@ def _parameter(
     concrete: Policy, parameter: nn.Parameter, owner: nn.Module, rule: tuple[str, str] | None
 ) -> tuple[bool, str, str]:
     """Return (lowered, format, reason) of a parameter as one of its owners wants it."""
-    now = FORMATS[parameter.dtype]
+    now = DTYPE_NAMES[parameter.dtype]
     if rule is not None and rule[1] == "fp32":
         return False, "fp32", f"modules: {rule[0]!r} = 'fp32'"
     if rule is not None and rule[1] == "keep":

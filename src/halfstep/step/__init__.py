@@ -1,7 +1,22 @@
-"""The training step: the one place where casting, scaling and weights meet."""
+"""The training step: the one place where casting, scaling and weights meet; public names.
 
+`TrainStep` returns a `StepResult`, whose ``host()`` is a `HostStepResult`; `TrainStep.metrics` returns `Metrics`, a
+collection of `StepMetrics`.
+"""
+
+from halfstep.events import HostStepResult, StepResult
 from halfstep.step.metrics import Metrics, StepMetrics
 from halfstep.step.prepare import edit_weights, prepare, prepared_policy, unprepare
 from halfstep.step.train_step import TrainStep
 
-__all__ = ["Metrics", "StepMetrics", "TrainStep", "edit_weights", "prepare", "prepared_policy", "unprepare"]
+__all__ = [
+    "HostStepResult",
+    "Metrics",
+    "StepMetrics",
+    "StepResult",
+    "TrainStep",
+    "edit_weights",
+    "prepare",
+    "prepared_policy",
+    "unprepare",
+]

@@ -1,48 +1,58 @@
-"""Binding: a policy that belongs to a model, so that any call of it, from anywhere, is in the region.
+"""Binding: a policy that belongs to a model, so that every call of the model is in the policy's region.
 
-A bound module's class is swapped for a cached subclass of its class. The subclass' `forward` opens the region unless
-the binding's region is already the one this thread is in; `state_dict`, `load_state_dict`, `copy.deepcopy` and `pickle`
-see fp32 values. No function of the user is replaced, and taking the binding off gives the class back.
+A bound module's class is swapped for a cached subclass of its class. The `forward` of the subclass opens the region
+unless this thread is in it already; `state_dict`, `load_state_dict`, `copy.deepcopy` and `pickle` see fp32 values
+(`precise`). No function of the user is replaced; taking the binding off gives the class back.
 
-Note [what is bound]: every module with a forward, leaves of torch.nn too: activation checkpointing recomputes any of
+Note [what is bound]: every module with a forward, also leaves of torch.nn: activation checkpointing recomputes any of
 them alone, and users call a head or a layer by itself. Inside the region a bound forward costs one comparison.
 
 Note [guests]: a module without parameters, buffers and children may serve several models, prepared or not: libraries
-keep one GELU for a whole process. It follows the region it is called in and opens none of its own; a module rule about
-it holds in the regions of the policy that has the rule. Losses open a region where none is open, since their rules are
-meant for a loss that is called outside the model.
+keep one GELU for a whole process. It follows the region it is called in and opens none of its own; a module rule for it
+holds in the regions of the policy that has the rule. A loss opens a region where none is open, because its rules are
+meant for calls outside the model.
 
-Note [parametrizations]: torch.nn.utils.parametrize gives a module a class of its own, and takes it off by its first
-base. It stays the outermost: what is bound is the class below it, and torch's is made again over that.
+Note [parametrizations]: torch.nn.utils.parametrize gives a module a class of its own, and removes it by taking its
+first base. That class stays the outermost: the class below it is bound, and torch's is made again over the bound one.
+
+Note [tools]: transformers chooses a model's arguments by the names in its signature, and torch.fx makes placeholders
+from them, so a bound forward has the name, docstring, annotations and signature of the user's. Two tools would lose the
+region and are refused: `torch.jit.script` compiles the source of the user's forward, and `torch.fx` records the
+operators of a region and not the region. `torch.compile`, `torch.export`, `torch.jit.trace` and `make_fx` see casts.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, update_wrapper
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.fx import GraphModule, Proxy
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
 from halfstep.cast.copies import low_forward
 from halfstep.cast.regions.autocast import SUSPENDED
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.regions.recompute import mark_checkpoints, saved_tensor_hooks
-from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
+from halfstep.formats import POLICY_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
-from halfstep.step.presented import graph_methods, meet_fx, plain_forward, presented_as, refuse_script
 from halfstep.step.ranks import refuse_own_loop
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
@@ -51,14 +61,18 @@ from halfstep.weights.states import LowStates
 __all__ = ["KEY", "Binding", "bind_class", "binding_of", "is_bound"]
 
 NOWHERE = object()
-FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""A region that is never open."""
+
+DYNAMO = "_torchdynamo"
+"""The beginning of torch.compile's attributes on a function, which would make it run that one in place of ours."""
 
 
 class Binding:
     """What a bound module carries: its policy, the rule it runs under and where its precise weights are.
 
     Attributes:
-        policy: the policy the model was prepared with.
+        wanted: the policy the model was prepared with.
+        policy: the same, resolved for the first of `device_types`, with the master that is used.
         device_types: the devices its region enters.
         path: dotted name of the module under the prepared root; "" is the root.
         root: whether it is, or was prepared as a model of its own before the whole was.
@@ -67,18 +81,19 @@ class Binding:
         store: the precise weights behind low parameters, or None. Not copied and not pickled.
         recipe: the region of this module.
         passes: the region in which its forward has nothing to do: `recipe`, or none for roots and entrances.
-        home: the regions in which a guest does what its rule says, see note [guests]; None for all other modules.
+        home: the regions in which a guest follows its rule, see note [guests]; None for all other modules.
         holders: the prepared models that a guest is a part of.
-        unruled: whether no rule of the region concerns what its forward calls; None: not yet known.
-        idle: whether there is nothing to do inside the region: no mode to take off, no weight to hand over.
-        averages: whether only `TrainStep` averages gradients over processes as the policy says.
+        unruled: whether the region has no rule for what its forward calls; None: not yet known.
+        idle: whether its forward needs nothing inside the region: neither a mode taken off nor a low weight.
+        averages: whether only `TrainStep` averages gradients over processes as the policy demands.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        wanted: Policy,
         device_types: tuple[str, ...],
         *,
+        policy: Policy | None = None,
         path: str,
         root: bool,
         rule: str = "",
@@ -87,43 +102,33 @@ class Binding:
         guest: bool = False,
         alone: bool = False,
     ) -> None:
-        self.policy = policy
+        self.wanted = wanted
+        self.policy = resolved(wanted, device_types[0]) if policy is None else policy
         self.device_types = device_types
         self.path = path
-        self.root = root  # what is traced asks this: a guard on each path would compile equal layers one by one
+        self.root = root  # Dynamo guards on this and not on the path, which would compile equal layers one by one
         self.rule = rule
         self.entrance = entrance
         self.store = store
-        self.recipe = module_recipe(policy, device_types, rule)
+        self.recipe = module_recipe(wanted, device_types, rule)
         self.passes = NOWHERE if root or entrance else self.recipe
         self.home: frozenset[Any] | None = None
         self.holders = WeakSet[nn.Module]()
         if guest:
-            rules = {"", *(rule for _, rule in policy.modules)} if entrance else ()
-            self.home = frozenset(module_recipe(policy, device_types, each) for each in rules)
+            rules = {"", *(rule for _, rule in wanted.modules)} if entrance else ()
+            self.home = frozenset(module_recipe(wanted, device_types, each) for each in rules)
             self.home |= {None} if alone else set()
         self.unruled: bool | None = None
         self.idle = False
-        self.averages = (policy.reduce != "grad" or policy.grads == "fp32") and reduces_itself(
-            resolved(policy, device_types[0])
-        )
+        self.averages = reduces_itself(self.policy)
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
         self.root, self.passes, self.home = True, NOWHERE, None
 
-    def abroad(self, bound: Any) -> bool:
-        """Return whether this guest has nothing to do in the region `bound`."""
-        return self.home is not None and bound not in self.home
-
-    def learn(self, module: nn.Module, original: type[nn.Module], mode: RuleMode) -> bool:
-        """Find out, once, whether `mode` has no rule for what the forward of `module` calls."""
-        self.unruled = unruled(module, original, mode.handlers)
-        return self.unruled
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_binding, (
-            self.policy,
+            self.wanted,
             self.device_types,
             self.path,
             self.root,
@@ -155,7 +160,7 @@ def module_recipe(policy: Policy, device_types: tuple[str, ...], rule: str) -> R
     """Return the region of a module under `rule`, which wins over the policy's operator rules.
 
     low = every operator low but losses, fp32 = off, keep = by input. Policies that differ in module rules only have
-    regions of their own: see note [guests].
+    different regions: see note [guests].
     """
     if rule == "low":
         return recipe_for(policy.replace(table="all-low", ops=(), residual="low", loss="fp32"), device_types)
@@ -176,38 +181,20 @@ def is_bound(module: nn.Module) -> bool:
     return any((binding := binding_of(m)) is not None and binding.home is None for m in module.modules())
 
 
-def bind_class(module: nn.Module, *, on: bool) -> None:
-    """Swap the class of `module` for the bound subclass of it, or back; see note [parametrizations]."""
-    own = type(module)
-    below = own.__bases__[0] if is_parametrized(module) else own
-    kind = getattr(below, "_halfstep_original", below)
-    if on:
-        binding = binding_of(module)
-        if binding is not None:
-            binding.idle = binding.recipe.mode is None and low_forward(kind) is None
-        kind = bound_class(kind)
-    if is_parametrized(module):
-        body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
-        if "__deepcopy__" in body:
-            copies = getattr(body["__deepcopy__"], "__wrapped__", body["__deepcopy__"])  # torch's own
-            body["__deepcopy__"] = copying(copies, _rebuild_by, _bind_late) if on else copies
-        elif not on and not hasattr(kind, "__deepcopy__"):  # parametrized while it was bound
-            body["__deepcopy__"] = copy_parametrized
-        kind = type(own.__name__, (kind,), body)
-    module.__class__ = kind
+# ------------------------------------------------------------------ the forward of a bound module
 
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """Cast the floating tensors of a tree; containers keep their types."""
-    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in FLOATS else tensor)
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in POLICY_DTYPES else tensor)
 
 
 def _first_float(tree: Any) -> torch.dtype | None:
-    return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in FLOATS), None)
+    return next((tensor.dtype for tensor in tensors(tree) if tensor.dtype in POLICY_DTYPES), None)
 
 
 def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, Any, torch.dtype | None]:
-    """Cast the inputs of an entrance and say which dtype its outputs take (None: as they come)."""
+    """Return the inputs as an entrance or a root casts them, and the dtype of its outputs (None: as they come)."""
     output = None
     if binding.rule == "fp32" and binding.entrance:
         output = _first_float((args, kwargs))
@@ -224,8 +211,8 @@ def _casts(binding: Binding, args: Any, kwargs: Any, *, outermost: bool) -> tupl
     return args, kwargs, output
 
 
-def _meet_shards(binding: Binding, module: nn.Module) -> None:
-    """Let the policy hold for the parameters that fully_shard has put in the place of those that were prepared.
+def _check_shards(binding: Binding, module: nn.Module) -> None:
+    """Register for low states the parameters that fully_shard has put in place of the prepared ones.
 
     Raises:
         BindError: they took the place of low ones, and have no masters.
@@ -244,14 +231,14 @@ def _meet_shards(binding: Binding, module: nn.Module) -> None:
 def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run `forward` in the region of `binding`."""
     state = STATE
-    if binding.home is not None and binding.abroad(state.bound):
+    if binding.home is not None and state.bound not in binding.home:
         return forward(module, *args, **kwargs)
     store = binding.store
     if store is not None:
         store.before_forward(module)
     if binding.root:
         if hasattr(type(module), "unshard"):
-            _meet_shards(binding, module)
+            _check_shards(binding, module)
         if state.visit is not None:
             if id(module) not in state.visit.models:
                 state.visit.add(module)
@@ -264,7 +251,8 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
             mark_checkpoints()  # a checkpoint around it, which would find no region later
         result = forward(module, *args, **kwargs)
     else:
-        meet_fx(binding.recipe, store, (args, kwargs))
+        if is_fx_symbolic_tracing():
+            _refuse_fx(binding.recipe, store, (args, kwargs))
         region, failing = opened(binding.recipe), True
         try:
             region.frame = open_recipe(binding.recipe, region, depth=3)
@@ -288,7 +276,7 @@ run_eagerly(WeightStore.before_forward)
 
 
 def _visit_traced(address: int) -> None:
-    """Tell the training step, while Dynamo traces its loss, that the model at `address` runs in it.
+    """Report the model at `address` to the training step whose loss Dynamo traces.
 
     Dynamo calls this itself, once for each graph, and guards on the address: an argument has to be a constant.
     """
@@ -300,7 +288,7 @@ _visit_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # to
 
 
 def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """`_enter` in the words Dynamo traces."""
+    """Do what `_enter` does, in constructs that Dynamo traces."""
     state = STATE
     outer = state.bound
     if binding.home is not None and outer not in binding.home:
@@ -321,6 +309,8 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     return result if output is None else _cast_floats(result, output)
 
 
+# ------------------------------------------------------------------ bound classes
+
 BOUND = WeakValueDictionary[type[nn.Module], type[nn.Module]]()  # what `bound_class` made and is in use
 
 
@@ -335,7 +325,7 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
     layer = low_forward(original)
-    own = plain_forward(original, lambda: bound_class(original))
+    own = _plain_forward(original, lambda: bound_class(original))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(KEY)
@@ -349,14 +339,16 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
                 return own.forward(self, *args, **kwargs)
             return _enter_compiled(binding, own.forward, self, args, kwargs)
         mode, run = binding.recipe.mode, own.forward
-        free = mode is None or (binding.learn(self, original, mode) if binding.unruled is None else binding.unruled)
-        if state.bound is binding.recipe and state.mode is not mode:  # in a region that somebody opened inside
+        if mode is not None and binding.unruled is None:
+            binding.unruled = unruled(self, original, mode.handlers)
+        free = mode is None or binding.unruled
+        if state.bound is binding.recipe and state.mode is not mode:  # in a region that was opened inside
             free = False
         if free and layer is not None and len(args) == 1 and not kwargs:
             run = layer
         if state.bound is not binding.passes:
             return _enter(binding, run, self, args, kwargs)
-        if not free or mode is None or _len_torch_function_stack() != 1:  # other modes want to see everything
+        if not free or mode is None or _len_torch_function_stack() != 1:  # other modes get every operator
             return run(self, *args, **kwargs)
         _pop_torch_function_stack()
         try:
@@ -366,7 +358,7 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
     body: dict[str, Any] = {
         **methods_of(original, _rebuild, _rebuild_by, _bind_late),
-        **graph_methods(original),
+        **_graph_methods(original),
         "_halfstep_original": original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -374,9 +366,122 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
     }
     if original.forward is not nn.Module.forward:
         forward.__code__ = forward.__code__.replace()  # one of its own: Dynamo counts recompilations by code object
-        body["forward"] = presented_as(forward, original)
-        body["__prepare_scriptable__"] = refuse_script
+        body["forward"] = _presented_as(forward, original)
+        body["__prepare_scriptable__"] = _refuse_script
     return type(original.__name__, (original,), body)
+
+
+def bind_class(module: nn.Module, *, on: bool) -> None:
+    """Swap the class of `module` for the bound subclass of it, or back; see note [parametrizations]."""
+    own = type(module)
+    below = own.__bases__[0] if is_parametrized(module) else own
+    kind = getattr(below, "_halfstep_original", below)
+    if on:
+        binding = binding_of(module)
+        if binding is not None:
+            binding.idle = binding.recipe.mode is None and low_forward(kind) is None
+        kind = bound_class(kind)
+    if is_parametrized(module):
+        body = {name: value for name, value in vars(own).items() if name not in {"__dict__", "__weakref__"}}
+        if "__deepcopy__" in body:
+            copies = getattr(body["__deepcopy__"], "__wrapped__", body["__deepcopy__"])  # torch's own
+            body["__deepcopy__"] = copying(copies, _rebuild_by, _bind_late) if on else copies
+        elif not on and not hasattr(kind, "__deepcopy__"):  # parametrized while it was bound
+            body["__deepcopy__"] = copy_parametrized
+        kind = type(own.__name__, (kind,), body)
+    module.__class__ = kind
+
+
+# ------------------------------------------------------------------ what tools see of a bound forward
+
+
+def _presented_as(forward: Callable[..., Any], original: type[nn.Module]) -> Callable[..., Any]:
+    """Give `forward` the name, docstring, annotations, signature and attributes of the forward of `original`."""
+    own = original.forward
+    update_wrapper(forward, own, updated=())
+    noted = getattr(own, "__dict__", {})
+    if not any(name.startswith(DYNAMO) for name in noted):
+        for name, value in noted.items():
+            forward.__dict__.setdefault(name, value)
+    with suppress(ValueError, TypeError):  # a builtin function may have none
+        forward.__dict__["__signature__"] = inspect.signature(own)  # inspect.getfullargspec does not look further
+    return forward
+
+
+def _plain_forward(original: type[nn.Module], bound: Callable[[], type[nn.Module]]) -> Any:
+    """Return what has the forward of `original` as a function of (module, ...): `original`, unless it is no function.
+
+    A static method or a callable object takes no module; its twin here leaves the module out.
+
+    Args:
+        original: the user's class.
+        bound: returns its bound class.
+    """
+    if isinstance(inspect.getattr_static(original, "forward"), FunctionType):
+        return original  # looked up at each call: a forward that its class is given later counts
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(bound(), module), "forward")(*args, **kwargs)  # noqa: B009  # no attribute of Module
+
+    return SimpleNamespace(forward=forward)
+
+
+def _graph_methods(original: type[nn.Module]) -> dict[str, Any]:
+    """Return what a bound torch.fx.GraphModule needs: it compiles its forward into its own class."""
+    if not issubclass(original, GraphModule):
+        return {}
+
+    def recompile(self: GraphModule) -> Any:
+        kind = type(self)
+        self.__class__ = original  # where the bound forward looks for it
+        try:
+            return original.recompile(self)
+        finally:
+            self.__class__ = kind
+
+    return {"recompile": recompile}
+
+
+def _refuse_fx(recipe: Recipe, store: WeightStore | None, tree: Any) -> None:
+    """Refuse to be traced by torch.fx in the region of `recipe`, unless the region is off or `make_fx` traces.
+
+    Args:
+        recipe: what is about to be opened.
+        store: the precise weights behind low parameters, or None. `make_fx` takes parameters of torch's own class only.
+        tree: the inputs; `make_fx` traces with tensors, and sees the casts.
+
+    Raises:
+        BindError: the graph would lack the region.
+    """
+    if not any(isinstance(leaf, Proxy) for leaf in tree_leaves(tree)):
+        if store is not None:
+            store.unwatch()
+        return
+    if recipe.mode is not None or any(on for _, _, on in recipe.devices):
+        raise BindError(
+            f"torch.fx.symbolic_trace records operators and not the region of policy {recipe.policy.name!r}, so the "
+            "graph would compute in other formats; hs.unprepare(model), trace it, then hs.prepare the graph "
+            "(torch.export and torch.compile take a prepared model as it is)"
+        )
+
+
+def _refuse_script(self: nn.Module) -> nn.Module:
+    """Refuse `torch.jit.script`, which calls this.
+
+    Raises:
+        BindError: the compiled source of forward would lack the region.
+    """
+    binding = self.__dict__.get(KEY)
+    if binding is not None:
+        raise BindError(
+            f"torch.jit.script compiles the source of forward, without the region of policy {binding.policy.name!r}; "
+            "script a copy that is not prepared, hs.unprepare(copy.deepcopy(model)), or use torch.jit.trace or "
+            "torch.export, which see the casts of a prepared model"
+        )
+    return self
+
+
+# ------------------------------------------------------------------ parts made later, copies, pickles
 
 
 def _bind_late(module: nn.Module) -> None:
@@ -389,7 +494,13 @@ def _bind_late(module: nn.Module) -> None:
             continue
         path = f"{parent.path}.{name}".lstrip(".")
         child.__dict__[KEY] = Binding(
-            parent.policy, parent.device_types, path=path, root=False, rule=parent.rule, store=parent.store
+            parent.wanted,
+            parent.device_types,
+            policy=parent.policy,
+            path=path,
+            root=False,
+            rule=parent.rule,
+            store=parent.store,
         )
         bind_class(child, on=True)
 

@@ -1,6 +1,7 @@
-"""prepare: bind a policy to a model and its optimizers; unprepare: take it off; edit_weights: change weights by hand.
+"""prepare: bind a policy to models and optimizers; unprepare: take it off; edit_weights: change weights by hand.
 
-Everything is validated before anything is changed: a call that fails leaves models and optimizers as they were.
+Everything is checked before anything is changed (`bindable`): a call that fails leaves models and optimizers as they
+were.
 """
 
 from __future__ import annotations
@@ -12,31 +13,23 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import is_fake
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import BindError, WeightsError
+from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import Plan, require_engine, resolve, resolved
-from halfstep.policy.units import default_device_types
+from halfstep.policy.resolve import Plan, device_types_of
 from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
-from halfstep.step.guests import is_stateless, refuse_rules, ruled
+from halfstep.step.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.step.precise import low_places, put_back
-from halfstep.step.wrappers import cuts_hooks, refuse_foreign, refuse_own_forwards, unwrap, unwrap_optimizer
+from halfstep.step.wrappers import unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
-from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.states import LowStates
-from halfstep.weights.store import beyond
 
 __all__ = ["edit_weights", "prepare", "prepare_with", "prepared_policy", "store_of", "unprepare", "unwrap"]
-
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES = {"fp32": torch.float32, **LOW}
 
 PolicyLike = Policy | str | Path
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -83,20 +76,19 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 
 
 def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: bool = False) -> Any:
-    """Do what `prepare` does; `one_pass`: see `resolved`."""
+    """Do what `prepare` does; `one_pass` as `resolve` takes it."""
     model_list = _listed(models, nn.Module, "models")
     if not model_list:
         raise BindError("hs.prepare: models is an empty list; give it the model, or a list of models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
     optimizer_list = [unwrap_optimizer(optimizer) for optimizer in optimizer_list]
     wanted = Policy.of(policy)
-    require_engine(wanted)
-    devices = _devices(model_list)
-    concrete = resolved(wanted, devices[0], one_pass=one_pass)
-    plans = [_validate(model, wanted, concrete, devices) for model in model_list]
-    _validate_optimizers(model_list, optimizer_list, low=concrete.master != "none")
+    devices = device_types_of(model_list)
+    plans = [check_model(model, wanted, devices, one_pass=one_pass) for model in model_list]
+    concrete = plans[0].policy  # the same for all of them
+    check_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
-    fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not _is_done(m, wanted, concrete)]
+    fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not is_done(m, wanted, concrete)]
     store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
     for model, plan in fresh:
         unwatch_copies(model.parameters())
@@ -132,121 +124,6 @@ def _listed(value: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _devices(models: list[nn.Module]) -> tuple[str, ...]:
-    """Return the device types of the region: the models' accelerator first, then the CPU."""
-    found = {p.device.type for m in models for p in m.parameters()} - {"meta"}
-    if not found:
-        return default_device_types()
-    return (*sorted(found - {"cpu"}), "cpu")
-
-
-def _validate(model: nn.Module, policy: Policy, concrete: Policy, devices: tuple[str, ...]) -> Plan:
-    inner = unwrap(model)
-    known = binding_of(inner)
-    for path, module in inner.named_modules() if known is None or known.policy != policy else ():
-        part = binding_of(module)  # of a model prepared before, a part may have been prepared anew since
-        if part is not None and part.policy != policy and part.home is None:
-            what = f"module {path!r}" if path else "the model"
-            raise BindError(
-                f"{what} is already prepared with policy {part.policy.name!r} and was given {policy.name!r}; "
-                f"hs.unprepare it first. They differ:\n{part.policy.diff(policy)}"
-            )
-    refuse_foreign(inner)
-    if cuts_hooks(model) and known is None and concrete.params == "low":
-        raise BindError(
-            f"{type(model).__name__} was wrapped around the model before hs.prepare, and lowering its parameters now "
-            "would cut the wrapper's gradient hooks; call hs.prepare(model, ...) first, then wrap"
-        )
-    plan = resolve(policy, inner, devices[0])
-    refuse_own_forwards(ruled(inner, plan))
-    refuse_rules(inner, policy, ruled(inner, plan))
-    if not _is_done(model, policy, concrete):
-        _refuse_sharded(inner, plan)
-        low = {p.name for p in plan.parameters if p.low}
-        for name, parameter in inner.named_parameters():
-            if name in low and WeightStore.behind(parameter) is not None:
-                raise BindError(
-                    f"parameter {name} is low already and has its fp32 values behind it: a part of the model, or one "
-                    "it shares the parameter with, was prepared before; hs.unprepare that first, and prepare both in "
-                    "one call: hs.prepare([a, b], ...)"
-                )
-    _validate_values(inner, {p.name for p in plan.parameters if p.low}, LOW.get(concrete.dtype, torch.float32))
-    return plan
-
-
-def _refuse_sharded(model: nn.Module, plan: Plan) -> None:
-    """Refuse to change the format of sharded parameters (DTensor): theirs is said when their parts are made."""
-    for decision in plan.parameters:
-        parameter = model.get_parameter(decision.name)
-        behind = decision.low and plan.policy.master != "none"
-        if hasattr(parameter, "device_mesh") and (behind or parameter.dtype is not DTYPES[decision.format]):
-            raise BindError(
-                f"parameter {decision.name} is sharded (parallelize_module, distribute_tensor) and is to become "
-                f"{decision.format}; sharded parameters keep their format: load them in fp32 and use a policy with "
-                "params='fp32', such as 'mixed'"
-            )
-
-
-def _validate_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
-    """Refuse parameters that are not finite, or, to be lowered to `dtype`, have no values yet or some it cannot hold.
-
-    Waits once for each device.
-
-    Inside the mode that makes them, fake parameters are what everybody works with, and are lowered as any other.
-    """
-    pretending = detect_fake_mode() is not None
-    flags: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-    for name, parameter in model.named_parameters():
-        fake = is_fake(parameter)
-        if is_lazy(parameter) or parameter.is_meta or fake:
-            if name in low and not (fake and pretending):
-                remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
-                raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
-        elif parameter.is_floating_point() and (parameter.requires_grad or name in low):  # a frozen mask may hold -inf
-            values = _local(parameter)
-            finite = torch.isfinite(values.to(dtype) if name in low else values).all()
-            flags.setdefault(parameter.device, []).append((name, values, finite))
-    for known in flags.values():
-        for (name, values, _), finite in zip(known, torch.stack([flag for *_, flag in known]).tolist(), strict=True):
-            if not finite and not torch.isfinite(values).all():
-                raise BindError(f"parameter {name} holds nan or inf before the first step; load or initialise it again")
-            if not finite:
-                raise BindError(
-                    f"{beyond(name, values, dtype)}; give its module the rule 'fp32'"
-                    f"{', use dtype=' + repr('bf16') if dtype is torch.float16 else ''}, or clamp it before hs.prepare"
-                )
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
-
-
-def _validate_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, low: bool) -> None:
-    known = {id(p) for m in models for p in m.parameters()}
-    for optimizer in optimizers:
-        if low:
-            refuse_wrapper(optimizer)
-        for g, group in enumerate(optimizer.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    raise BindError(
-                        f"parameter {i} of group {g} of {type(optimizer).__name__}, shape {tuple(parameter.shape)}, is "
-                        "not a parameter of the model; build the optimizer from model.parameters() and prepare every "
-                        "model it steps in one call: hs.prepare([a, b], optimizer)"
-                    )
-
-
-def _is_done(model: nn.Module, wanted: Policy, concrete: Policy) -> bool:
-    """Return whether `model` is prepared with `wanted`; the copy of a prepared model still lacks its low parameters.
-
-    A guest of a model with another policy is not: from now on it is a model of its own.
-    """
-    known = binding_of(unwrap(model))
-    if known is None or (known.home is not None and known.policy != wanted):
-        return False
-    return known.store is not None or concrete.params != "low"
-
-
 def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStore | None:
     """Bring parameters into the formats of the plans; return the fp32 values behind low ones, for all models at once.
 
@@ -259,12 +136,12 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
     store = None
     if low and concrete.master == "none":
         for _, parameter in low:
-            parameter.data = parameter.data.to(LOW[concrete.dtype])
+            parameter.data = parameter.data.to(DTYPES[concrete.dtype])
     elif low:
-        store = STRATEGIES[concrete.master](low, LOW[concrete.dtype])
+        store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype])
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
-        if decision.format == "fp32" and parameter.dtype in LOW.values():  # a low checkpoint under fp32 parameters
+        if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters
             parameter.data = parameter.data.float()
     return store
 
@@ -278,15 +155,16 @@ def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]
             parameter.grad = None if gradient is None else gradient.to(dtype or parameter.dtype)
 
 
-def _bind(model: nn.Module, policy: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
+def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
     """Give every module that needs one its binding and its bound class."""
     for path, module, rule, entrance in ruled(model, plan):
         known = binding_of(module)
         root = not path or (known is not None and known.root)
         guest = not root and is_stateless(module)
         binding = Binding(
-            policy,
+            wanted,
             devices,
+            policy=plan.policy,
             path=path,
             root=root,
             rule=rule,
@@ -339,7 +217,7 @@ def store_of(model: nn.Module) -> WeightStore | None:
 def prepared_policy(model: nn.Module) -> Policy | None:
     """Return the policy that `model`, or a prepared model it is a part of, was prepared with; None if it is not."""
     binding = binding_of(_module(model, "hs.prepared_policy"))
-    return None if binding is None else binding.policy
+    return None if binding is None else binding.wanted
 
 
 def unprepare(model: ModelT) -> ModelT:
@@ -367,7 +245,7 @@ def unprepare(model: ModelT) -> ModelT:
         _accumulate_in(None, low)
     else:
         for parameter in inner.parameters():
-            if parameter.dtype in LOW.values() and binding.policy.params == "low":
+            if parameter.dtype in LOW_DTYPES and binding.policy.params == "low":
                 parameter.data = parameter.data.float()
     unwatch_copies(inner.parameters())
     return model

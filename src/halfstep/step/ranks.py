@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import StepError, UnbuiltError
+from halfstep.formats import DTYPES, POLICY_DTYPES
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import reduces_itself, resolved
+from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
 from halfstep.step.record import Record
 from halfstep.weights import WeightStore
 
 __all__ = ["Ranks", "ranks_of", "refuse_own_loop"]
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})  # formats that a policy speaks of
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
 
 
@@ -168,9 +167,10 @@ class Ranks:
     def _sent(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the format a gradient is summed in."""
         given = self._given(parameter)
-        if given not in FLOATS or self._policy.reduce == "grad":
+        if given not in POLICY_DTYPES or self._policy.reduce == "grad":
             return given
-        return torch.float32 if self._policy.reduce == "fp32" else LOW.get(self._policy.dtype, given)
+        low = self._policy.reduce == "low" and self._policy.dtype != "fp32"
+        return DTYPES[self._policy.dtype] if low else torch.float32 if self._policy.reduce == "fp32" else given
 
     def _put(self, parameter: nn.Parameter, mean: Tensor) -> None:
         """Make `mean` the gradient; an fp32 mean stays fp32 where an optimizer steps fp32 values."""
@@ -268,8 +268,7 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
     Raises:
         UnbuiltError: the policy wants an average that is not made for this model.
     """
-    found = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
-    concrete = resolved(policy, min(found, default="cpu"))
+    concrete = resolved(policy, device_types_of([model])[0])
     while not isinstance(model, DistributedDataParallel):
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):

@@ -35,7 +35,6 @@ from halfstep.events import StepResult, Verdict
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolved
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import optimizer_step, update
 from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit
@@ -151,13 +150,11 @@ class TrainStep:
         _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
         binding = binding_of(unwrap(model))
         assert binding is not None
-        self.policy = resolved(wanted, binding.device_types[0])
+        self.policy = binding.policy
         self._scaler = own_scaler if scaler is None else scaler
         self._scales = self._scaler.is_enabled()
         self._recipe = binding.recipe
         store = store_of(model)
-        if store is not None:
-            self.policy = self.policy.replace(master=store.name)
         self._updater = Updater(optimizer, store)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         windows = self.accumulate > 1 and not self.cuda_graph  # what is added by Python is not repeated by a graph

@@ -38,7 +38,7 @@ class Advice:
     also: tuple[tuple[str, str], ...] = ()
 
 
-def advise(there: hs.Units, speed: DeviceSpeed) -> Advice:
+def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
     """Return what to use on the device that `there` and `speed` describe."""
     has = {"bf16": there.bf16, "fp16": there.fp16}
     gains = {label: _gains(speed, label) for label in has}
@@ -78,7 +78,7 @@ def advise(there: hs.Units, speed: DeviceSpeed) -> Advice:
     )
 
 
-def _stay(there: hs.Units, speed: DeviceSpeed, gains: dict[str, dict[str, float]]) -> Advice:
+def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, float]]) -> Advice:
     """Advise fp32: no low format is faster here."""
     why = [there.reason]
     why += [f"{label} reaches {_words(found)}, forward and backward" for label, found in gains.items() if found]

@@ -74,8 +74,8 @@ def _candidate(label: str, device: str) -> Candidate:
         if made not in AMP_FORMATS:
             raise TaskError(f"policy {label!r}: torch.amp runs in bf16 or fp16")
         return Candidate(label=f"{AMP} {made}", dtype=made)
-    if not name.endswith(".toml") and name not in hs.PRESETS:
-        known = (*hs.PRESETS, FP32, AMP)
+    if not name.endswith(".toml") and name not in hs.policy.PRESETS:
+        known = (*hs.policy.PRESETS, FP32, AMP)
         raise TaskError(
             f"unknown policy {label!r}{did_you_mean(name, known)}; there are {', '.join(known)} and paths ending in "
             f".toml, each with :{' or :'.join(FORMATS)} behind it for another format"

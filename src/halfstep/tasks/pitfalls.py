@@ -143,7 +143,7 @@ def _cuda(speed: DeviceSpeed) -> Iterator[str]:
                         f"what stays fp32 runs without tf32, which is {each.faster.median:.2g} times as fast in matrix "
                         "products; torch.set_float32_matmul_precision('high') if 10 bits of mantissa will do there"
                     )
-    if torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction and hs.units("cuda").fp16:
+    if torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction and hs.policy.units("cuda").fp16:
         yield (
             "partial sums of fp16 products may be added in fp16 (torch's default) and overflow; "
             "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False if a run skips steps"

@@ -162,7 +162,7 @@ def measure_speed(device: str, sizes: Sizes, *, on_step: Callable[[str], None] =
 
 def _ways(device: str) -> tuple[list[_Way], list[_Way]]:
     """Return the formats besides fp32 that `device` has units for (or emulates), and those it lacks units for."""
-    there = hs.units(device)
+    there = hs.policy.units(device)
     bf16, fp16 = _Way(label="bf16", dtype=torch.bfloat16), _Way(label="fp16", dtype=torch.float16)
     has: list[_Way] = []
     lacks: list[_Way] = []

@@ -50,7 +50,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = hs.operator_of(func) if self.on else None
+        name = hs.policy.operator_name(func) if self.on else None
         if name is not None:
             self.results.setdefault(name, Counter())[_format(result)] += 1
         return result

@@ -237,6 +237,6 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         for module in (foreach_utils, importlib.import_module("torch.optim.optimizer")):
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
-        hs.units.cache_clear()
-        stack.callback(hs.units.cache_clear)
+        hs.policy.units.cache_clear()
+        stack.callback(hs.policy.units.cache_clear)
         yield stack.enter_context(_Mode(allow_non_fake_inputs=True))

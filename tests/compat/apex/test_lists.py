@@ -185,7 +185,7 @@ def test_the_lists_and_the_operator_table_say_the_same() -> None:
     plan = dict(hs.resolve(hs.Policy.of("O1", dtype="fp16"), nn.Module(), "cpu").operators)
     rules = {"FP16_FUNCS": "low", "FP32_FUNCS": "fp32", "CASTS": "widest", "SEQUENCE_CASTS": "widest"}
     for space, name, kind in ENTRIES:
-        operator = hs.operator_of(getattr(SPACES[space], name))
+        operator = hs.policy.operator_name(getattr(SPACES[space], name))
         if name == "cpu":
             assert operator is None
         elif name not in RECIPROCALS:

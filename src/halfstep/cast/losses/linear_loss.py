@@ -33,7 +33,7 @@ from halfstep.errors import LossError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.choose import losses, rounded_gradient
 from halfstep.kernels.reference.cross_entropy import Shares, gradient, parts, rows_at_a_time, shares, widened
-from halfstep.policy.units import units
+from halfstep.policy.resolve import units
 
 __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
 

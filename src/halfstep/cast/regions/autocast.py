@@ -23,8 +23,7 @@ from halfstep.errors import PolicyError, RegionError
 from halfstep.formats import DTYPE_NAMES
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
-from halfstep.policy.resolve import require_engine
-from halfstep.policy.units import default_device_types
+from halfstep.policy.resolve import default_device_types
 
 __all__ = ["SUSPENDED", "autocast", "suspended"]
 
@@ -243,7 +242,6 @@ def _recipe(
         chosen = Policy.of("torch", dtype="fp32" if wide else DTYPE_NAMES[dtype or get_autocast_dtype(devices[0])])
     else:
         chosen = Policy.of(policy) if dtype is None else Policy.of(policy, dtype=DTYPE_NAMES[dtype])
-        require_engine(chosen)
         if enabled:
             _refuse_what_needs_a_model(chosen)
     recipe = recipe_for(chosen, devices, enabled=enabled, cache=cache_enabled)

@@ -27,10 +27,10 @@ from halfstep.cast.rules.handlers import target_of
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, POLICY_DTYPES
-from halfstep.policy.custom import CustomOperator, custom_rule, register
+from halfstep.policy.operators import CustomOperator, custom_rule, register
 from halfstep.policy.optable import RULES
 from halfstep.policy.policy import Policy
-from halfstep.policy.units import default_device_types
+from halfstep.policy.resolve import default_device_types
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["operator"]

@@ -47,12 +47,10 @@ from halfstep.cast.rules.handlers import (
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 from halfstep.formats import DTYPES, Format, format_of
-from halfstep.policy.custom import overrides
-from halfstep.policy.operators import LINEAR_LOSS, callables, name_of
+from halfstep.policy.operators import LINEAR_LOSS, callables, custom_overrides, operator_name
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import Decision, operator_rules, require_engine, resolve_dtype
-from halfstep.policy.units import units
+from halfstep.policy.resolve import Decision, operator_rules, resolved, surprise
 
 __all__ = ["Recipe", "call_traced", "compile_rules", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
 
@@ -94,36 +92,27 @@ def recipe_for(
         UnbuiltError: the policy needs an engine that is not built yet; the message says which.
         PolicyError: the policy cannot run on one of the devices.
     """
-    require_engine(policy)
     devices, lowered, emulating = [], [], set()
     simulated: Format | None = None
     for device in device_types:
-        name, note = resolve_dtype(policy, device)
-        on = enabled and name != "fp32"
-        dtype = DTYPES.get(name, torch.float32)  # fp32 carries the values of a simulated format
-        if name not in DTYPES:
-            simulated = format_of(name)
-        if enabled and device == device_types[0] and _lacks_units(policy, device, name):
+        concrete = resolved(policy, device)
+        on = enabled and concrete.dtype != "fp32"
+        dtype = DTYPES.get(concrete.dtype, torch.float32)  # fp32 carries the values of a simulated format
+        if concrete.dtype not in DTYPES:
+            simulated = format_of(concrete.dtype)
+        if enabled and device == device_types[0] and (note := surprise(policy, device)):
             warnings.warn(f"policy {policy.name!r} on {device}: {note}", stacklevel=5)
         # torch.autocast sets the format it was given, also where it is off; without a low one that state stays
         devices.append((device, dtype if on or dtype is not torch.float32 else None, on))
         if on:
             lowered.append(device)
-            if emulates(policy.emulate, device, name):
+            if concrete.dtype == "fp16" and concrete.emulate == "always":
                 emulating.add(device)
     how = Lowering(emulating=frozenset(emulating), simulated=simulated)
     rules = compile_rules(policy, tuple(lowered), how) if lowered else {}
-    custom = overrides(policy.ops) if lowered else ()
+    custom = custom_overrides(policy.ops) if lowered else ()
     mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
     return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache)
-
-
-def _lacks_units(policy: Policy, device: str, name: str) -> bool:
-    """Return whether `device` runs `policy` in another format, or slower, than its user may expect."""
-    there = units(device)
-    if name == "fp16":
-        return not there.fp16 and policy.emulate == "never"
-    return not there.bf16 and (name == "bf16" or policy.dtype == "auto")
 
 
 def call_traced(recipe: Recipe, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,23 +215,16 @@ def compile_rules(
     if policy.params == "low":
         for func in (F.batch_norm, F.instance_norm):
             compiled.setdefault(func, of_statistics())
-    if "cpu" in how.emulating or ("cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never"):
+    if "cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never":
         compiled.update({func: of_norm(compiled.get(func), func) for func in NORMS})
     for composite in composites(frozenset(rules)):
-        if composite not in compiled and name_of(composite) not in decisions:
+        if composite not in compiled and operator_name(composite) not in decisions:
             compiled[composite] = of_composite(unreported(composite))
     if compiled:
         compiled[Tensor.data.__get__] = data_read  # type: ignore[attr-defined]  # a descriptor of C
     if "cross_entropy" not in decisions and rules.keys() & {"log_softmax", "nll_loss"}:
         compiled[F.cross_entropy] = of_composite(cross_entropy_in_parts)
     return compiled
-
-
-def emulates(emulate: str, device: str, dtype: str) -> bool:
-    """Return whether `device` runs operators low in `dtype` emulated, for a policy's field `emulate`."""
-    if dtype != "fp16" or emulate == "never":
-        return False
-    return emulate == "always" or not units(device).fp16
 
 
 # ------------------------------------------------------------------ note [composites]
@@ -280,7 +262,7 @@ def _name_of_called(name: str) -> str | None:
         func = getattr(space, name, None)
         if callable(func):
             try:
-                return name_of(func)
+                return operator_name(func)
             except TypeError:  # unhashable
                 return None
     return None

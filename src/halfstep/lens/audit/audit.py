@@ -177,7 +177,7 @@ def _fits(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[st
     if places and found and (not places & found or (META in found and META not in places)):
         raise AuditError(
             f"the batch is on {_listed(found)} and the model on {_listed(places)}; move one of them, e.g. "
-            f"hs.map_tensors(batch, lambda t: t.to({str(next(iter(places)))!r}))"
+            f"hs.trees.map_tensors(batch, lambda t: t.to({str(next(iter(places)))!r}))"
         )
 
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
-from halfstep.formats import FP32, format_of
+from halfstep.formats import DTYPES, FP32, format_of
 from halfstep.lens.audit.meter import AuditedStep, Meter
 from halfstep.lens.audit.record import Recorder
 from halfstep.lens.audit.reference import BELOW_FP32, Reference
@@ -31,7 +31,7 @@ from halfstep.lens.audit.watch import Call, Paths
 from halfstep.lens.generators import generators, held_generators
 from halfstep.lens.values import LOWS, copied
 from halfstep.policy.plan import Plan
-from halfstep.policy.policy import DTYPES, Policy
+from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.trees import map_tensors
 

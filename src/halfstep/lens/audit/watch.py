@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
 from halfstep.lens.sites import line_of, user_frame
-from halfstep.policy.operators import known, name_of
+from halfstep.policy.operators import known, operator_name
 from halfstep.trees import tensors
 
 __all__ = ["Call", "Paths", "Watch", "floats_of", "is_index"]
@@ -160,7 +160,7 @@ class Watch(TorchFunctionMode):
 
 def named(func: Callable[..., Any]) -> tuple[str, bool]:
     """Return the operator that `func` is a spelling of, "" for none, and whether it works in place."""
-    op = name_of(func)
+    op = operator_name(func)
     if op is not None:
         return op, False
     return _other(getattr(func, "__name__", ""))

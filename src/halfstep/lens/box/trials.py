@@ -15,13 +15,13 @@ from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
+from halfstep.formats import DTYPES
 from halfstep.lens.sites import RUNS_BACKWARD, region_here, spelled
 from halfstep.lens.values import LOWS
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import resolve, resolved
-from halfstep.policy.units import default_device_types
+from halfstep.policy.resolve import default_device_types, resolve
 from halfstep.step.bind import KEY, Binding, binding_of
-from halfstep.step.prepare import LOW, prepare, unprepare
+from halfstep.step.prepare import prepare, unprepare
 
 __all__ = ["instead", "rebound"]
 
@@ -34,14 +34,13 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
     binding = binding_of(model)
     assert binding is not None
     plan = resolve(policy, model, binding.device_types[0])
-    concrete = resolved(policy, binding.device_types[0])
     store = binding.store
     bound = [(module, module.__dict__[KEY]) for module in model.modules() if KEY in module.__dict__]
     made: dict[int, nn.Parameter] = {}
     for decision in plan.parameters:
         parameter = model.get_parameter(decision.name)
         precise = store.read(parameter) if store is not None and parameter in store else parameter.detach()
-        wanted = LOW.get(concrete.dtype, torch.float32) if decision.low else torch.float32
+        wanted = DTYPES[plan.policy.dtype] if decision.low else torch.float32
         if parameter.dtype in FLOATS and parameter.dtype is not wanted:
             made[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []

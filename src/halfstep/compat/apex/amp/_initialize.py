@@ -187,7 +187,7 @@ class _CastOutputs:
 def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
     """Return `value` cast; what holds nothing to cast is returned as it is."""
     if tensors:
-        value = hs.map_tensors(value, lambda t: t.to(dtype) if t.dtype in ELIGIBLE else t)
+        value = hs.trees.map_tensors(value, lambda t: t.to(dtype) if t.dtype in ELIGIBLE else t)
     return _cast_objects(value, dtype)
 
 

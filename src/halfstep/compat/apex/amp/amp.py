@@ -78,7 +78,7 @@ def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Calla
     functions: list[tuple[Any, str, Callable[..., Any]]] = []
     for module, name, rule in _registered:
         original = getattr(module, name)
-        operator = hs.operator_of(original) if module in (torch, torch.Tensor, torch.nn.functional) else None
+        operator = hs.policy.operator_name(original) if module in (torch, torch.Tensor, torch.nn.functional) else None
         if operator is not None:
             rules.append((operator, rule))
             continue

@@ -89,7 +89,7 @@ class _Loud(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = self.rules.get(hs.operator_of(func) or "")
+        rule = self.rules.get(hs.policy.operator_name(func) or "")
         if rule in {"low", "fp32", "widest"}:
             self._print(rule, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -107,7 +107,7 @@ class _Loud(TorchFunctionMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    hs.map_tensors(tree, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    hs.trees.map_tensors(tree, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return found
 
 

@@ -91,7 +91,7 @@ class FP16Model(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Run the network on `inputs`, floating ones cast to half."""
-        return self.network(*hs.map_tensors(inputs, lambda t: t.half() if t.is_floating_point() else t))
+        return self.network(*hs.trees.map_tensors(inputs, lambda t: t.half() if t.is_floating_point() else t))
 
 
 # ---------------------------------------------------------------------- masters
