@@ -54,7 +54,7 @@ def test_a_captured_update_moves_the_scale_at_every_replay(name: str) -> None:
         assert [field.item() for field in state] == [field.item() for field in expected]
 
 
-def test_a_watch_answers_late() -> None:
+def test_a_flag_is_read_late() -> None:
     watch, flag = DelayedFlag(), torch.ones((), dtype=torch.bool, device="cuda")
     assert not watch.read(flag)
     torch.cuda.synchronize()

@@ -267,6 +267,10 @@ class WeightStore(ABC):
 
     # ------------------------------------------------------------------ manual changes: note [changes by hand]
 
+    @property
+    def _kind(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def data_written(self, name: str, *, copied: bool) -> None:
         """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since."""
         if not copied:

@@ -131,22 +131,9 @@ class Kernels:
         self._check(norms.data_ptr(), norms.numel(), at, clip, norm.data_ptr(), bad.data_ptr(), factor.data_ptr())
         return norm, bad, factor
 
-    def advance_(
-        self,
-        scale: Tensor,
-        good: Tensor,
-        total: Tensor,
-        alarm: Tensor,
-        found: Tensor,
-        growth: float,
-        backoff: float,
-        interval: int,
-        floor: float,
-        ceiling: float,
-    ) -> None:
-        """Carry out `ops.advance_`."""
-        state = (scale.data_ptr(), good.data_ptr(), total.data_ptr(), alarm.data_ptr())
-        self._advance(*state, peek(found), growth, backoff, interval, floor, ceiling)
+    def advance_(self, scale: Tensor, good: Tensor, total: Tensor, alarm: Tensor, found: Tensor, *rule: float) -> None:
+        """Carry out `ops.advance_`; `rule` are its numbers, growth to ceiling."""
+        self._advance(scale.data_ptr(), good.data_ptr(), total.data_ptr(), alarm.data_ptr(), peek(found), *rule)
 
     def adam_(
         self, weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any

@@ -183,30 +183,9 @@ def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) 
     return norm, bad, factor
 
 
-def advance_(
-    scale: Tensor,
-    good: Tensor,
-    total: Tensor,
-    alarm: Tensor,
-    found: Tensor,
-    growth: float,
-    backoff: float,
-    interval: int,
-    floor: float,
-    ceiling: float,
-) -> None:
-    """Do what the plain rule of `scale.rule.advance_` does, by one launch."""
+def advance_(scale: Tensor, good: Tensor, total: Tensor, alarm: Tensor, found: Tensor, *rule: float) -> None:
+    """Update the loss scale by one launch; `rule` are the numbers of `ops.advance_`, growth to ceiling."""
+    growth, backoff, interval, floor, ceiling = rule
     with on(scale.device):
-        advance_kernel[(1,)](
-            scale,
-            good,
-            total,
-            alarm,
-            found,
-            interval,
-            GROWTH=growth,
-            BACKOFF=backoff,
-            FLOOR=floor,
-            CEILING=ceiling,
-            **FAITHFUL,
-        )
+        numbers = {"GROWTH": growth, "BACKOFF": backoff, "FLOOR": floor, "CEILING": ceiling}
+        advance_kernel[(1,)](scale, good, total, alarm, found, interval, **numbers, **FAITHFUL)
