@@ -20,7 +20,7 @@ from halfstep.step.bind import KEY, binding_of
 from halfstep.step.wrappers import cuts_hooks, is_called, unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
-from halfstep.weights.lows import beyond
+from halfstep.weights.store import beyond
 
 __all__ = ["check_model", "check_optimizers", "is_done", "is_stateless", "ruled"]
 
