@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     items = [map_tensors(item, function) for _, item in named]
     if torch.compiler.is_compiling():  # Dynamo cannot ask whether two tensors are one
         return rebuild(items)
-    if all(new is old for new, (_, old) in zip(items, named, strict=True)):
+    if all(map(is_, items, [old for _, old in named])):
         return tree
     return rebuild(items)
 
