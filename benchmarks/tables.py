@@ -24,6 +24,7 @@ from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
+SHOWN = (AMP, "mixed", "pure")  # candidates of the tables of stages and of page faults; the JSON files hold all
 
 
 # ------------------------------------------------------------------ speed
@@ -68,7 +69,6 @@ def lens_source(data: dict[str, Any]) -> str:
 
 def case_table(case: dict[str, Any]) -> str:
     """Return one case: its candidates below each other, the absent ones with the reason."""
-    half = case["dtype"] == "fp16"
     rows = []
     for label, data in case["rows"].items():
         counts, curve = data["counts"] or {}, data["curve"]
@@ -79,19 +79,17 @@ def case_table(case: dict[str, Any]) -> str:
                 f"`{label}`",
                 f"{data['ms']:.2f}",
                 ratio(data.get("to_amp")),
-                ratio(data.get("to_fp32")),
-                *([] if half else [ratio(data.get("to_limit"))]),
+                "-" if data.get("to_fp32") is None else f"{data['to_fp32']['median']:.3f}",
                 megabytes(counts.get("saved_bytes")),
                 megabytes(counts.get("state_bytes")),
                 megabytes(counts.get("peak_bytes")),
                 "-" if casts is None else f"{casts} / {megabytes(counts['cast_bytes'])}",
                 whole(counts.get("launches") or counts.get("operators")),
-                whole(counts.get("host_reads")),
                 verdict,
             ]
         )
-    head = ["candidate", "ms a step", "/ torch.amp", "/ fp32", *([] if half else ["/ limit"]), "saved for backward, MB"]
-    head += ["state, MB", "peak, MB", "casts / MB", "operators", "host reads", "curve / spread"]
+    head = ["candidate", "ms a step", "/ torch.amp", "/ fp32", "saved for backward, MB"]
+    head += ["state, MB", "peak, MB", "casts / MB", "operators", "curve / spread"]
     control = case["control"]
     text = (
         f"{case['about']}; {case['dtype']}. {case['rounds']} rounds; A/A ({case['baseline']}) {ratio(control)}."
@@ -140,6 +138,7 @@ def faults(report: dict[str, Any]) -> str:
         ]
         for case in report["cases"].values()
         for label, found in case["rows"].items()
+        if label in SHOWN
     ]
     head = ["model", "candidate", "faults a step, alone", f"among {report['together']}", "alone, malloc as it is"]
     return table([*head, "process at most, MiB", "malloc as it is, MiB"], rows)
@@ -167,6 +166,8 @@ def stages(bench: dict[str, Any]) -> str:
     rows = []
     for case in bf16_cases(bench).values():
         for label, data in case["stages"].items():
+            if label not in SHOWN:
+                continue
             rows.append(
                 [
                     case["title"],
@@ -206,15 +207,6 @@ def bounds(bench: dict[str, Any]) -> str:
     return table([*head, "`pure`: forward and backward above it, ms", "step / limit"], rows)
 
 
-def profiles(bench: dict[str, Any]) -> str:
-    rows = []
-    for case in bf16_cases(bench).values():
-        for label, found in case["profile"].items():
-            told = ", ".join(f"`{p['operator'].removeprefix('aten::')}` {p['ms']:.2f} ({p['calls']})" for p in found)
-            rows.append([case["title"], f"`{label}`", told])
-    return table(["model", "candidate", "operators by their own time, ms (calls)"], rows)
-
-
 def counted(counts: dict[str, Any]) -> str:
     """Return what steps do on fake CUDA tensors: every program of every model."""
     if not counts:
@@ -222,6 +214,8 @@ def counted(counts: dict[str, Any]) -> str:
     rows = []
     for model, programs in counts["models"].items():
         for program, data in programs.items():
+            if program.startswith("torch:"):  # counts of O1 without its casts; they are in the JSON
+                continue
             s = data["summary"]
             around = s["tail_bytes_per_parameter"] + s["weight_bytes_per_parameter"]
             numbers = [f"{s['cast_bytes'] / MIB:.1f}", f"{s['bytes'] / MIB:.0f}", f"{around:.1f}"]
@@ -340,7 +334,6 @@ def blocks(reports: Reports) -> dict[str, str]:
         "cases": cases(bench),
         "stages": stages(bench),
         "bounds": bounds(bench),
-        "profiles": profiles(bench),
         "counted": counted(reports.counts),
         "gpu": gpu(reports.gpu),
         "instrument goals": goal_table(reports, instrument_goals()),
