@@ -11,10 +11,10 @@ PACKAGE = "halfstep"
 LAYERS: Mapping[str, int] = {
     "errors": 0, "formats": 0, "blocks": 0, "events": 0, "trees": 0,
     "kernels": 1, "policy": 1,
-    "cast": 2, "distributed": 2, "fp8": 2, "optim": 2, "scale": 2, "weights": 2,
+    "cast": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,
-    "advise": 4, "lens": 4, "report": 4,
-    "cli": 5, "compat": 5, "integrations": 5, "tasks": 5, "testing": 5,
+    "lens": 4, "report": 4,
+    "cli": 5, "compat": 5, "tasks": 5, "testing": 5,
 }  # fmt: skip
 """Part -> layer. An import points to a lower layer; parts of one layer do not see each other."""
 
@@ -25,7 +25,6 @@ PUBLIC = frozenset({"", "errors"})
 """What they may import: `halfstep` itself and the error classes, which users catch by name."""
 
 ARROWS: Mapping[tuple[str, str], str] = {
-    ("advise", "lens"): "an arrow of the design: advice is drawn from what lens saw",
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("blocks", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("blocks", "formats"): "a block format is made of an element format",
