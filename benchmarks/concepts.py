@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from benchmarks.markdown import fill, table
-from halfstep.blocks import BLOCK_FORMATS
 from halfstep.events import StepResult
 from halfstep.formats import FORMATS
 from halfstep.policy.optable import RULES, TABLES
@@ -93,14 +92,6 @@ def formats() -> str:
         "eps",
     ]
     return table([*head, "specials", "dtype"], rows)
-
-
-def block_formats() -> str:
-    rows = [
-        [f"`{b.name}`", f"`{b.element.name}`", str(b.block), f"{b.bits:g}", f"{b.element.max:g}"]
-        for b in BLOCK_FORMATS.values()
-    ]
-    return table(["block format", "element", "elements a scale", "bits a number", "max of an element"], rows)
 
 
 def policy_fields() -> str:
@@ -347,7 +338,6 @@ def counted_model() -> str:
 def blocks() -> dict[str, str]:
     return {
         "formats": formats(),
-        "block formats": block_formats(),
         "policy fields": policy_fields(),
         "presets": presets(),
         "operator tables": tables(),
