@@ -170,14 +170,13 @@ def stages(bench: dict[str, Any]) -> str:
                 [
                     case["title"],
                     f"`{label}`",
-                    f"{data['forward_ms']:.2f}",
-                    f"{data['backward_ms']:.2f}",
+                    f"{data['forward_ms'] + data['backward_ms']:.2f}",
                     f"{data['tail_ms']:.2f}",
                     f"{data['weight_casts_ms']:.2f} ({data['weight_casts']})",
                     ratio(data["tail_to_amp"]),
                 ]
             )
-    head = ["model", "candidate", "forward, ms", "backward, ms", "tail, ms", "weight casts, ms (how many)"]
+    head = ["model", "candidate", "forward and backward, ms", "tail, ms", "weight casts, ms (how many)"]
     return table([*head, "tail and weight casts / torch.amp's"], rows)
 
 
