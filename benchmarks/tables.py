@@ -24,6 +24,12 @@ from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
+BESIDE = (
+    "accelerate",
+    "Lightning Fabric",
+    "torch",
+    "torch.amp in an empty function mode",
+)  # in one table, by their time
 SHOWN = (AMP, "mixed", "pure")  # candidates of the tables of stages and of page faults; the JSON files hold all
 
 
@@ -71,6 +77,8 @@ def case_table(case: dict[str, Any]) -> str:
     """Return one case: its candidates below each other, the absent ones with the reason."""
     rows, half = [], case["dtype"] == "fp16"  # where torch.amp's own kernels are slow, fp32 is the yardstick
     for label, data in case["rows"].items():
+        if label in BESIDE:
+            continue
         counts, curve = data["counts"] or {}, data["curve"]
         casts = counts.get("casts")
         verdict = "-" if curve is None else f"{curve['of_spread']:.2f}" + ("" if curve["within"] else ", outside")
@@ -106,6 +114,16 @@ def cases(bench: dict[str, Any]) -> str:
     for case in bench["cases"].values():
         parts.append(f"### {case['title']}{', fp16' if case['dtype'] == 'fp16' else ''}\n{case_table(case)}")
     return "\n\n".join(parts)
+
+
+def beside(bench: dict[str, Any]) -> str:
+    """Return the times of candidates that do what torch.amp does: a row for each model."""
+    rows = [
+        [case["title"], *(ratio(case["rows"].get(label, {}).get("to_amp")) for label in BESIDE)]
+        for case in bf16_cases(bench).values()
+        if any(label in case["rows"] for label in BESIDE)
+    ]
+    return table(["model, time / torch.amp", *(f"`{label}`" for label in BESIDE)], rows)
 
 
 def gpu(report: dict[str, Any]) -> str:
@@ -329,6 +347,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "pages": faults(reports.pages),
         "spread": spread(bench),
         "cases": cases(bench),
+        "beside": beside(bench),
         "stages": stages(bench),
         "bounds": bounds(bench),
         "counted": counted(reports.counts),
