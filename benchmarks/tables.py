@@ -143,21 +143,16 @@ def faults(report: dict[str, Any]) -> str:
     """Return the page faults of a step and the largest memory of its process, candidate by candidate."""
     if not report:
         return "Not measured here."
-    rows = [
-        [
-            case["title"],
-            f"`{label}`",
-            whole(found["alone"]),
-            whole(found["together"]),
-            whole(found.get("alone_left")),
-            whole(found["MiB"]),
-        ]
-        for case in report["cases"].values()
-        for label, found in case["rows"].items()
-        if label in SHOWN
-    ]
-    head = ["model", "candidate", "faults a step, alone", f"among {report['together']}", "alone, malloc as it is"]
-    return table([*head, "process at most, MiB"], rows)
+    rows = []
+    for case in report["cases"].values():
+        found = [case["rows"][label] for label in SHOWN]
+        together = max(row["together"] for row in found)
+        left = [whole(row["alone_left"]) for row in found if "alone_left" in row]
+        cells = [*(whole(row["alone"]) for row in found), whole(together), *left, *(whole(row["MiB"]) for row in found)]
+        rows.append([case["title"], *cells])
+    head = ["faults a step", *(f"`{label}`" for label in SHOWN), f"any among {report['together']}"]
+    head += [*(f"`{label}`, malloc as it is" for label in SHOWN[1:]), *(f"`{label}`, MiB at most" for label in SHOWN)]
+    return table(head, rows)
 
 
 def norms(bench: dict[str, Any]) -> str:
@@ -179,23 +174,14 @@ def spread(bench: dict[str, Any]) -> str:
 
 
 def stages(bench: dict[str, Any]) -> str:
+    """Return the tails of a step: a row for each model."""
     rows = []
     for case in bf16_cases(bench).values():
-        for label, data in case["stages"].items():
-            if label not in SHOWN:
-                continue
-            rows.append(
-                [
-                    case["title"],
-                    f"`{label}`",
-                    f"{data['forward_ms'] + data['backward_ms']:.2f}",
-                    f"{data['tail_ms']:.2f}",
-                    f"{data['weight_casts_ms']:.2f} ({data['weight_casts']})",
-                    ratio(data["tail_to_amp"]),
-                ]
-            )
-    head = ["model", "candidate", "forward and backward, ms", "tail, ms", "weight casts, ms (how many)"]
-    return table([*head, "tail and weight casts / torch.amp's"], rows)
+        found = [case["stages"].get(label) for label in SHOWN]
+        times = ["-" if s is None else f"{s['tail_ms'] + s['weight_casts_ms']:.2f}" for s in found]
+        rows.append([case["title"], *times, *(ratio(s and s["tail_to_amp"]) for s in found[1:])])
+    head = ["tail and weight casts", *(f"`{label}`, ms" for label in SHOWN)]
+    return table([*head, *(f"`{label}` / torch.amp" for label in SHOWN[1:])], rows)
 
 
 def bounds(bench: dict[str, Any]) -> str:
