@@ -308,7 +308,7 @@ def bytes_per_parameter() -> str:
         ),
         "`O3`, own step": counted(bf16["O3"], own=False),
     }
-    rows = []
+    rows: list[list[str]] = []
     for name, (at, total) in runs.items():
         most = [max(at[moment][place] for moment in MOMENTS) / total for place in WHERE]
         held = sum(most[: len(HELD)])
