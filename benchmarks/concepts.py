@@ -308,7 +308,7 @@ def bytes_per_parameter() -> str:
         ),
         "`O3`, own step": counted(bf16["O3"], own=False),
     }
-    rows = []
+    rows: list[list[str]] = []
     for name, (at, total) in runs.items():
         most = [max(at[moment][place] for moment in MOMENTS) / total for place in WHERE]
         held = sum(most[: len(HELD)])
@@ -316,7 +316,11 @@ def bytes_per_parameter() -> str:
         kept = sum(at["between"].values()) / total
         cells = [f"{b:.2f}" if b else "-" for b in most]
         cells.insert(len(HELD), f"{held:.2f}")
-        rows.append([name, *cells, f"{peak:.2f}", f"{kept:.2f}"])
+        cells += [f"{peak:.2f}", f"{kept:.2f}"]
+        if rows and rows[-1][1:] == cells:
+            rows[-1][0] += f"; {name}"
+        else:
+            rows.append([name, *cells])
     return table(["AdamW in bf16", *HELD, "sum", *STEP, "most at once", "between updates"], rows)
 
 

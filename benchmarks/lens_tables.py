@@ -18,7 +18,6 @@ def lens_blocks(lens: dict[str, Any]) -> dict[str, str]:
         "explain": explanations(cases) if cases else NOTHING,
         "audit cost": audits(cases) if cases else NOTHING,
         "named": named(lens["faults"]) if lens.get("faults") else NOTHING,
-        "blame": blame(lens["faults"]) if lens.get("faults") else NOTHING,
     }
 
 
@@ -83,23 +82,3 @@ def named(faults: dict[str, Any]) -> str:
             totals.append([f"{title}, {len(asked)}", name, *map(str, (*right, whole, silent))])
     head = ["set, faults", "instrument", "operator right", "module right", "line right", "all three", "silent"]
     return table(head, totals)
-
-
-def blame(faults: dict[str, Any]) -> str:
-    """Return what each instrument says of some faults."""
-    rows, names = faults["rows"], faults["instruments"]
-
-    def cell(said: dict[str, Any]) -> str:
-        parts = [part for part in ("op", "module", "line") if said[part]]
-        words = said["words"].replace("|", "\\|") or "silent"
-        return f"{words}: {', '.join(parts) if parts else 'none'} right"
-
-    shown = [
-        [
-            f"{row['truth']['about']} `{row['truth']['op']}` in `{row['truth']['module'] or '(root)'}`, "
-            f"{row['truth']['phase']}, {row['truth']['line']}",
-            *(cell(row["said"][name]) for name in names),
-        ]
-        for row in (rows[name] for name in faults["shown"])
-    ]
-    return table(["fault", *names], shown)

@@ -24,6 +24,13 @@ from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
+BESIDE = (
+    "accelerate",
+    "Lightning Fabric",
+    "torch",
+    "torch.amp in an empty function mode",
+)  # in one table, by their time
+SHOWN = (AMP, "mixed", "pure")  # candidates of the tables of stages and of page faults; the JSON files hold all
 
 
 # ------------------------------------------------------------------ speed
@@ -68,9 +75,10 @@ def lens_source(data: dict[str, Any]) -> str:
 
 def case_table(case: dict[str, Any]) -> str:
     """Return one case: its candidates below each other, the absent ones with the reason."""
-    half = case["dtype"] == "fp16"
-    rows = []
+    rows, half = [], case["dtype"] == "fp16"  # where torch.amp's own kernels are slow, fp32 is the yardstick
     for label, data in case["rows"].items():
+        if label in BESIDE:
+            continue
         counts, curve = data["counts"] or {}, data["curve"]
         casts = counts.get("casts")
         verdict = "-" if curve is None else f"{curve['of_spread']:.2f}" + ("" if curve["within"] else ", outside")
@@ -79,19 +87,16 @@ def case_table(case: dict[str, Any]) -> str:
                 f"`{label}`",
                 f"{data['ms']:.2f}",
                 ratio(data.get("to_amp")),
-                ratio(data.get("to_fp32")),
-                *([] if half else [ratio(data.get("to_limit"))]),
+                *([ratio(data.get("to_fp32"))] if half else []),
                 megabytes(counts.get("saved_bytes")),
                 megabytes(counts.get("state_bytes")),
                 megabytes(counts.get("peak_bytes")),
                 "-" if casts is None else f"{casts} / {megabytes(counts['cast_bytes'])}",
-                whole(counts.get("launches") or counts.get("operators")),
-                whole(counts.get("host_reads")),
                 verdict,
             ]
         )
-    head = ["candidate", "ms a step", "/ torch.amp", "/ fp32", *([] if half else ["/ limit"]), "saved for backward, MB"]
-    head += ["state, MB", "peak, MB", "casts / MB", "operators", "host reads", "curve / spread"]
+    head = ["candidate", "ms a step", "/ torch.amp", *(["/ fp32"] if half else []), "saved for backward, MB"]
+    head += ["state, MB", "peak, MB", "casts / MB", "curve / spread"]
     control = case["control"]
     text = (
         f"{case['about']}; {case['dtype']}. {case['rounds']} rounds; A/A ({case['baseline']}) {ratio(control)}."
@@ -111,6 +116,16 @@ def cases(bench: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def beside(bench: dict[str, Any]) -> str:
+    """Return the times of candidates that do what torch.amp does: a row for each model."""
+    rows = [
+        [case["title"], *(ratio(case["rows"].get(label, {}).get("to_amp")) for label in BESIDE)]
+        for case in bf16_cases(bench).values()
+        if any(label in case["rows"] for label in BESIDE)
+    ]
+    return table(["model, time / torch.amp", *(f"`{label}`" for label in BESIDE)], rows)
+
+
 def gpu(report: dict[str, Any]) -> str:
     """Return what was measured on a GPU."""
     if not report:
@@ -128,21 +143,16 @@ def faults(report: dict[str, Any]) -> str:
     """Return the page faults of a step and the largest memory of its process, candidate by candidate."""
     if not report:
         return "Not measured here."
-    rows = [
-        [
-            case["title"],
-            f"`{label}`",
-            whole(found["alone"]),
-            whole(found["together"]),
-            whole(found.get("alone_left")),
-            whole(found["MiB"]),
-            whole(found.get("MiB_left")),
-        ]
-        for case in report["cases"].values()
-        for label, found in case["rows"].items()
-    ]
-    head = ["model", "candidate", "faults a step, alone", f"among {report['together']}", "alone, malloc as it is"]
-    return table([*head, "process at most, MiB", "malloc as it is, MiB"], rows)
+    rows = []
+    for case in report["cases"].values():
+        found = [case["rows"][label] for label in SHOWN]
+        together = max(row["together"] for row in found)
+        left = [whole(row["alone_left"]) for row in found if "alone_left" in row]
+        cells = [*(whole(row["alone"]) for row in found), whole(together), *left, *(whole(row["MiB"]) for row in found)]
+        rows.append([case["title"], *cells])
+    head = ["faults a step", *(f"`{label}`" for label in SHOWN), f"any among {report['together']}"]
+    head += [*(f"`{label}`, malloc as it is" for label in SHOWN[1:]), *(f"`{label}`, MiB at most" for label in SHOWN)]
+    return table(head, rows)
 
 
 def norms(bench: dict[str, Any]) -> str:
@@ -164,22 +174,14 @@ def spread(bench: dict[str, Any]) -> str:
 
 
 def stages(bench: dict[str, Any]) -> str:
+    """Return the tails of a step: a row for each model."""
     rows = []
     for case in bf16_cases(bench).values():
-        for label, data in case["stages"].items():
-            rows.append(
-                [
-                    case["title"],
-                    f"`{label}`",
-                    f"{data['forward_ms']:.2f}",
-                    f"{data['backward_ms']:.2f}",
-                    f"{data['tail_ms']:.2f}",
-                    f"{data['weight_casts_ms']:.2f} ({data['weight_casts']})",
-                    ratio(data["tail_to_amp"]),
-                ]
-            )
-    head = ["model", "candidate", "forward, ms", "backward, ms", "tail, ms", "weight casts, ms (how many)"]
-    return table([*head, "tail and weight casts / torch.amp's"], rows)
+        found = [case["stages"].get(label) for label in SHOWN]
+        times = ["-" if s is None else f"{s['tail_ms'] + s['weight_casts_ms']:.2f}" for s in found]
+        rows.append([case["title"], *times, *(ratio(s and s["tail_to_amp"]) for s in found[1:])])
+    head = ["tail and weight casts", *(f"`{label}`, ms" for label in SHOWN)]
+    return table([*head, *(f"`{label}` / torch.amp" for label in SHOWN[1:])], rows)
 
 
 def bounds(bench: dict[str, Any]) -> str:
@@ -206,15 +208,6 @@ def bounds(bench: dict[str, Any]) -> str:
     return table([*head, "`pure`: forward and backward above it, ms", "step / limit"], rows)
 
 
-def profiles(bench: dict[str, Any]) -> str:
-    rows = []
-    for case in bf16_cases(bench).values():
-        for label, found in case["profile"].items():
-            told = ", ".join(f"`{p['operator'].removeprefix('aten::')}` {p['ms']:.2f} ({p['calls']})" for p in found)
-            rows.append([case["title"], f"`{label}`", told])
-    return table(["model", "candidate", "operators by their own time, ms (calls)"], rows)
-
-
 def counted(counts: dict[str, Any]) -> str:
     """Return what steps do on fake CUDA tensors: every program of every model."""
     if not counts:
@@ -222,6 +215,8 @@ def counted(counts: dict[str, Any]) -> str:
     rows = []
     for model, programs in counts["models"].items():
         for program, data in programs.items():
+            if program.startswith("torch:") or program.endswith(":bf16"):  # close to O1 and to fp16; in the JSON
+                continue
             s = data["summary"]
             around = s["tail_bytes_per_parameter"] + s["weight_bytes_per_parameter"]
             numbers = [f"{s['cast_bytes'] / MIB:.1f}", f"{s['bytes'] / MIB:.0f}", f"{around:.1f}"]
@@ -338,9 +333,9 @@ def blocks(reports: Reports) -> dict[str, str]:
         "pages": faults(reports.pages),
         "spread": spread(bench),
         "cases": cases(bench),
+        "beside": beside(bench),
         "stages": stages(bench),
         "bounds": bounds(bench),
-        "profiles": profiles(bench),
         "counted": counted(reports.counts),
         "gpu": gpu(reports.gpu),
         "instrument goals": goal_table(reports, instrument_goals()),

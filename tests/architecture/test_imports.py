@@ -79,6 +79,7 @@ def test_the_checker_catches(tmp_path: Path, place: str, line: str, complaint: s
     [
         ("step/x.py", "from halfstep.cast.regions.autocast import autocast"),
         ("step/x.py", "from . import tail"),
+        ("lens/x.py", "from halfstep.report import page"),
         ("formats.py", "from halfstep.errors import FormatError"),
         ("cli/x.py", "import halfstep as hs\nfrom halfstep.tasks import Task"),
         ("cli/x.py", "from halfstep import Policy, policy\nfrom halfstep.policy import PRESETS"),

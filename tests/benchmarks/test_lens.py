@@ -68,7 +68,7 @@ def test_a_measured_case_says_everything() -> None:
     for goal in instrument_goals():
         assert goal.read(Reports(cpu={}, gpu={}, counts={}, lens=lens)) is not None
     blocks = lens_blocks(lens)
-    assert blocks["blame"] == NOTHING and "`linear` in `0`" in blocks["explain"]
+    assert blocks["named"] == NOTHING and "`linear` in `0`" in blocks["explain"]
 
 
 def test_a_box_of_a_good_run_keeps_nothing_on_a_cpu_and_of_a_bad_one_the_last_batch() -> None:
@@ -182,7 +182,6 @@ def test_the_table_counts_who_is_right() -> None:
     assert "| first, 1 | hs.TrainStep | 1 | 1 | 1 | 1 | 0 |" in blocks["named"]
     assert "| first, 1 | detect_anomaly | 1 | 0 | 1 | 0 | 0 |" in blocks["named"]
     assert "| first, 1 | hooks on modules | 0 | 1 | 0 | 0 | 0 |" in blocks["named"]
-    assert "`log` in `log`, backward, backward.py:" in blocks["blame"]
 
 
 # ------------------------------------------------------------------ goals and tables

@@ -70,7 +70,7 @@ class Cell:
 
 
 WORKS = Cell()
-NO_MODEL = Cell(refused=None, base=BF16, facts=(), words="a region knows no model")
+NO_MODEL = Cell(refused=None, base=BF16, facts=(), words="a region has no model")
 NO_MASTERS = "low weights with masters cannot be sharded"
 SHARDED = {
     "fully_shard": "params='fp32'|has no fp32 master|grads='fp32' over low parameters",

@@ -116,7 +116,7 @@ APEX = {
             (Apex(**O2), {"batch norm weight": "fp32", "norm weight": "bf16"}),
             (Apex(**O2, keep_batchnorm_fp32=False), {"batch norm weight": "bf16", "norm weight": "bf16"}),
         ),
-        "`keep_batchnorm_fp32`, which speaks of BatchNorm alone",
+        "`keep_batchnorm_fp32`, for BatchNorm only",
     ),
     "master": Options(
         (
