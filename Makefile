@@ -13,7 +13,7 @@ MINUTES   ?= 10
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens bench-pages count faults fuzz compare-full tables clean
+.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens bench-pages count faults fuzz compare-full tables walks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -80,6 +80,10 @@ tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.concepts
 	$(BIN)/python -m tests.promises
+	$(BIN)/python -m tests.architecture.reading
+
+walks: $(READY)  ## count the files that a step, a cast and a verdict pass, beside their limits
+	$(BIN)/python -m tests.architecture.walks
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist out src/halfstep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -14,6 +14,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "halfstep"
@@ -98,8 +99,9 @@ def read(root: Path) -> list[Source]:
     return sources
 
 
-def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTIONS) -> list[str]:
-    """Return each access to a private name of another part below `root`, one line each."""
+@cache
+def reads(root: Path) -> list[tuple[str, int, str, str]]:
+    """Return (module, line, name, its part) of each access to a private name of another part below `root`."""
     sources = read(root)
     owners = defaultdict(set)
     for source in sources:
@@ -108,19 +110,25 @@ def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTION
     found = []
     for source in sources:
         for line, name, receiver in sorted(_accesses(source)):
-            if name in TORCHS or name not in owners or (source.module, name) in exceptions:
+            if name in TORCHS or name not in owners:
                 continue
             if source.part not in owners[name] or receiver not in ("", source.part):
-                owner = receiver or " or ".join(sorted(owners[name]))
-                found.append(f"{source.module}:{line} reads {name}, a private name of {owner}")
+                found.append((source.module, line, name, receiver or " or ".join(sorted(owners[name]))))
     return found
+
+
+def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTIONS) -> list[str]:
+    """Return each access to a private name of another part below `root`, one line each."""
+    return [
+        f"{module}:{line} reads {name}, a private name of {owner}"
+        for module, line, name, owner in reads(root)
+        if (module, name) not in exceptions
+    ]
 
 
 def used_exceptions(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTIONS) -> set[tuple[str, str]]:
     """Return the exceptions without which `violations` would find something."""
-    lines = [line.split() for line in violations(root, {})]
-    found = {(words[0].partition(":")[0], words[2].rstrip(",")) for words in lines}
-    return set(exceptions) & found
+    return set(exceptions) & {(module, name) for module, _, name, _ in reads(root)}
 
 
 def private(name: str) -> bool:

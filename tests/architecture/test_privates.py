@@ -74,7 +74,7 @@ def test_the_checker_catches(tmp_path: Path, place: str, text: str, line: int) -
         "class B:\n    step: Step\n    def f(self):\n        return self.step._memory\n",
         "class B:\n    def __init__(self, step: Step):\n        self.step, self.n = step, 1\n"
         "    def f(self):\n        step = self.step\n        return step._memory\n",
-        "class B:\n    @property\n    def step(self) -> Step: ...\n    def f(self):\n        return self.step._memory\n",
+        "class B:\n    @property\n    def s(self) -> Step: ...\n    def f(self):\n        return self.s._memory\n",
     ],
 )
 def test_it_catches_by_the_class_where_both_parts_define_the_name(tmp_path: Path, text: str) -> None:
