@@ -81,6 +81,7 @@ tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code
 	$(BIN)/python -m benchmarks.concepts
 	$(BIN)/python -m tests.promises
 	$(BIN)/python -m tests.architecture.reading
+	$(BIN)/python -m tests.architecture.picture
 
 walks: $(READY)  ## count the files that a step, a cast and a verdict pass, beside their limits
 	$(BIN)/python -m tests.architecture.walks
