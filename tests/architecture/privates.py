@@ -170,9 +170,8 @@ def _accesses(source: Source) -> Iterator[tuple[int, str, str]]:
         if private(name) and base.startswith(PACKAGE):
             yield line, name, part_of(base)
     yield from _walk(source.tree, Seen(source.classes))
-    for node in ast.walk(source.tree):
-        for base in node.bases if isinstance(node, ast.ClassDef) else []:
-            above = source.classes.get(base.id) if isinstance(base, ast.Name) else None
+    for node in (found for found in ast.walk(source.tree) if isinstance(found, ast.ClassDef)):
+        for above in (source.classes.get(parent.id) for parent in node.bases if isinstance(parent, ast.Name)):
             if above is not None and above.part != source.part:
                 yield from ((line, name, above.part) for line, name in _of_self(node) if name in above.names)
 
@@ -263,8 +262,10 @@ def _assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr | None]]:
     """Return (target, value) of an assignment statement, nothing for another node."""
     if isinstance(node, ast.AnnAssign):
         return [(node.target, node.value)]
+    if not isinstance(node, ast.Assign):
+        return []
     pairs: list[tuple[ast.expr, ast.expr | None]] = []
-    for target in node.targets if isinstance(node, ast.Assign) else []:
+    for target in node.targets:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             pairs += zip(target.elts, node.value.elts, strict=False)
         else:

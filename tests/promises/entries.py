@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
@@ -18,7 +17,7 @@ from halfstep.errors import BindError
 from halfstep.step.graph import capturable, recorder
 from halfstep.step.graph.graphs import WARM_UPS
 from halfstep.weights import attachment
-from tests.promises.probe import Entry, Job, Trained, accumulated
+from tests.promises.probe import Entry, Job, Trained, accumulated, one_rank
 from tests.step.tape import TapeRecorder
 
 __all__ = ["ENTRIES", "Compiled"]
@@ -196,14 +195,9 @@ class Captured(Step):
 class Ranks(Step):
     """A TrainStep in a process group of one rank, around a model that `shard` wraps after `hs.prepare`."""
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self) -> AbstractContextManager[None]:
         """Start a process group."""
-        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            torch.distributed.destroy_process_group()
+        return one_rank()
 
 
 class Parallel(Ranks):
