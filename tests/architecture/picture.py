@@ -8,13 +8,13 @@ layer 0 are imported by all others; these imports are not drawn.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 
 from tests.architecture.imports import LAYERS, OUTSIDE, imported
+from tests.architecture.reading import write
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "halfstep"
@@ -211,14 +211,5 @@ def _port(x: float, part: str, others: list[str], other: str) -> float:
     return x + share * ((order.index(other) + 0.5) / len(order) - 0.5)
 
 
-def main() -> None:
-    """Write the picture, or check it."""
-    made = svg()
-    if sys.argv[1:] != ["--check"]:
-        PICTURE.write_text(made, encoding="utf-8")
-    elif not PICTURE.is_file() or PICTURE.read_text(encoding="utf-8") != made:
-        sys.exit(f"{PICTURE.relative_to(ROOT)} is not what the imports say: run `make tables`")
-
-
 if __name__ == "__main__":
-    main()
+    write({PICTURE: svg()})

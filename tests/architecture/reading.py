@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,15 +125,14 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Write both files, or check them."""
-    made = {CONTRIBUTING: contributing(CONTRIBUTING.read_text(encoding="utf-8")), PAGE: page()}
+def write(made: Mapping[Path, str]) -> None:
+    """Write files made by a script or, with --check, fail where one is not as it would be written."""
     for path, text in made.items():
         if sys.argv[1:] != ["--check"]:
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:
-            sys.exit(f"{path.relative_to(ROOT)} is not what its files say: run `make tables`")
+            sys.exit(f"{path.relative_to(ROOT)} is not up to date: run `make tables`")
 
 
 if __name__ == "__main__":
-    main()
+    write({CONTRIBUTING: contributing(CONTRIBUTING.read_text(encoding="utf-8")), PAGE: page()})

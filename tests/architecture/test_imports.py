@@ -30,17 +30,14 @@ def test_every_part_has_a_layer() -> None:
     assert parts - {"__init__", "__main__", "__pycache__", "py"} <= set(LAYERS)
 
 
+OF_CAST = ("import halfstep.cast.regions.autocast", "from halfstep import cast", "from ..cast import region")
+
+
 @pytest.mark.parametrize(
     ("place", "line", "complaint"),
     [
         ("policy/x.py", "from halfstep.step import TrainStep", "layer 1 must not see layer 3"),
-        (
-            "scale/x.py",
-            "import halfstep.cast.regions.autocast",
-            "scale and cast are siblings of layer 2 and blind to each other",
-        ),
-        ("scale/x.py", "from halfstep import cast", "scale and cast are siblings of layer 2 and blind to each other"),
-        ("scale/x.py", "from ..cast import region", "scale and cast are siblings of layer 2 and blind to each other"),
+        *[("scale/x.py", line, "scale and cast are siblings of layer 2 and blind to each other") for line in OF_CAST],
         ("cast/__init__.py", "from ..scale import scaler", "cast and scale are siblings of layer 2"),
         ("weights/x.py", "def f():\n    from halfstep.step import prepare", "layer 2 must not see layer 3"),
         ("kernels/x.py", "from halfstep import Policy", "must not import the package itself"),
