@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +195,11 @@ class Captured(Step):
 class Ranks(Step):
     """A TrainStep in a process group of one rank, around a model that `shard` wraps after `hs.prepare`."""
 
-    def around(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def around(self) -> Iterator[None]:
         """Start a process group."""
-        return one_rank()
+        with one_rank():
+            yield
 
 
 class Parallel(Ranks):
