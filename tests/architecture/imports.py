@@ -11,20 +11,21 @@ PACKAGE = "halfstep"
 LAYERS: Mapping[str, int] = {
     "errors": 0, "formats": 0, "blocks": 0, "events": 0, "trees": 0,
     "kernels": 1, "policy": 1,
-    "cast": 2, "optim": 2, "scale": 2, "weights": 2,
+    "cast": 2, "distributed": 2, "fp8": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,
-    "lens": 4, "report": 4,
-    "cli": 5, "compat": 5, "tasks": 5, "testing": 5,
+    "advise": 4, "lens": 4, "report": 4,
+    "cli": 5, "compat": 5, "integrations": 5, "tasks": 5, "testing": 5,
 }  # fmt: skip
 """Part -> layer. An import points to a lower layer; parts of one layer do not see each other."""
 
 OUTSIDE = 5
 """Parts of this layer are users of the package: they import its public names, never its inside."""
 
-PUBLIC = frozenset({"", "errors", "formats", "lens", "policy", "testing"})
-"""What they may import: names in `__all__` of `halfstep` itself and of these parts, not of their modules."""
+PUBLIC = frozenset({"", "errors"})
+"""What they may import: `halfstep` itself and the error classes, which users catch by name."""
 
 ARROWS: Mapping[tuple[str, str], str] = {
+    ("advise", "lens"): "an arrow of the design: advice is drawn from what lens saw",
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("blocks", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("blocks", "formats"): "a block format is made of an element format",
@@ -47,15 +48,14 @@ EXCEPTIONS: Mapping[tuple[str, str], str] = {
 """(module, part) -> reason: single imports that go the wrong way on purpose."""
 
 
-def imported(path: Path, module: str, root: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, part, whether only public names) for every import of this package; "" is the package itself.
+def imported(path: Path, module: str, root: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, part) for every import of this package in a file; "" is the package itself.
 
-    Imports inside functions and under ``if TYPE_CHECKING`` count: they are dependencies too. Public are names in
-    ``__all__`` of the part, imported from the part itself.
+    Imports inside functions and under ``if TYPE_CHECKING`` count: they are dependencies too.
     """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            targets, taken = [alias.name for alias in node.names], {"*"}
+            targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -63,8 +63,7 @@ def imported(path: Path, module: str, root: Path) -> Iterator[tuple[int, str, bo
                 above = here[: len(here) - (node.level - 1)]
                 base = ".".join([*above, *([node.module] if node.module else [])])
             # `from halfstep import scale` names a part, `from halfstep import Policy` the package
-            taken = {alias.name for alias in node.names}
-            names = [f"{base}.{name}" for name in taken] if base == PACKAGE else []
+            names = [f"{base}.{a.name}" for a in node.names] if base == PACKAGE else []
             parts = [n for n in names if _exists(root, n)]
             targets = parts + ([base] if len(parts) < max(1, len(names)) else [])
         else:
@@ -72,17 +71,7 @@ def imported(path: Path, module: str, root: Path) -> Iterator[tuple[int, str, bo
         for target in targets:
             words = target.split(".")
             if words[0] == PACKAGE:
-                part = words[1] if len(words) > 1 else ""
-                yield node.lineno, part, len(words) < 3 and (part == "" or taken <= exported(root, part))
-
-
-def exported(root: Path, part: str) -> set[str]:
-    """Return the names in ``__all__`` of a part."""
-    file = root / part / "__init__.py" if (root / part).is_dir() else root / f"{part}.py"
-    for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []:
-        if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["__all__"]:
-            return set(ast.literal_eval(node.value))
-    return set()
+                yield node.lineno, words[1] if len(words) > 1 else ""
 
 
 def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTIONS) -> list[str]:
@@ -92,8 +81,8 @@ def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTION
         words = [PACKAGE, *path.relative_to(root).with_suffix("").parts]
         module = ".".join(words[:-1] if words[-1] == "__init__" else words)
         part = words[1] if len(words) > 1 and words[1] != "__init__" else ""
-        for line, target, public in imported(path, module, root):
-            if (module, target) not in exceptions and not allowed(part, target, public):
+        for line, target in imported(path, module, root):
+            if (module, target) not in exceptions and not allowed(part, target):
                 found.append(f"{module}:{line} imports {target or PACKAGE}: {why(part, target)}")
     return found
 
@@ -103,8 +92,8 @@ def used_exceptions(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCE
     return {key for key in exceptions if violations(root, {k: v for k, v in exceptions.items() if k != key})}
 
 
-def allowed(part: str, target: str, public: bool) -> bool:
-    """Return whether `part` may import `target`: its `public` names or others; "" is the package's ``__init__``."""
+def allowed(part: str, target: str) -> bool:
+    """Return whether `part` may import `target`; "" is the package's own ``__init__``."""
     if part == target or (part, target) in ARROWS:
         return True
     if part == "":
@@ -112,7 +101,7 @@ def allowed(part: str, target: str, public: bool) -> bool:
     if part not in LAYERS:
         return False
     if LAYERS[part] == OUTSIDE:
-        return target in PUBLIC and (public or target == "errors")
+        return target in PUBLIC
     return target in LAYERS and LAYERS[target] < LAYERS[part]
 
 

@@ -71,7 +71,7 @@ def edges(source: Path = SOURCE) -> dict[tuple[str, str], int]:
         words = ["halfstep", *path.relative_to(source).with_suffix("").parts]
         module = ".".join(words[:-1] if words[-1] == "__init__" else words)
         part = words[1] if words[1] != "__init__" else ""
-        for _, target, _ in imported(path, module, source):
+        for _, target in imported(path, module, source):
             if target != part and part in LAYERS and (target in LAYERS or target == ""):
                 found[part, target] += 1
     return dict(found)
