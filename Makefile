@@ -2,6 +2,7 @@
 #   PYTHON     the interpreter that creates .venv (3.10 or newer)
 #   PIP_FLAGS  more arguments for pip install, such as the index of a torch build
 #   MINUTES    how long `make fuzz` runs
+#   WORKERS    how many processes run the tests, each with one thread
 PYTHON    ?= python3
 PIP_FLAGS ?=
 VENV      := .venv
@@ -10,10 +11,12 @@ READY     := $(VENV)/.ready
 PEERS     := $(VENV)/.ready-bench
 QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 MINUTES   ?= 10
+WORKERS   ?= 2
+PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-gpu bench-lens bench-pages count faults fuzz compare-full tables clean
+.PHONY: help setup demo test test-slow test-all test-hours lint format bench bench-gpu bench-lens bench-pages count faults fuzz compare-full tables walks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,15 +34,21 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## compare precision policies on three tasks: an excerpt, some 3 minutes on 2 cores -> out/report.html
 	$(BIN)/halfstep compare --excerpt --html out/report.html
 
-test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest
+test: $(READY)  ## run the tests but the slow ones, some 3 minutes on 2 cores
+	$(PYTEST)
 
-test-all: $(READY)  ## run the tests, the slow ones too
-	$(BIN)/python -m pytest -m ''
+test-slow: $(READY)  ## run the slow tests, some 4 minutes on 2 cores
+	$(PYTEST) -m 'slow and not hours'
 
-lint: $(READY)  ## ruff check, ruff format, mypy --strict on package and tests
+test-all: test test-slow  ## both: what CI runs
+
+test-hours: $(READY)  ## run the tests that are in neither: every line of a step cut off
+	$(PYTEST) -m hours
+
+lint: $(READY)  ## ruff check, ruff format, mypy --strict on package and tests, unused names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.architecture.unused
 	$(BIN)/mypy
 
 format: $(READY)  ## rewrite the code as `make lint` wants it
@@ -80,6 +89,11 @@ tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.concepts
 	$(BIN)/python -m tests.promises
+	$(BIN)/python -m tests.architecture.reading
+	$(BIN)/python -m tests.architecture.picture
+
+walks: $(READY)  ## count the files that a step, a cast and a verdict pass, beside their limits
+	$(BIN)/python -m tests.architecture.walks
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist out src/halfstep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from torch.overrides import _get_current_function_mode_stack
 
+from tests.slow import is_slow
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+ROOT = Path(__file__).parent.parent
+
 settings.register_profile("halfstep", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("halfstep")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Mark what `tests.slow` names; skip what needs a GPU where there is none."""
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu"):
+        file = item.path.relative_to(ROOT).as_posix()
+        fixtures = tuple(getattr(item, "fixturenames", ()))
+        if is_slow(file, getattr(item, "originalname", item.name), fixtures):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
 
 

@@ -314,16 +314,14 @@ class Program:
         self.recorded |= side.bad
         side.stage, side.had, side.bad, side.made, side.marked = "ready", False, False, set(), set()
 
+    def _out_of_turn(self, index: int) -> str:
+        return "no loss" if not self.started else "order" if self.sides[index].stage == "stepped" else ""
+
     def do_unscale_(self, index: int) -> None:
         """Unscale."""
-        side = self.sides[index]
+        side, fails, untie = self.sides[index], self._out_of_turn(index), ""
         mixed, late, others = self._look(side)
-        fails = untie = ""
-        if not self.started:
-            fails = "no loss"
-        elif side.stage == "stepped":
-            fails = "order"
-        elif side.stage == "unscaled":
+        if not fails and side.stage == "unscaled":
             anew = late and not others and not mixed
             fails = "mixed" if mixed else "" if anew or not side.had else "order"
             untie = "" if fails else "skipped by hand" if anew else "again"
@@ -336,14 +334,9 @@ class Program:
 
     def do_step(self, index: int) -> None:
         """Step."""
-        side = self.sides[index]
+        side, fails, untie = self.sides[index], self._out_of_turn(index), ""
         mixed, late, others = self._look(side)
-        fails = untie = ""
-        if not self.started:
-            fails = "no loss"
-        elif side.stage == "stepped":
-            fails = "order"
-        elif side.stage == "unscaled":
+        if not fails and side.stage == "unscaled":
             fails = "mixed" if mixed else "unclear" if others and not side.had else ""
             untie = "mixed, late, unclear, skipped by hand" if fails or late else ""
         if not untie and not fails and all(slot.true is None for slot in side.slots) and not side.had:

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +23,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Weights = Literal["fp32", "low", "masters"]
 """How a training step keeps weights: fp32; low if the library can; low with fp32 masters if the library can."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop does besides the model's own work."""
+
+    dtype: str = "fp16"
+    weights: Weights = "fp32"
+    clip_norm: float | None = None
+    scheduler: Any = None
+    init_scale: float = 2.0**16
+    accumulate: int = 1
 
 
 class Library:
@@ -72,19 +85,15 @@ class Library:
         raise NotImplementedError
 
     def training(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor],
-        *,
-        dtype: str = "fp16",
-        weights: Weights = "fp32",
-        clip_norm: float | None = None,
-        scheduler: Any = None,
-        init_scale: float = 2.0**16,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Any]:
-        """Return ``step(*batch)`` of the library's recommended loop; it returns whatever the library tells."""
+        """Return ``step(*batch)`` of the library's recommended loop under `Loop`; it returns what the library tells."""
+        return self.step_of(model, optimizer, loss_fn, Loop(**options))
+
+    def step_of(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], loop: Loop
+    ) -> Callable[..., Any]:
+        """Return what `training` returns."""
         raise NotImplementedError
 
 
@@ -126,28 +135,18 @@ class Halfstep(Library):
     def lower(self, op: Any) -> None:
         operator("low")(op)
 
-    def training(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor],
-        *,
-        dtype: str = "fp16",
-        weights: Weights = "fp32",
-        clip_norm: float | None = None,
-        scheduler: Any = None,
-        init_scale: float = 2.0**16,
-        accumulate: int = 1,
+    def step_of(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], loop: Loop
     ) -> Callable[..., Any]:
         return hs.TrainStep(
             model,
             optimizer,
             loss_fn,
-            policy=hs.Policy.of("mixed" if weights == "fp32" else "O2", dtype=dtype),
-            clip_norm=clip_norm,
-            scheduler=scheduler,
-            scaler=hs.GradScaler("cpu", init_scale=init_scale) if dtype == "fp16" else None,
-            accumulate=accumulate,
+            policy=hs.Policy.of("mixed" if loop.weights == "fp32" else "O2", dtype=loop.dtype),
+            clip_norm=loop.clip_norm,
+            scheduler=loop.scheduler,
+            scaler=hs.GradScaler("cpu", init_scale=loop.init_scale) if loop.dtype == "fp16" else None,
+            accumulate=loop.accumulate,
         )
 
 
@@ -197,39 +196,29 @@ class TorchAmp(Library):
     def lower(self, op: Any) -> None:
         torch.library.register_autocast(op, "cpu", torch.bfloat16)
 
-    def training(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor],
-        *,
-        dtype: str = "fp16",
-        weights: Weights = "fp32",
-        clip_norm: float | None = None,
-        scheduler: Any = None,
-        init_scale: float = 2.0**16,
-        accumulate: int = 1,
+    def step_of(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], loop: Loop
     ) -> Callable[..., Any]:
-        if weights == "low":  # "masters" it does not have
-            model.to(DTYPES[dtype])
-        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=dtype == "fp16")
+        if loop.weights == "low":  # "masters" it does not have
+            model.to(DTYPES[loop.dtype])
+        scaler = torch.amp.GradScaler("cpu", init_scale=loop.init_scale, enabled=loop.dtype == "fp16")
         calls = 0
 
         def step(*batch: Any) -> Any:
             nonlocal calls
-            with torch.autocast("cpu", dtype=DTYPES[dtype]):
-                loss = loss_fn(model, *batch) / accumulate
+            with torch.autocast("cpu", dtype=DTYPES[loop.dtype]):
+                loss = loss_fn(model, *batch) / loop.accumulate
             torch.autograd.backward(scaler.scale(loss))
             calls += 1
-            if calls % accumulate:
+            if calls % loop.accumulate:
                 return None
-            if clip_norm is not None:
+            if loop.clip_norm is not None:
                 scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), loop.clip_norm)
             returned = scaler.step(optimizer)
             scaler.update()
-            if scheduler is not None:
-                scheduler.step()
+            if loop.scheduler is not None:
+                loop.scheduler.step()
             optimizer.zero_grad()
             return returned
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
@@ -18,7 +17,7 @@ from halfstep.errors import BindError
 from halfstep.step.graph import capturable, recorder
 from halfstep.step.graph.graphs import WARM_UPS
 from halfstep.weights import attachment
-from tests.promises.probe import Entry, Job, Trained, accumulated
+from tests.promises.probe import Entry, Job, Trained, accumulated, one_rank
 from tests.step.tape import TapeRecorder
 
 __all__ = ["ENTRIES", "Compiled"]
@@ -199,11 +198,8 @@ class Ranks(Step):
     @contextmanager
     def around(self) -> Iterator[None]:
         """Start a process group."""
-        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        try:
+        with one_rank():
             yield
-        finally:
-            torch.distributed.destroy_process_group()
 
 
 class Parallel(Ranks):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
 import halfstep as hs
 from halfstep.compat import torch_amp
@@ -18,7 +17,7 @@ from halfstep.compat.apex import parallel as apex_parallel
 from halfstep.compat.megengine import amp as megengine
 from halfstep.compat.megengine.autodiff import GradManager
 from halfstep.compat.mindspore import amp as mindspore
-from tests.promises.probe import Entry, Job, Trained
+from tests.promises.probe import Entry, Job, Trained, one_rank
 
 __all__ = ["Apex", "Front", "MegEngine", "MindSpore", "TorchAmp"]
 
@@ -39,11 +38,8 @@ class Front(Entry):
         if "parallel" not in self.options:
             yield
             return
-        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        try:
+        with one_rank():
             yield
-        finally:
-            torch.distributed.destroy_process_group()
 
 
 class TorchAmp(Front):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -32,6 +33,16 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_fused_linear")
 def word(tensor: Tensor) -> str:
     """Return the name of a tensor's format."""
     return WORDS[tensor.dtype]
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Start a process group of one rank."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -240,22 +251,19 @@ def _elementwise(value: Any) -> bool:
 
 def see_products(entry: Entry, policy: hs.Policy) -> Facts:
     """Train one layer: formats in which its products ran."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    products = Products()
-    with entry.watched(products):
-        entry(policy, Job(model, _sum_loss, [[(torch.randn(4, 16),)]] * entry.repeats, sgd))
-    return {"products": " and ".join(sorted(products.formats)) or "none seen"}
+    return {"products": _seen_by(Products(), entry, policy) or "none seen"}
 
 
 def see_reduction(entry: Entry, policy: hs.Policy) -> Facts:
     """Train one layer: formats in which its gradients were summed across processes."""
+    return {"summed": _seen_by(Reductions(), entry, policy) or "nothing"}
+
+
+def _seen_by(watcher: Products | Reductions, entry: Entry, policy: hs.Policy) -> str:
     torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    reductions = Reductions()
-    with entry.watched(reductions):
-        entry(policy, Job(model, _sum_loss, [[(torch.randn(4, 16),)]] * entry.repeats, sgd))
-    return {"summed": " and ".join(sorted(reductions.formats)) or "nothing"}
+    with entry.watched(watcher):
+        entry(policy, Job(nn.Linear(16, 16), _sum_loss, [[(torch.randn(4, 16),)]] * entry.repeats, sgd))
+    return " and ".join(sorted(watcher.formats))
 
 
 def _sum_loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError, PolicyError, WeightsError
 from halfstep.step.prepare import store_of
+from tests.stepping import without_collector
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = ["torch", "O1", "mixed", "O2", "O3"]
@@ -506,24 +507,26 @@ def test_weights_changed_by_hand_under_low_parameters_stay_changed() -> None:
     assert float(model.state_dict()["0.weight"].norm(dim=1).max()) <= 0.51
 
 
+def stepped_once() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model prepared under O2 and its optimizer, after a step."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    hs.prepare(model, optimizer, policy=policy("O2"))
+    model(X).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
 def test_nothing_stays_behind_without_the_cyclic_collector() -> None:
     def alive() -> list[weakref.ref[Any]]:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        hs.prepare(model, optimizer, policy=policy("O2"))
-        model(X).sum().backward()
-        optimizer.step()
+        model, optimizer = stepped_once()
         optimizer.state_dict()
         store = store_of(model)
         assert store is not None
         return [weakref.ref(o) for o in (model, optimizer, store, next(store.kept()))]
 
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         assert [r() for r in alive()] == [None] * 4
-    finally:
-        gc.enable()
 
 
 def test_bound_classes_go_with_the_classes_of_their_user() -> None:
@@ -544,11 +547,7 @@ def test_bound_classes_go_with_the_classes_of_their_user() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_model_and_optimizer_copied_together_stay_together(copied: Callable[[Any], Any], first: str) -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    hs.prepare(model, optimizer, policy=policy("O2"))
-    model(X).sum().backward()
-    optimizer.step()
+    model, optimizer = stepped_once()
     optimizer.zero_grad()
     if first == "model":
         twin, other = copied((model, optimizer))

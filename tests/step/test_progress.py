@@ -49,7 +49,8 @@ def test_some_lines(run: Run, kind: type[BaseException]) -> None:
     without_warnings(some)
 
 
-@pytest.mark.slow
+@pytest.mark.hours
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cut off in a generator that ends
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_every_line(run: Run, kind: type[BaseException]) -> None:

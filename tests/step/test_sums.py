@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.step import train_step
 from halfstep.step.sums import Sums
+from tests.stepping import without_collector
 
 WIDTH = 264
 
@@ -162,12 +162,8 @@ def test_hooks_do_not_keep_a_step() -> None:
     for x in batches(3):
         step(x)
     gone = weakref.ref(step)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         del step
         assert gone() is None
-    finally:
-        gc.enable()
     square(net, batches(1)[0]).backward()
     assert net.second.weight.grad is not None

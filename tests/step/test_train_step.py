@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import BindError, StepError
-from halfstep.step import update
+from tests.stepping import fragile, own_step
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -63,23 +63,16 @@ OPTIMIZERS: dict[str, Make] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("own", [False, True])
-def test_preset_torch_is_the_torch_amp_loop(
-    optimizer: str, clip: float | None, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preset_torch_is_the_torch_amp_loop(optimizer: str, clip: float | None, own: bool) -> None:
     """bf16, torch.autocast, the same (fused) optimizer, clip_grad_norm_.
 
     Equal bit for bit through the optimizer's own step, and to some roundings of update and clip factor through ours.
     """
-    if not own:
-        monkeypatch.setattr(update, "refusal", lambda *args: "to compare")
     model = net()
-    step = hs.TrainStep(
-        model,
-        OPTIMIZERS[optimizer](model.parameters()),
-        loss_fn,
-        policy=hs.Policy.of("torch", dtype="bf16"),
-        clip_norm=clip,
-    )
+    stepped = OPTIMIZERS[optimizer](model.parameters())
+    if not own:
+        own_step(stepped)
+    step = hs.TrainStep(model, stepped, loss_fn, policy=hs.Policy.of("torch", dtype="bf16"), clip_norm=clip)
     reference = net()
     other = OPTIMIZERS[optimizer](reference.parameters())
     if optimizer != "rmsprop":
@@ -414,18 +407,9 @@ def test_an_exception_in_loss_fn_restores_and_training_goes_on() -> None:
 
 
 def test_an_exception_in_the_optimizer_restores_and_training_goes_on() -> None:
-    class Fragile(torch.optim.SGD):
-        broken = False
-
-        def step(self, closure: Any = None) -> Any:
-            if self.broken:
-                self.broken = False
-                raise ZeroDivisionError
-            return super().step(closure)
-
     def run(*, failing: bool) -> dict[str, Tensor]:
         model = net()
-        optimizer = Fragile(model.parameters(), 0.1)
+        optimizer = fragile(torch.optim.SGD)(model.parameters(), 0.1)
         step = hs.TrainStep(model, optimizer, loss_fn, policy="O2")
         step(*batch(0))
         if failing:

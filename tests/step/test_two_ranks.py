@@ -231,6 +231,16 @@ def _net(*, sparse: bool = False, frozen: bool = False, buffers: bool = False) -
     return net
 
 
+def _step_by_hand(net: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> float:
+    """Step on the mean over micro-batches of all ranks; return the gradients' norm."""
+    optimizer.zero_grad()
+    for batch in batches:
+        (_loss(net, batch) / len(batches)).backward()
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    optimizer.step()
+    return float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients])))
+
+
 def _by_hand(left: tuple[int, int], *, frozen: bool = False) -> tuple[list[float], int, dict[str, Tensor]]:
     """Do on one process what two ranks do: each update takes the mean over all micro-batches."""
     net = _net(frozen=frozen)
@@ -242,12 +252,7 @@ def _by_hand(left: tuple[int, int], *, frozen: bool = False) -> tuple[list[float
         if not batches:
             norms.append(-1.0)
             continue
-        optimizer.zero_grad()
-        for batch in batches:
-            (_loss(net, batch) / len(batches)).backward()
-        gradients = [p.grad for p in net.parameters() if p.grad is not None]
-        norms.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
-        optimizer.step()
+        norms.append(_step_by_hand(net, optimizer, batches))
         scheduler.step()
     return norms, scheduler.last_epoch, net.state_dict()
 
@@ -536,12 +541,7 @@ def test_windows_of_a_sharded_model_are_those_of_one_process(both: Callable[[str
     optimizer = _sgd(net)
     norms = []
     for batches in ([_batch(rank, i) for rank in range(2) for i in range(WINDOW)], [_batch(0, 10), _batch(1, 10)]):
-        optimizer.zero_grad()
-        for batch in batches:
-            (_loss(net, batch) / len(batches)).backward()
-        gradients = [p.grad for p in net.parameters() if p.grad is not None]
-        norms.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
-        optimizer.step()
+        norms.append(_step_by_hand(net, optimizer, batches))
     assert first[0] == second[0] == pytest.approx(norms, rel=1e-5)
     for key, value in net.state_dict().items():
         torch.testing.assert_close(first[1][key], value, rtol=0, atol=1e-6)

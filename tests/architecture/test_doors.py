@@ -1,0 +1,40 @@
+"""The doors: what `make test` leaves out, `make test-slow` runs, and CI runs both."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.slow import SLOW, is_slow
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def defined(file: str) -> set[str]:
+    """Return the functions of a test file."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("file", SLOW)
+def test_every_slow_test_exists(file: str) -> None:
+    assert set(SLOW[file]) <= defined(file)
+
+
+def test_a_slow_test_is_named_by_itself_or_by_its_fixture() -> None:
+    assert is_slow("tests/test_package.py", "test_anything", ("wheel", "tmp_path"))
+    assert is_slow("tests/scale/test_ranks.py", "test_ranks_agree_on_a_skip", ())
+    assert not is_slow("tests/scale/test_ranks.py", "test_another", ("tmp_path",))
+
+
+def test_what_one_door_leaves_out_the_other_runs_and_ci_runs_both() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    configuration = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"-m not slow and not hours"' in configuration and "-m 'slow and not hours'" in makefile
+    commands = re.findall(r"^make (.+)$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [word for line in commands for word in line.split()] == ["lint", "test", "test-slow"]
+    assert re.search(r"^test-all: test test-slow ", makefile, re.MULTILINE)
+    assert re.search(r"^make test ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,0 +1,58 @@
+"""The slow tests, as data: `make test` leaves them out, `make test-slow` runs them, CI runs both.
+
+A test is slow if it takes more than 3 seconds of the processor. Tests under `pytest.mark.slow` are slow too
+(combinations that are too many for the quick loop), and those under `pytest.mark.hours` are in neither: `make
+test-hours` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SLOW: Mapping[str, tuple[str, ...]] = {
+    "tests/benchmarks/test_lens.py": (
+        "test_a_box_of_a_good_run_keeps_nothing_on_a_cpu_and_of_a_bad_one_the_last_batch",
+        "test_a_measured_case_says_everything",
+    ),
+    "tests/cli/test_compare.py": ("test_without_the_images_the_gpt_runs_alone", "test_python_dash_m"),
+    "tests/compat/apex/test_parallel.py": ("test_two_processes_reduce_as_apexs_arguments_say",),
+    "tests/compat/apex/test_run.py": ("test_processes_that_a_script_starts_find_apex_too",),
+    "tests/compat/megengine/test_grad_scaler.py": (
+        "test_the_scale_moves_as_megengines_for_any_numbers_and_any_overflows",
+    ),
+    "tests/compat/mindspore/test_scale_rules.py": ("test_a_rule_agrees_with_mindspore_exactly_over_random_sequences",),
+    "tests/compat/torch_amp/test_seeds.py": ("test_the_processes_of_distributed_data_parallel_skip_together",),
+    "tests/examples/test_examples.py": (
+        "test_a_compiled_model_trains_as_the_eager_one",
+        "test_a_gan_learns_with_one_scale_and_with_one_for_each_loss",
+        "test_recurrent_layers_learn_in_every_format",
+        "test_two_ranks_skip_together_and_stay_equal",
+    ),
+    "tests/faults/test_faults.py": ("test_one_bad_rank_makes_both_skip",),
+    "tests/kernels/test_cross_entropy.py": ("test_the_kernels_in_triton_s_interpreter",),
+    "tests/kernels/test_native.py": (
+        "test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_made_again",
+    ),
+    "tests/kernels/test_pages.py": (
+        "test_a_step_faults_no_pages_in_and_malloc_gives_back_after_it",
+        "test_without_it_every_step_faults_them_in",
+    ),
+    "tests/kernels/test_triton.py": (
+        "test_the_kernels_are_their_reference_in_triton_s_interpreter",
+        "test_compiled_kernels_round_every_operation_and_load_many_bytes_at_once",
+    ),
+    "tests/lens/test_bad_loss.py": ("test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others",),
+    "tests/lens/test_ranks.py": ("test_the_bad_rank_is_named_on_both",),
+    "tests/scale/test_ranks.py": ("test_ranks_agree_on_a_skip",),
+    "tests/test_package.py": ("wheel",),
+    "tests/testing/test_fake_cuda.py": ("counted", "found"),
+    "tests/weights/test_ranks.py": ("test_ranks_hold_the_same_weights",),
+    "tests/weights/test_split.py": ("test_bit_equal_to_masters_of_the_same_rounding_over_5000_steps",),
+}
+"""File -> its slow tests, and its fixtures that make every test slow that uses them."""
+
+
+def is_slow(file: str, test: str, fixtures: tuple[str, ...]) -> bool:
+    """Return whether the table names a test of `file`, or one of its fixtures."""
+    names = SLOW.get(file, ())
+    return test in names or any(fixture in names for fixture in fixtures)
