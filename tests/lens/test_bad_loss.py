@@ -17,8 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.box.stepbox import MOST_REPLAYS
-from halfstep.lens.box.trouble import Trouble
+from halfstep.lens.box.stepbox import MOST_REPLAYS, Trouble
 from tests.lens.broken import Body, squared
 
 FP16 = hs.Policy.of("mixed", dtype="fp16", scale=64.0)

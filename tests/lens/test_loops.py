@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.lens.box.cures import _foreign
-from halfstep.lens.box.stepbox import Box
-from halfstep.lens.box.trouble import Trouble
+from halfstep.lens.box.stepbox import Box, Trouble
 from tests.lens.broken import batch, classify, squared, transformer
 from tests.lens.test_blackbox import SEEN, step_of
 
@@ -379,7 +378,7 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
 def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
     def said(verdict: hs.Verdict | None) -> str:
         trouble = Trouble(streak=2)
-        from halfstep.lens.box.trouble import Seen
+        from halfstep.lens.box.stepbox import Seen
 
         return trouble.see(Seen(**{**SEEN, "loss_finite": False, "verdict": verdict}))[-1]
 

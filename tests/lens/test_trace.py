@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.values import extremes, in_float64
+from halfstep.lens.calls import extremes, in_float64
 from tests.lens.broken import batch, classify, explained, here, transformer
 
 

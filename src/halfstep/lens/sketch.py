@@ -18,6 +18,7 @@ power of two, unless the product leaves the format it is computed in.
 
 from __future__ import annotations
 
+import base64
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -32,9 +33,45 @@ from halfstep.errors import FormatError
 from halfstep.formats import Format, format_of
 from halfstep.kernels.choose import count_exponents_
 from halfstep.kernels.reference import exponents as layout
-from halfstep.lens.packed import packed, unpacked
 
-__all__ = ["ExponentSketch", "Sketches"]
+__all__ = ["ExponentSketch", "Sketches", "packed", "unpacked"]
+
+
+def packed(counts: Mapping[int, int]) -> str:
+    """Return counts from the first to the last that is not zero, each as bytes of 7 bits, low ones first."""
+    if not counts:
+        return ""
+    written = bytearray()
+    for exponent in range(min(counts), max(counts) + 1):
+        rest = counts.get(exponent, 0)
+        while rest > 127:
+            written.append(rest & 127 | 128)
+            rest >>= 7
+        written.append(rest)
+    return f"{min(counts)} {base64.b85encode(bytes(written)).decode()}"
+
+
+def unpacked(text: str) -> dict[int, int]:
+    """Return the counts that `packed` has written.
+
+    Raises:
+        ValueError: it has not, or the text is cut off.
+    """
+    if not text:
+        return {}
+    first, _, coded = text.partition(" ")
+    counts, exponent, value, shift = dict[int, int](), int(first), 0, 0
+    for byte in base64.b85decode(coded):
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            if value:
+                counts[exponent] = value
+            exponent, value, shift = exponent + 1, 0, 0
+    if shift:
+        raise ValueError("a table of counts is cut off")
+    return counts
+
 
 Bounds = tuple[float, float]
 AnyFormat = Format | str | torch.dtype

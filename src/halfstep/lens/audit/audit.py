@@ -23,7 +23,7 @@ from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import copied
-from halfstep.lens.generators import unmoved
+from halfstep.lens.calls import unmoved
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
 from halfstep.lens.audit.rows import Row
-from halfstep.lens.audit.text import COLUMNS, cells, grouped, headline, number, percent
+from halfstep.lens.audit.table import COLUMNS, Audit, cells, number, percent
 from halfstep.lens.finding import KINDS
 from halfstep.report import (
     Block,
@@ -29,9 +28,6 @@ from halfstep.report import (
     Table,
 )
 
-if TYPE_CHECKING:
-    from halfstep.lens.audit.table import Audit
-
 __all__ = ["audit_page"]
 
 STRIPS = 24
@@ -44,7 +40,7 @@ FEW = 0.01
 """Share of a row's numbers whose loss counts."""
 
 PLACES = 6
-FORMATS = (FP16, BF16, E5M2, E4M3)
+QUESTIONED = (FP16, BF16, E5M2, E4M3)
 GRAVE = frozenset({"overflow", "underflow", "swallowed_update", "low_state"})
 
 METHOD = (
@@ -65,7 +61,7 @@ def audit_page(audit: Audit) -> Document:
     """Return the report of an audit."""
     sections = [_findings(audit), _pictures(audit), _updates(audit), _rows(audit), _what_if(audit), _method(audit)]
     name = f"{audit.policy.name} {audit.plan.policy.dtype}".strip()
-    line = headline(audit)
+    line = audit.headline
     return Document(
         title=f"halfstep audit: {audit.plan.model}, {name}",
         lead=f"{line[0].upper()}{line[1:]}.",
@@ -79,7 +75,7 @@ def audit_page(audit: Audit) -> Document:
 
 def _findings(audit: Audit) -> Section:
     facts = []
-    for finding, places in grouped(audit.findings()):
+    for finding, places in audit.groups():
         more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
         cause = f"{finding.cause[0].upper()}{finding.cause[1:]}."
         words = [f"In {', '.join(places[:PLACES])}{more}.", *([f"At {finding.line}"] if finding.line else [])]
@@ -241,7 +237,7 @@ def _updates(audit: Audit) -> Section:
 def _what_if(audit: Audit) -> Section:
     gradients = audit.filter(role="* gradient")
     rows: list[tuple[str, ...]] = []
-    for form in FORMATS:
+    for form in QUESTIONED:
         best = _best_scale(gradients, form)
         asked = [("activations", audit.filter(role="activation"), 1.0), ("weights", audit.filter(role="weight"), 1.0)]
         asked += [(f"gradients, scale {scale:g}", gradients, scale) for scale in sorted({1.0, best})]

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import Format
-from halfstep.lens.audit.integers import Integers
-from halfstep.lens.audit.masks import added_masks
-from halfstep.lens.audit.reference import BELOW_FP32, Kept, Key
+from halfstep.lens.audit.comparison import added_masks
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.shadow import RANDOM, Pair, Shadows, random_state
-from halfstep.lens.audit.signs import SUMS
-from halfstep.lens.audit.watch import Call, Paths, Watch, floats_of, is_index
-from halfstep.lens.values import copied, place
+from halfstep.lens.audit.signs import SUMS, Integers
+from halfstep.lens.audit.watch import BELOW_FP32, Call, Kept, Key, Paths, Watch, floats_of, is_index
+from halfstep.lens.calls import copied, place
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["Recorder"]

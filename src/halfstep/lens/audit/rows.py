@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.audit.comparison import Comparison
-from halfstep.lens.audit.masks import Hidden, merged
+from halfstep.lens.audit.comparison import Comparison, Hidden, merged
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
 __all__ = ["ROLES", "Row", "Tally", "form_of", "row_of"]

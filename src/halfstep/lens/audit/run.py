@@ -20,18 +20,15 @@ from torch.optim import SGD, Optimizer
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
-from halfstep.formats import FP32, format_of
-from halfstep.lens.audit.meter import AuditedStep, Meter
+from halfstep.formats import DTYPES, FP32, LOW_DTYPES, format_of
 from halfstep.lens.audit.record import Recorder
-from halfstep.lens.audit.reference import BELOW_FP32, Reference
 from halfstep.lens.audit.rows import Tally, form_of, row_of
 from halfstep.lens.audit.table import Audit
-from halfstep.lens.audit.updates import swallow
-from halfstep.lens.audit.watch import Call, Paths
-from halfstep.lens.generators import generators, held_generators
-from halfstep.lens.values import LOWS, copied
+from halfstep.lens.audit.updates import AuditedStep, Meter, swallow
+from halfstep.lens.audit.watch import BELOW_FP32, Call, Paths, Reference
+from halfstep.lens.calls import copied, generators, held_generators
 from halfstep.policy.plan import Plan
-from halfstep.policy.policy import DTYPES, Policy
+from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.trees import map_tensors
 
@@ -358,10 +355,10 @@ def _loss_of(returned: Any) -> Tensor:
 def _widened(model: nn.Module) -> nn.Module:
     """Bring low parameters and buffers of `model` to fp32, in place."""
     for parameter in model.parameters():
-        if parameter.dtype in LOWS:
+        if parameter.dtype in LOW_DTYPES:
             parameter.data = parameter.data.float()
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in LOWS:
+            if buffer is not None and buffer.dtype in LOW_DTYPES:
                 module._buffers[name] = buffer.float()
     return model

@@ -18,11 +18,10 @@ from halfstep.cast.arithmetic.functions import plain
 from halfstep.cast.copies.cache import WeightCasts
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
-from halfstep.lens.audit.masks import Hidden
-from halfstep.lens.audit.reference import widened_dtypes
+from halfstep.lens.audit.comparison import Hidden
 from halfstep.lens.audit.rows import Tally
 from halfstep.lens.audit.signs import note_signs
-from halfstep.lens.audit.watch import Call, floats_of
+from halfstep.lens.audit.watch import Call, floats_of, widened_dtypes
 from halfstep.trees import map_tensors
 
 __all__ = ["RANDOM", "Pair", "Shadows", "random_state"]

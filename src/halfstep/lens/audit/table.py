@@ -1,11 +1,11 @@
-"""The audit as a table: rows to sort and to choose from, questions answered from their sketches, findings."""
+"""The audit as a table: rows to sort and filter, questions answered from their sketches, findings, and all as text."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +20,85 @@ from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 
-__all__ = ["Audit", "WhatIf", "badness"]
+__all__ = [
+    "COLUMNS",
+    "Audit",
+    "WhatIf",
+    "badness",
+    "cells",
+    "grouped",
+    "number",
+    "percent",
+]
+
+SHOWN = 16
+"""Rows of a printed audit: what loses most."""
+
+PLACES = 4
+"""Places named of each group of findings."""
+
+COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "inf, nan", "underflow", "subnormal",
+           "error", "accumulated", "time")  # fmt: skip
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent with two digits; "" for none or unknown."""
+    if math.isnan(share) or share <= 0.0:
+        return ""
+    if share >= 0.0995:
+        return f"{100 * min(share, 99.9):.0f} %"
+    return f"{100 * share:.2g} %" if share >= 1e-5 else "<0.001 %"
+
+
+def number(value: float) -> str:
+    """Return a number with three digits; "" if it is unknown."""
+    if math.isnan(value) or math.isinf(value):
+        return ""
+    return f"{value:.3g}"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return the row as text, a cell for each of `COLUMNS`."""
+    operator = f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op
+    return (
+        row.module or "(root)",
+        operator,
+        row.role,
+        row.format,
+        number(row.amax),
+        f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
+        percent(row.zeros),
+        percent(row.nonfinite),
+        percent(row.underflow),
+        percent(row.subnormal),
+        percent(row.error),
+        percent(row.accumulated),
+        percent(row.time),
+    )
+
+
+def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
+    """Return findings of one kind with one remedy together: the gravest of them, and all their places."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        key = finding.kind, finding.diff or finding.remedy
+        groups.setdefault(key, []).append(finding)
+    return [(members[0], [finding.place for finding in members]) for members in groups.values()]
+
+
+def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table; columns of numbers flush right."""
+    told = [
+        place for place, word in enumerate(table[0]) if word != "inf, nan" or any(line[place] for line in table[1:])
+    ]
+    table = [tuple(line[place] for place in told) for line in table]
+    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+
+    def flush(place: int, word: str) -> str:
+        return word.ljust(widths[place]) if place < 4 else word.rjust(widths[place])
+
+    return ["  ".join(flush(place, word) for place, word in enumerate(line)).rstrip() for line in table]
+
 
 SORTABLE = tuple(f.name for f in dataclasses.fields(Row) if f.type in {"int", "float"})
 
@@ -202,27 +280,27 @@ class Audit:
     @property
     def headline(self) -> str:
         """What was audited, in one line."""
-        from halfstep.lens.audit.text import headline
-
-        return headline(self)
+        name = f"{self.policy.name} {self.plan.policy.dtype}".strip()
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        scale = f", loss scale {self.scale:g}" if self.scale != 1.0 else ""
+        skipped = f", {self.skipped} skipped on the way" if self.skipped else ""
+        made = f"{steps}{scale}{skipped}, {len(self)} rows"
+        return f"audit of {self.plan.model} under {name} on {self.plan.device}: {made}"
 
     @property
     def quiet(self) -> str:
-        """What to say where there are no findings, in one line."""
-        from halfstep.lens.audit.text import quiet
-
-        return quiet(self)
+        """What to say where there are no findings, in one line: steps may still not be finite."""
+        if self.bad:
+            too = ", in fp32 too" if self.bad_in_fp32 == self.bad else ""
+            return f"no findings of precision, but {self.bad} of {self.steps} steps were not finite{too}"
+        return "no findings: nothing underflows, overflows, is swallowed or far off"
 
     def groups(self) -> list[tuple[Finding, list[str]]]:
         """Return the findings with one kind and one remedy together: the gravest of them, and all their places."""
-        from halfstep.lens.audit.text import grouped
-
         return grouped(self.findings())
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the rows as text for people, the names of the columns first; "" is none or unknown."""
-        from halfstep.lens.audit.text import COLUMNS, cells
-
         return [COLUMNS, *map(cells, self.rows)]
 
     def save_html(self, path: str | Path) -> None:
@@ -238,9 +316,19 @@ class Audit:
 
     def __str__(self) -> str:
         """Return the findings and the rows that lose most, as text."""
-        from halfstep.lens.audit.text import text
-
-        return text(self)
+        lines = [self.headline]
+        groups = self.groups()
+        if not groups:
+            lines.append(self.quiet)
+        for finding, places in groups:
+            more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
+            lines.append(f"{finding.kind}: {', '.join(places[:PLACES])}{more}")
+            if finding.line:
+                lines.append(f"  {finding.line}")
+            lines += [f"  {finding.cause}", f"  remedy: {finding.remedy}"]
+            lines += [f"    {line}" for line in finding.diff.splitlines()]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, *_columns(self.worst(SHOWN).table())])
 
 
 def badness(row: Row) -> float:

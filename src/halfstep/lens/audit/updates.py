@@ -1,25 +1,30 @@
-"""Updates: what an optimizer step should have changed, and what of that its formats swallowed.
+"""Updates: what an optimizer step should have changed, what its formats lost of that, and what gradients add up to.
 
 Before the step the optimizer is copied onto float64 weights, with its states and the gradients it is about to read. The
-copy's step is the intended one; a change smaller than half an ulp of what it changes is one after which a rounding to
-nearest gives back what was there.
+step of the copy is the intended one. A change is lost if it is smaller than half an ulp of what it changes.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.formats import FP32, Format, format_of
+from halfstep.formats import FP32, LOW_DTYPES, Format, format_of
+from halfstep.lens.audit.record import Recorder
 from halfstep.lens.audit.rows import Tally, form_of
+from halfstep.lens.audit.watch import BELOW_FP32, Call
+from halfstep.step.train_step import TrainStep
+from halfstep.weights.states import LowStates
 
-__all__ = ["Intended", "copied", "pace_of", "stored_form", "swallow"]
+__all__ = ["AuditedStep", "Intended", "Listener", "Meter", "copied", "pace_of", "stored_form", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
@@ -151,3 +156,154 @@ def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
             factor = group[option] if place is None else group[option][place]
             return 1.0 - float(factor)
     return 0.0
+
+
+class Listener(Protocol):
+    """Who wants to know of backward passes.
+
+    Attributes:
+        looks: whether at this one.
+    """
+
+    looks: bool
+
+    def backward_begins(self) -> None:
+        """Start the clock."""
+
+    def backward_ended(self, scale: float) -> None:
+        """Look at gradients, which carry the factor `scale`."""
+
+
+class AuditedStep(TrainStep):
+    """A training step that says when its backward pass begins and is over, and what stands behind its weights."""
+
+    listener: Listener
+
+    def precise(self, parameter: nn.Parameter) -> Tensor:
+        """Return the precise value of `parameter`, for reading: it may be the parameter's own memory."""
+        if self._store is not None and parameter in self._store:
+            return self._store.read(parameter)
+        value = parameter.detach()
+        return value.float() if value.dtype in LOW_DTYPES else value
+
+    def is_low(self, parameter: nn.Parameter) -> bool:
+        """Return whether there are precise values behind `parameter`."""
+        return self._store is not None and parameter in self._store
+
+    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.listener.looks:
+            return super()._backward(loss)
+        self.listener.backward_begins()
+        scale, seed = super()._backward(loss)
+        self.listener.backward_ended(float(scale) / self.accumulate)
+        return scale, seed
+
+
+class Meter:
+    """Watches the updates of an audited step.
+
+    Args:
+        step: the audited step.
+        recorder: keeps the tallies.
+        names: id -> name of the parameters.
+        moves: whether there is an optimizer to look at.
+
+    Attributes:
+        notes: what could not be looked at.
+    """
+
+    def __init__(self, step: AuditedStep, recorder: Recorder, names: dict[int, str], *, moves: bool) -> None:
+        self.train, self.recorder, self.names, self.moves = step, recorder, names, moves
+        self.notes: list[str] = []
+        self._intended: Intended | None = None
+        self._sums: dict[str, Tensor] = {}  # fp32 sums of the gradients of low parameters over a window
+        step.watchers.append(self)
+        if step.accumulate > 1:
+            for name, parameter in step.model.named_parameters():
+                if parameter.requires_grad and parameter.dtype in BELOW_FP32:
+                    parameter.register_hook(partial(self._add, name))
+
+    def begin(self) -> None:
+        """Begin a window of micro-batches."""
+        self._sums = {}
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        if not gradient.is_sparse:
+            held = self._sums.get(name)
+            self._sums[name] = gradient.float() if held is None else held.add_(gradient)
+
+    def wants_update(self) -> bool:
+        """Say that every update is one to look at."""
+        return True
+
+    def pass_update(self) -> None:
+        """Do nothing: there is no update that it does not see."""
+
+    def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note what the update is meant to do, unless it will be skipped or cannot be foreseen."""
+        self._intended = None
+        step, scale = self.train, float(self.train._scale)
+        self._compare_sums(parameters)
+        if not self.moves:
+            return
+        if any(p.is_complex() for p in parameters):
+            self.moves = False
+            self.notes.append("no rows of updates: parameters are complex")
+            return
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for p in parameters:
+            assert p.grad is not None
+            gradients[p] = (p.grad.to_dense() if p.grad.is_sparse else p.grad).to(torch.float64, copy=True)
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values())) / scale
+        if not math.isfinite(norm):
+            return
+        factor = 1.0 if step.clip_norm is None else min(1.0, step.clip_norm / (norm + 1e-6))
+        for gradient in gradients.values() if factor != scale else ():
+            gradient.mul_(factor / scale)
+        try:
+            self._intended = Intended(step.optimizer, {p: step.precise(p).clone() for p in parameters}, gradients)
+        except Exception as error:  # of somebody's optimizer
+            self.moves = False
+            name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]
+            self.notes.append(f"no rows of updates: {name} cannot step in float64: {type(error).__name__}: {first}")
+
+    def _compare_sums(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compare the gradients of a window with fp32 sums of the same gradients."""
+        for p in parameters:
+            name = self.names.get(id(p), "")
+            held = self._sums.get(name)
+            if held is None or p.grad is None or p.grad.is_sparse:
+                continue
+            tally = self.recorder.tally_of(name, "weight gradient")
+            tally.summed.add(p.grad, held, form_of(p.grad))
+
+    def after_update(self, bad: Tensor) -> None:
+        """Compare what the update has done with what it was meant to do."""
+        intended, self._intended = self._intended, None
+        if intended is None or bool(bad):
+            return
+        step = self.train
+        kind = type(step.optimizer).__name__
+        strategy = step.policy.master
+        managed = LowStates.of(step.optimizer) is not None
+        for p, before in intended.before.items():
+            name = self.names.get(id(p), "")
+            module = name.rpartition(".")[0]
+            tally = self.recorder.tally(Call(module, kind, 0, ""), "update", name)
+            low = step.is_low(p)
+            form = stored_form(p, strategy if low else "none")
+            tally.stochastic = low and strategy == "stochastic"
+            swallow(tally, before, intended.after[p], step.precise(p), form)
+            old, new = intended.states[p]
+            state = step.optimizer.state.get(p, {})
+            for key, value in new.items():
+                found = state.get(key)
+                if isinstance(found, Tensor) and found.is_floating_point():
+                    tally = self.recorder.tally(Call(module, f"{kind}.{key}", 0, ""), "state", name)
+                    tally.stochastic = managed
+                    tally.pace = pace_of(step.optimizer, p, key)
+                    if key in old:
+                        swallow(tally, old[key], value, found, form_of(found))
+                        tally.whole.add(found, value.float(), form_of(found))
+                    elif found.dtype not in BELOW_FP32:  # nothing to lose
+                        tally.see(found)

@@ -19,13 +19,12 @@ from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import Verdict
+from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import load_evidence, load_weights, window_of
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
-from halfstep.lens.box.trials import instead, rebound
-from halfstep.lens.box.trouble import Seen
-from halfstep.lens.values import extremes, local
+from halfstep.lens.box.stepbox import LOW_SCALE, MOST_REPLAYS, Box, Seen, StepBox, rank
+from halfstep.lens.calls import extremes, local
 from halfstep.policy.policy import Policy
 from halfstep.step.memory import Kept, Memory, Window
 from halfstep.step.prepare import prepared_policy, unwrap

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.box.diagnose import Subject
-from halfstep.lens.values import PLAIN
+from halfstep.lens.calls import PLAIN
 from halfstep.step.memory import Kept, versions_of
 from halfstep.trees import map_tensors, tensors
 

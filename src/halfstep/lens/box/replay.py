@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.rules.composites import unreported
 from halfstep.errors import StepError
+from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.generators import generators, held_generators
-from halfstep.lens.values import LOWS, PLAIN, extremes
+from halfstep.lens.calls import PLAIN, extremes, generators, held_generators
 from halfstep.step.memory import Kept, put_random
 from halfstep.trees import map_tensors
 
@@ -135,7 +135,7 @@ class Replay:
                 return
         for leaf, gradient in gradients.items():
             held = attempt.gradients.get(leaf)
-            if self.wide and len(self.window) > 1 and gradient.dtype in LOWS:
+            if self.wide and len(self.window) > 1 and gradient.dtype in LOW_DTYPES:
                 gradient = gradient.float()
             attempt.gradients[leaf] = gradient if held is None else held + gradient
         if not attempt.bad:

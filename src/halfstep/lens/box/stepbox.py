@@ -1,15 +1,16 @@
-"""Step boxes: what a black box does about one bad step, and the box that looks after a `TrainStep`.
+"""Step boxes: what a black box does about one bad step, and the box of a `TrainStep`.
 
-A step that is not finite only because a dynamic scale is on its way down is left alone; any other is replayed with
-instruments (`trace`), its first cause named (`diagnose`), small changes of policy are tried by replay (`cures`), and
-evidence is kept if somebody gave a folder.
+A step that is not finite only because a dynamic scale is still falling is left alone. Any other is replayed with
+instruments (`trace`), its first cause is named (`diagnose`), small changes of policy are tried by replay (`cures`), and
+evidence is written if a folder was given. `Trouble` recognises what several steps have in common.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,11 @@ from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.kernels.host import number
-from halfstep.lens.box.cures import cures
+from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import Subject, diagnose
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.trials import rebound
-from halfstep.lens.box.trouble import Seen, Trouble
-from halfstep.lens.values import extremes
+from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.memory import Window
@@ -37,7 +36,125 @@ from halfstep.step.prepare import prepared_policy, unwrap
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["LOW_SCALE", "MOST_REPLAYS", "Box", "StepBox", "rank"]
+__all__ = ["LOW_SCALE", "MOST_REPLAYS", "Box", "Seen", "StepBox", "Trouble", "rank"]
+
+STREAK = 10
+"""Bad steps in a row that are worth a word."""
+
+LONG_STREAK = 20
+"""The same under a dynamic scale: on its way down from 2**24 to 1 it skips 24; most begin at 2**16 and need few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of a step that was not applied, without a replay."""
+
+    loss_finite: bool
+    scaling: str  # "none", "static" or "dynamic"
+    scale: float
+    floor: float
+    low: str  # the low format
+    state_finite: bool  # weights and optimizer state; looked at now and then
+    verdict: Verdict | None = None  # on the first step of the streak
+
+
+@dataclass(eq=False)
+class Trouble:
+    """Recognises repeated trouble.
+
+    Attributes:
+        said: names of the diagnoses made so far.
+        streak: steps in a row that were not applied.
+        losses: steps in a row that were applied and whose loss was not finite.
+    """
+
+    said: set[str] = field(default_factory=set)
+    streak: int = 0
+    losses: int = 0
+
+    def fine(self) -> None:
+        """Take note of an applied step with a finite loss."""
+        self.streak = self.losses = 0
+
+    def lost(self) -> list[str]:
+        """Take note of an applied step whose loss was not finite; return what has not been said before."""
+        self.streak = 0
+        self.losses += 1
+        return self._new(self._of_losses())
+
+    def skipped(self) -> None:
+        """Take note of a step that was not applied."""
+        self.streak += 1
+        self.losses = 0
+
+    def see(self, seen: Seen) -> list[str]:
+        """Return what has not been said before of a step that was not applied, which `skipped` has counted."""
+        return self._new(self._diagnoses(seen))
+
+    def _new(self, diagnoses: Iterator[tuple[str, str]]) -> list[str]:
+        found = []
+        for name, text in diagnoses:
+            if name not in self.said:
+                self.said.add(name)
+                found.append(f"{name}: {text}")
+        return found
+
+    def _of_losses(self) -> Iterator[tuple[str, str]]:
+        yield (
+            "the loss is not finite while gradients are",
+            "the update was applied, as torch.amp does; what the loss says is lost, and a term of it trains nothing. "
+            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
+        )
+        if self.losses == STREAK:
+            yield (
+                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
+                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
+            )
+
+    def _diagnoses(self, seen: Seen) -> Iterator[tuple[str, str]]:
+        if not seen.state_finite:
+            yield (
+                "weights or optimizer state are not finite",
+                "no step can be finite any more; load the last good checkpoint, and find the update that wrote them",
+            )
+            return
+        dynamic = seen.scaling == "dynamic"
+        if dynamic and seen.scale <= seen.floor * (1 + 1e-6):
+            yield (
+                "the scale is at its floor",
+                f"{seen.scale:g} cannot get lower and gradients still overflow: the numbers do not fit fp16; use bf16, "
+                "or give what overflows fp32 (step.explain() names it)",
+            )
+        elif dynamic and seen.scale <= 1.0 and self.streak >= 2:
+            yield (
+                "not a scaling problem",
+                f"gradients are not finite at scale {seen.scale:g}; a lower one does not help (explain() says why)",
+            )
+        if self.streak == (LONG_STREAK if dynamic and seen.scale > 1.0 else STREAK):
+            yield (
+                f"{self.streak} steps in a row were skipped",
+                "training stands still; if the scale is not the reason, step.explain() names it",
+            )
+        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none":
+            yield (
+                "bf16 skips steps",
+                "bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid: lower the learning "
+                "rate, clip gradients, look at the data",
+            )
+        if not seen.loss_finite and self.streak >= 2:
+            yield (
+                "the loss is not finite",
+                f"skipping leaves weights as they are, so the same data gives the same; {_where_to_look(seen.verdict)}",
+            )
+
+
+def _where_to_look(verdict: Verdict | None) -> str:
+    if verdict is None or verdict.kind == "not_reproducible":
+        return "look at the loss and the batch (explain() says more)"
+    if verdict.kind == "bad_batch":
+        return f"look at the batch: {verdict.headline}"
+    return f"step {verdict.step} was the first, and the verdict on it says what helps"
+
 
 LOG = logging.getLogger("halfstep")
 

@@ -17,13 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StepError
-from halfstep.formats import Format, format_of
+from halfstep.formats import LOW_DTYPES, Format, format_of
 from halfstep.lens.finding import Finding
-from halfstep.lens.monitor.readings import Load, Readings
-from halfstep.lens.monitor.records import MonitorRecord
+from halfstep.lens.monitor.records import Load, MonitorRecord, Readings
 from halfstep.lens.monitor.sampler import Sampler
 from halfstep.lens.monitor.symptoms import symptoms
-from halfstep.lens.values import LOWS
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
@@ -278,7 +276,7 @@ def _low_format(model: nn.Module) -> Format:
         first = next(unwrap(model).parameters(), None)
         return format_of(resolved(policy, "cpu" if first is None else first.device.type).dtype)
     for parameter in unwrap(model).parameters():
-        if parameter.dtype in LOWS:
+        if parameter.dtype in LOW_DTYPES:
             return format_of(parameter.dtype)
     raise StepError("which low format? The model is not prepared and its parameters are fp32: pass format='fp16'")
 

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.cast.state import STATE
-from halfstep.formats import FORMATS
+from halfstep.formats import FORMATS, LOW_DTYPES
+from halfstep.lens.calls import local
 from halfstep.lens.sketch import Sketches
-from halfstep.lens.values import LOWS, local
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
@@ -205,7 +205,7 @@ class Sampler:
         for parameter, state in self._optimizer.state.items():
             number = self._places.get(id(parameter))
             if number is not None:
-                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOWS]
+                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES]
                 found[number] = [local(v) for v in low if v.shape == parameter.shape][:KEPT]
         return found
 
