@@ -42,7 +42,7 @@ __all__ = [
     "extremes",
     "floats",
     "generators",
-    "held",
+    "has_storage",
     "held_generators",
     "in_float64",
     "line_of",
@@ -242,7 +242,7 @@ def constants(values: Iterable[Any]) -> Iterator[float]:
             yield from constants(value)
 
 
-def held(tensor: Tensor) -> bool:
+def has_storage(tensor: Tensor) -> bool:
     """Return whether `tensor` has a storage of its own, by which its values are known."""
     return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
 
@@ -251,7 +251,7 @@ def storage(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common, as long as one of them, or a weak reference, lives."""
     if tensor.is_sparse:
         tensor = tensor._values()
-    return int(tensor.untyped_storage()._cdata) if held(tensor) else id(tensor)
+    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
 
 
 def place(tensor: Tensor) -> int:
