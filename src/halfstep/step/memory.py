@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from halfstep.kernels.host import number, peek
 from halfstep.trees import tensors
 
-__all__ = ["Kept", "Memory", "Window", "put_random", "random_states", "versions_of"]
+__all__ = ["MicroBatch", "Memory", "Window", "put_random", "random_states", "versions_of"]
 
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 @dataclass(slots=True)
-class Kept:
+class MicroBatch:
     """One micro-batch, as it was before its forward pass.
 
     Attributes:
@@ -58,7 +58,7 @@ class Window:
         lossy: whether a loss was not finite, as soon as that has been read.
     """
 
-    batches: list[Kept] = field(default_factory=list)
+    batches: list[MicroBatch] = field(default_factory=list)
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
     last: int = 0
     scale: Tensor | None = None
@@ -116,10 +116,10 @@ class Memory:
             if value is not None:
                 self.window.buffers.append((module, name, value.clone()))
 
-    def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> Kept:
+    def keep(self, number: int, batch: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
         """Remember micro-batch `number` and the generators before its forward pass."""
         self.window.last = number
-        kept = Kept(batch, named, random_states(), versions_of((batch, named)))
+        kept = MicroBatch(batch, named, random_states(), versions_of((batch, named)))
         self.window.batches.append(kept)
         return kept
 

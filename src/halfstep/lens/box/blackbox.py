@@ -26,7 +26,7 @@ from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import LOW_SCALE, MOST_REPLAYS, Box, Seen, StepBox, rank
 from halfstep.lens.calls import extremes, local
 from halfstep.policy.policy import Policy
-from halfstep.step.memory import Kept, Memory, Window
+from halfstep.step.memory import MicroBatch, Memory, Window
 from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
@@ -141,7 +141,7 @@ class BlackBox(Box):
             raise StepError("explain(): there is no step to explain: the last one was finite, or has not run backward")
         return self._explained()
 
-    def _begin(self, kept: Kept, gradient: Tensor) -> None:
+    def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
         """Remember what a backward pass begins with, and look at the gradients when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()

@@ -21,7 +21,7 @@ from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.calls import PLAIN
-from halfstep.step.memory import Kept, versions_of
+from halfstep.step.memory import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["load_evidence", "load_weights", "save_evidence", "window_of"]
@@ -190,12 +190,12 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path)
     model.load_state_dict(weights, strict=False)  # what is no tensor was not kept
 
 
-def window_of(content: Mapping[str, Any], device: torch.device) -> list[Kept]:
+def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBatch]:
     """Return the micro-batches of an evidence file on `device`."""
     window = []
     for item in content["window"]:
         batch, named = map_tensors((item["batch"], item["named"]), lambda t: t.to(device))
         random = {d: s for d, s in item["random"].items() if d == "cpu" or torch.cuda.is_available()}
         loss, seed = (None if item[n] is None else item[n].to(device) for n in ("loss", "seed"))
-        window.append(Kept(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
+        window.append(MicroBatch(tuple(batch), dict(named), random, versions_of((batch, named)), loss, seed))
     return window

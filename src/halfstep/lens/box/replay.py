@@ -23,7 +23,7 @@ from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import PLAIN, extremes, generators, held_generators
-from halfstep.step.memory import Kept, put_random
+from halfstep.step.memory import MicroBatch, put_random
 from halfstep.trees import map_tensors
 
 __all__ = ["Attempt", "Replay"]
@@ -77,7 +77,7 @@ class Replay:
 
     model: nn.Module
     forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    window: Sequence[Kept]
+    window: Sequence[MicroBatch]
     buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     wide: bool = False
@@ -105,7 +105,7 @@ class Replay:
         return attempt
 
     def _one(
-        self, attempt: Attempt, index: int, kept: Kept, modules: _Modules, *, traced: bool, factor: float | None
+        self, attempt: Attempt, index: int, kept: MicroBatch, modules: _Modules, *, traced: bool, factor: float | None
     ) -> None:
         put_random(kept.random)
         batch, named = map_tensors((kept.batch, kept.named), _own)
