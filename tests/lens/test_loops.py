@@ -378,9 +378,9 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
 def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
     def said(verdict: hs.Verdict | None) -> str:
         trouble = Trouble(streak=2)
-        from halfstep.lens.box.stepbox import Seen
+        from halfstep.lens.box.stepbox import SkippedStep
 
-        return trouble.see(Seen(**{**SEEN, "loss_finite": False, "verdict": verdict}))[-1]
+        return trouble.see(SkippedStep(**{**SEEN, "loss_finite": False, "verdict": verdict}))[-1]
 
     assert "look at the loss and the batch" in said(None)
     assert "step 3 was the first, and the verdict on it says what helps" in said(hs.Verdict(kind="overflow", step=3))

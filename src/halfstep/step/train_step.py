@@ -525,6 +525,27 @@ class TrainStep:
 
     # ------------------------------------------------------------------ explanations
 
+    @property
+    def record(self) -> Memory | None:
+        """The micro-batches of the window under way and of the last update; None under ``blackbox=False``."""
+        return self._memory
+
+    @property
+    def evidence(self) -> Path | None:
+        """The folder of evidence files."""
+        return self._evidence
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale of the last update, 0-dim."""
+        return self._scale
+
+    def run_forward(
+        self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any], recipe: Recipe
+    ) -> tuple[Tensor, Any]:
+        """Return (loss, aux) of `loss_fn` on `model` in the region of `recipe`."""
+        return self._forward(model, batch, named, recipe)
+
     def explain(self) -> Verdict:
         """Say why the last step that was not applied, or whose loss was not finite, was so; printing it is a report.
 

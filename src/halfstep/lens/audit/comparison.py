@@ -14,7 +14,7 @@ from halfstep.formats import Format
 from halfstep.kernels.reference.exponents import LARGEST, merge_
 from halfstep.lens.sketch import Sketches
 
-__all__ = ["HUGE", "Comparison", "Hidden", "added_masks", "hidden_in", "merged"]
+__all__ = ["HUGE", "ErrorSums", "Hidden", "added_masks", "hidden_in", "merged"]
 
 MASKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ENDS = frozenset(torch.finfo(dtype).max for dtype in MASKED_DTYPES)
@@ -104,7 +104,7 @@ def _sketch(tensor: Tensor) -> Sketches:
 
 
 @dataclass(slots=True)
-class Comparison:
+class ErrorSums:
     """How far tensors are from what they should be: sums over elements, added up over calls.
 
     Attributes:

@@ -10,16 +10,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.audit.rows import Row
+from halfstep.lens.audit.rows import AuditRow
 from halfstep.lens.finding import KINDS, ROOM, Finding
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["Doctor", "findings_of"]
+__all__ = ["Remedies", "findings_of"]
 
 
-class Doctor:
+class Remedies:
     """Makes findings and their remedies.
 
     Args:
@@ -29,15 +29,15 @@ class Doctor:
         headroom: bits below the largest number of a format that are a risk.
     """
 
-    def __init__(self, rows: tuple[Row, ...], policy: Policy, plan: Plan, headroom: float) -> None:
+    def __init__(self, rows: tuple[AuditRow, ...], policy: Policy, plan: Plan, headroom: float) -> None:
         self.rows, self.policy, self.plan, self.headroom = rows, policy, plan, headroom
 
-    def of(self, *roles: str) -> Iterator[Row]:
+    def of(self, *roles: str) -> Iterator[AuditRow]:
         """Iterate over the rows of some roles."""
         return (row for row in self.rows if row.role in roles)
 
     def finding(
-        self, kind: str, row: Row, severity: float, cause: str, remedy: str, policy: Policy | None = None
+        self, kind: str, row: AuditRow, severity: float, cause: str, remedy: str, policy: Policy | None = None
     ) -> Finding:
         """Return a finding in the place of `row`."""
         diff = "" if policy is None else self.policy.diff(policy)
@@ -59,7 +59,7 @@ class Doctor:
 
     # ------------------------------------------------------------------ remedies
 
-    def wider(self, row: Row) -> tuple[str, Policy | None]:
+    def wider(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to keep an operator out of the low format."""
         if row.op == "to" and not row.module and self.plan.policy.inputs == "low":
             return "let the inputs come as they are", self.policy.replace(inputs="keep")
@@ -79,14 +79,14 @@ class Doctor:
             )
         return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
 
-    def line_wider(self, row: Row) -> tuple[str, Policy | None]:
+    def line_wider(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to keep all of the line that an operator stands in out of the low format."""
         if row.module:
             return f"keep module {row.module!r} in fp32", self.policy.with_modules({row.module: "fp32"})
         ops = list(dict.fromkeys(r.op for r in self.of("activation") if r.line == row.line and "::" not in r.op))
         return f"give {', '.join(ops)} fp32, or this line a region in fp32", _with_fp32(self.policy, *ops)
 
-    def scaled(self, row: Row) -> tuple[str, Policy | None]:
+    def scaled(self, row: AuditRow) -> tuple[str, Policy | None]:
         """Return how to lift gradients into the format."""
         form = format_of(row.format)
         if not form.is_narrow:
@@ -142,7 +142,7 @@ HALF = 0.5
 lose up to a third of a branch in a bf16 stream, and learn."""
 
 
-def findings_of(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
+def findings_of(rows: Iterable[AuditRow], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
     """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
 
     Args:
@@ -152,7 +152,7 @@ def findings_of(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: fl
         headroom: bits below the largest number of a format that are a risk.
     """
     table = tuple(rows)
-    doctor = Doctor(table, policy, plan, headroom)
+    doctor = Remedies(table, policy, plan, headroom)
     found = [finding for rule in RULES for finding in rule(doctor)]
     order = list(KINDS)
     return tuple(sorted(found, key=lambda finding: (order.index(finding.kind), -finding.severity)))
@@ -169,7 +169,7 @@ def _percent(share: float) -> str:
 # ---------------------------------------------------------------------- rules
 
 
-def _overflow(doctor: Doctor) -> Iterator[Finding]:
+def _overflow(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         if row.overflow > 0:
             form = format_of(row.format)
@@ -179,7 +179,7 @@ def _overflow(doctor: Doctor) -> Iterator[Finding]:
             yield doctor.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, remedy, policy)
 
 
-def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
+def _gradient_underflow(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("activation gradient", "weight gradient"):
         lost = max(row.underflow, row.missing)
         form = _narrow(doctor, row)
@@ -203,7 +203,7 @@ def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
             yield doctor.finding("underflow", row, max(lost, row.subnormal), cause, remedy, policy)
 
 
-def _narrow(doctor: Doctor, row: Row) -> Format:
+def _narrow(doctor: Remedies, row: AuditRow) -> Format:
     """Return the format that a gradient went through: an fp32 one may have been low on its way."""
     form = format_of(row.format)
     low = format_of(doctor.plan.policy.dtype)
@@ -211,7 +211,7 @@ def _narrow(doctor: Doctor, row: Row) -> Format:
     return low if passed and low.exponent_bits < form.exponent_bits else form
 
 
-def _activation_underflow(doctor: Doctor) -> Iterator[Finding]:
+def _activation_underflow(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         form = format_of(row.format)
         if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * _unit(form)):
@@ -220,7 +220,7 @@ def _activation_underflow(doctor: Doctor) -> Iterator[Finding]:
             yield doctor.finding("underflow", row, row.underflow, cause, remedy, policy)
 
 
-def _swallowed(doctor: Doctor) -> Iterator[Finding]:
+def _swallowed(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("update"):
         if row.reason or math.isnan(row.swallowed):  # stochastic rounding is right on average
             continue
@@ -246,7 +246,7 @@ def _swallowed(doctor: Doctor) -> Iterator[Finding]:
             )
 
 
-def _low_state(doctor: Doctor) -> Iterator[Finding]:
+def _low_state(doctor: Remedies) -> Iterator[Finding]:
     trained = {name for p in doctor.plan.parameters for name in (p.name, *p.aliases)}
     for row in doctor.of("state"):
         form = format_of(row.format)
@@ -284,7 +284,7 @@ def _low_state(doctor: Doctor) -> Iterator[Finding]:
         yield doctor.finding(kind, row, share, f"{what} {row.parameter} is {form.name}: {why}", remedy, policy)
 
 
-def _large_error(doctor: Doctor) -> Iterator[Finding]:
+def _large_error(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         form = format_of(row.format)
         limit = max(ROUNDINGS * _unit(_low(doctor, form)), 1e-3)
@@ -299,7 +299,7 @@ def _large_error(doctor: Doctor) -> Iterator[Finding]:
         yield doctor.finding("rounding", row, row.error, cause, remedy, policy)
 
 
-def _addends(doctor: Doctor) -> Iterator[Finding]:
+def _addends(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         if row.swallowed >= HALF and row.swallowed_mass >= HALF:
             cause = (
@@ -312,7 +312,7 @@ def _addends(doctor: Doctor) -> Iterator[Finding]:
             yield doctor.finding("rounding", row, row.swallowed_mass, cause, remedy, policy)
 
 
-def _summed(doctor: Doctor) -> Iterator[Finding]:
+def _summed(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("weight gradient"):
         if row.summed >= SUMMED:
             cause = (
@@ -325,13 +325,13 @@ def _summed(doctor: Doctor) -> Iterator[Finding]:
             yield doctor.finding("rounding", row, row.summed, cause, remedy, policy.replace(grads="fp32"))
 
 
-def _low(doctor: Doctor, form: Format) -> Format:
+def _low(doctor: Remedies, form: Format) -> Format:
     """Return the format whose roundings count: that of an fp32 result may have come from low inputs."""
     low = format_of(doctor.plan.policy.dtype)
     return min(form, low, key=lambda each: each.mantissa_bits)
 
 
-def _integers(doctor: Doctor) -> Iterator[Finding]:
+def _integers(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         if row.otherwise >= OTHERWISE:
             cause = (
@@ -341,7 +341,7 @@ def _integers(doctor: Doctor) -> Iterator[Finding]:
             yield doctor.finding("rounding", row, row.otherwise, cause, *doctor.line_wider(row))
 
 
-def _drift(doctor: Doctor) -> Iterator[Finding]:
+def _drift(doctor: Remedies) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
     said = any(row.overflow > 0 for row in doctor.of("activation"))  # whatever comes after it is off
     for row in () if said else doctor.of("activation"):
@@ -368,7 +368,7 @@ def _drift(doctor: Doctor) -> Iterator[Finding]:
             said = True
 
 
-def _saturation(doctor: Doctor) -> Iterator[Finding]:
+def _saturation(doctor: Remedies) -> Iterator[Finding]:
     for row in doctor.of("activation"):
         if row.saturated >= MOSTLY:
             what = "rows of this softmax are one-hot" if row.op == "softmax" else f"elements of this {row.op} are 1"
@@ -377,7 +377,7 @@ def _saturation(doctor: Doctor) -> Iterator[Finding]:
             yield doctor.finding("saturation", row, row.saturated, cause, remedy, policy)
 
 
-def _risk(doctor: Doctor) -> Iterator[Finding]:
+def _risk(doctor: Remedies) -> Iterator[Finding]:
     dynamic = isinstance(doctor.plan.policy.scale, ScaleRule)
     for row in doctor.of("activation", "weight", "activation gradient", "weight gradient"):
         form = format_of(row.format)
@@ -397,7 +397,7 @@ def _risk(doctor: Doctor) -> Iterator[Finding]:
         yield doctor.finding("overflow_risk", row, 1 - row.headroom / max(doctor.headroom, 1e-9), cause, remedy, policy)
 
 
-RULES: tuple[Callable[[Doctor], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Remedies], Iterator[Finding]], ...] = (
     _overflow,
     _gradient_underflow,
     _activation_underflow,

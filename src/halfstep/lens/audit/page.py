@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
-from halfstep.lens.audit.rows import Row
+from halfstep.lens.audit.rows import AuditRow
 from halfstep.lens.audit.table import COLUMNS, Audit, cells, number, percent
 from halfstep.lens.finding import KINDS
 from halfstep.report import (
@@ -128,7 +128,7 @@ def _figure(those: Audit, heading: str, caption: str) -> Figure | None:
     )
 
 
-def _names(rows: Iterable[Row]) -> dict[int, str]:
+def _names(rows: Iterable[AuditRow]) -> dict[int, str]:
     """Return id -> name of rows; with the number of the line where one operator is called from several in a module."""
     table = list(rows)
     plain = {id(row): row.parameter or f"{row.module} {row.op}".strip() for row in table}
@@ -141,7 +141,7 @@ def _names(rows: Iterable[Row]) -> dict[int, str]:
     return named
 
 
-def _strip(row: Row, name: str) -> Strip:
+def _strip(row: AuditRow, name: str) -> Strip:
     sketch, form = row.sketch, format_of(row.format)
     total = max(sketch.count, 1)
     return Strip(
@@ -153,7 +153,7 @@ def _strip(row: Row, name: str) -> Strip:
     )
 
 
-def _trouble(row: Row) -> str:
+def _trouble(row: AuditRow) -> str:
     """Return the worst number of a row, for beside its strip."""
     if row.nonfinite and not row.sketch.nonzero and not row.sketch.zeros:
         return ", all nan" if row.sketch.nans and not row.sketch.infs else ", all inf or nan"
@@ -179,7 +179,7 @@ HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "acc
            "inf, nan", "time", "casts", "kB", "rule")  # fmt: skip
 
 
-def _words(row: Row, where: str) -> tuple[str, ...]:
+def _words(row: AuditRow, where: str) -> tuple[str, ...]:
     """Return a row, named `where`, for a table that is as wide as a page: what matters most stands first."""
     by_name = dict(zip(COLUMNS, cells(row), strict=True))
     middle = (by_name[name] for name in HEADERS[1:-3])

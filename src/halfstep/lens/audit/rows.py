@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.audit.comparison import Comparison, Hidden, merged
+from halfstep.lens.audit.comparison import ErrorSums, Hidden, merged
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
-__all__ = ["ROLES", "Row", "Tally", "form_of", "row_of"]
+__all__ = ["ROLES", "AuditRow", "Tally", "form_of", "row_of"]
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
@@ -53,8 +53,8 @@ class Tally:
     scale: float = 1.0
     sketch: Sketches | None = None
     wide: Sketches | None = None
-    local: Comparison = field(default_factory=Comparison)
-    whole: Comparison = field(default_factory=Comparison)
+    local: ErrorSums = field(default_factory=ErrorSums)
+    whole: ErrorSums = field(default_factory=ErrorSums)
     moved: int = 0
     swallowed: int = 0
     mass: float = 0.0
@@ -69,7 +69,7 @@ class Tally:
     cancels: bool = False
     decides: bool = False
     stochastic: bool = False
-    summed: Comparison = field(default_factory=Comparison)
+    summed: ErrorSums = field(default_factory=ErrorSums)
 
     def see(self, tensor: Tensor, form: Format | None = None) -> Hidden | None:
         """Add one tensor; return which of its numbers are masks, which are left out of the sketch."""
@@ -88,7 +88,7 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class AuditRow:
     """What an audit found about one operator of one module in one role.
 
     Shares are fractions from 0 to 1; errors are relative: the norm of the differences over the norm of what should be
@@ -188,13 +188,13 @@ class Row:
         return {name: getattr(self, name) for name in names}
 
 
-def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> Row:
+def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> AuditRow:
     """Return the finished row of `tally` over `steps` steps whose operators took `seconds`."""
     assert tally.sketch is not None
     (sketch,), form = tally.sketch.read(), tally.form
     count = max(sketch.count + tally.masked, 1)
     changes = tally.moved > 0
-    return Row(
+    return AuditRow(
         module=tally.module,
         op=tally.op,
         role=tally.role,

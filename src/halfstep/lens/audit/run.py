@@ -21,11 +21,11 @@ from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
 from halfstep.formats import DTYPES, FP32, LOW_DTYPES, format_of
-from halfstep.lens.audit.record import Recorder
+from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of, row_of
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import AuditedStep, Meter, swallow
-from halfstep.lens.audit.watch import BELOW_FP32, Call, Paths, Reference
+from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall, Paths, Reference
 from halfstep.lens.calls import copied, generators, held_generators
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
@@ -95,7 +95,7 @@ class Run:
         self.looks = True  # at this micro-batch
         self.paths = Paths(model)
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.recorder = Recorder(
+        self.recorder = AuditRecorder(
             self.paths,
             closed,
             shadow=shadow,
@@ -262,7 +262,7 @@ class Run:
             if wanted is None or wanted.shape != old.shape or torch.equal(wanted, old.to(wanted.dtype)):
                 continue
             module = name.rpartition(".")[0]
-            tally = self.recorder.tally(Call(module, "buffer", 0, ""), "state", name)
+            tally = self.recorder.tally(OperatorCall(module, "buffer", 0, ""), "state", name)
             momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
             tally.pace = momentum if isinstance(momentum, float) else 0.0
             swallow(tally, old.double(), wanted.double(), found[name], form_of(old))

@@ -21,7 +21,7 @@ from halfstep.formats import FP32, Format
 from halfstep.lens.audit.comparison import Hidden
 from halfstep.lens.audit.rows import Tally
 from halfstep.lens.audit.signs import note_signs
-from halfstep.lens.audit.watch import Call, floats_of, widened_dtypes
+from halfstep.lens.audit.watch import OperatorCall, floats_of, widened_dtypes
 from halfstep.trees import map_tensors
 
 __all__ = ["RANDOM", "Pair", "Shadows", "random_state"]
@@ -81,7 +81,7 @@ class Shadows:
 
     def run(
         self,
-        call: Call,
+        call: OperatorCall,
         tallies: tuple[Tally, Callable[[], Tally]],
         func: Callable[..., Any],
         args: tuple[Any, ...],

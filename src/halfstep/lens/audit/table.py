@@ -14,7 +14,7 @@ from typing import Any
 from halfstep.errors import AuditError, did_you_mean
 from halfstep.formats import Format, format_of
 from halfstep.lens.audit.criteria import findings_of
-from halfstep.lens.audit.rows import ROLES, Row
+from halfstep.lens.audit.rows import ROLES, AuditRow
 from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
@@ -57,7 +57,7 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: AuditRow) -> tuple[str, ...]:
     """Return the row as text, a cell for each of `COLUMNS`."""
     operator = f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op
     return (
@@ -100,7 +100,7 @@ def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(flush(place, word) for place, word in enumerate(line)).rstrip() for line in table]
 
 
-SORTABLE = tuple(f.name for f in dataclasses.fields(Row) if f.type in {"int", "float"})
+SORTABLE = tuple(f.name for f in dataclasses.fields(AuditRow) if f.type in {"int", "float"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,7 @@ class Audit:
         notes: what the reader should know besides.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[AuditRow, ...]
     policy: Policy
     plan: Plan
     steps: int
@@ -160,14 +160,14 @@ class Audit:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[AuditRow]:
         return iter(self.rows)
 
     # ------------------------------------------------------------------ choosing
 
     def filter(
         self,
-        where: Callable[[Row], bool] | None = None,
+        where: Callable[[AuditRow], bool] | None = None,
         *,
         module: str = "*",
         op: str = "*",
@@ -197,7 +197,7 @@ class Audit:
         """Return the audit with its rows sorted by a number, unknown ones (nan) last.
 
         Args:
-            by: "error", "accumulated", "underflow", "headroom", "time", "bytes", "swallowed": any number of a `Row`.
+            by: "error", "accumulated", "underflow", "headroom", "time", "bytes", "swallowed": any number of a row.
             descending: the largest first.
 
         Raises:
@@ -331,7 +331,7 @@ class Audit:
         return "\n".join([*lines, *_columns(self.worst(SHOWN).table())])
 
 
-def badness(row: Row) -> float:
+def badness(row: AuditRow) -> float:
     """Return how much a row loses, or is about to lose, from 0 on: what tables and pictures are sorted by."""
     error = 0.0 if math.isnan(row.error) else min(row.error, 1.0)
     swallowed = 0.0 if math.isnan(row.swallowed_mass) or row.reason else row.swallowed_mass
@@ -341,19 +341,19 @@ def badness(row: Row) -> float:
     return max(row.overflow, row.underflow, missing, row.subnormal / 2, error, summed, swallowed, risk)
 
 
-def _is_seed(row: Row) -> bool:
+def _is_seed(row: AuditRow) -> bool:
     """Return whether a row is the gradient of the loss with respect to itself: the loss scale."""
     return row.role == "activation gradient" and row.numel == 1
 
 
-def unscaled(row: Row) -> tuple[ExponentSketch, float]:
+def unscaled(row: AuditRow) -> tuple[ExponentSketch, float]:
     """Return a sketch of the row's numbers and the factor that they carry in it."""
     if row.wide is not None:
         return row.wide, 1.0
     return row.sketch, row.scale
 
 
-def _if(row: Row, form: Format, scale: float) -> WhatIf:
+def _if(row: AuditRow, form: Format, scale: float) -> WhatIf:
     sketch, carried = unscaled(row)
     factor = (scale if row.role.endswith("gradient") else 1.0) / carried
     return WhatIf(

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.formats import FP32, LOW_DTYPES, Format, format_of
-from halfstep.lens.audit.record import Recorder
+from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
-from halfstep.lens.audit.watch import BELOW_FP32, Call
+from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall
+from halfstep.step.prepare import store_of
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
@@ -181,14 +182,14 @@ class AuditedStep(TrainStep):
 
     def precise(self, parameter: nn.Parameter) -> Tensor:
         """Return the precise value of `parameter`, for reading: it may be the parameter's own memory."""
-        if self._store is not None and parameter in self._store:
-            return self._store.read(parameter)
+        if (store := store_of(self.model)) is not None and parameter in store:
+            return store.read(parameter)
         value = parameter.detach()
         return value.float() if value.dtype in LOW_DTYPES else value
 
     def is_low(self, parameter: nn.Parameter) -> bool:
         """Return whether there are precise values behind `parameter`."""
-        return self._store is not None and parameter in self._store
+        return (store := store_of(self.model)) is not None and parameter in store
 
     def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         if not self.listener.looks:
@@ -212,7 +213,7 @@ class Meter:
         notes: what could not be looked at.
     """
 
-    def __init__(self, step: AuditedStep, recorder: Recorder, names: dict[int, str], *, moves: bool) -> None:
+    def __init__(self, step: AuditedStep, recorder: AuditRecorder, names: dict[int, str], *, moves: bool) -> None:
         self.train, self.recorder, self.names, self.moves = step, recorder, names, moves
         self.notes: list[str] = []
         self._intended: Intended | None = None
@@ -242,7 +243,7 @@ class Meter:
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note what the update is meant to do, unless it will be skipped or cannot be foreseen."""
         self._intended = None
-        step, scale = self.train, float(self.train._scale)
+        step, scale = self.train, float(self.train.scale)
         self._compare_sums(parameters)
         if not self.moves:
             return
@@ -289,7 +290,7 @@ class Meter:
         for p, before in intended.before.items():
             name = self.names.get(id(p), "")
             module = name.rpartition(".")[0]
-            tally = self.recorder.tally(Call(module, kind, 0, ""), "update", name)
+            tally = self.recorder.tally(OperatorCall(module, kind, 0, ""), "update", name)
             low = step.is_low(p)
             form = stored_form(p, strategy if low else "none")
             tally.stochastic = low and strategy == "stochastic"
@@ -299,7 +300,7 @@ class Meter:
             for key, value in new.items():
                 found = state.get(key)
                 if isinstance(found, Tensor) and found.is_floating_point():
-                    tally = self.recorder.tally(Call(module, f"{kind}.{key}", 0, ""), "state", name)
+                    tally = self.recorder.tally(OperatorCall(module, f"{kind}.{key}", 0, ""), "state", name)
                     tally.stochastic = managed
                     tally.pace = pace_of(step.optimizer, p, key)
                     if key in old:

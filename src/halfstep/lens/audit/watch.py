@@ -31,12 +31,12 @@ from halfstep.trees import tensors
 
 __all__ = [
     "BELOW_FP32",
-    "Call",
-    "Kept",
     "Key",
+    "OperatorCall",
+    "OperatorWatch",
     "Paths",
     "Reference",
-    "Watch",
+    "TwinResult",
     "floats_of",
     "is_index",
     "widened_dtypes",
@@ -50,7 +50,7 @@ CONVERSIONS = dict.fromkeys(("to", "type", "half", "bfloat16", "long", "int", "s
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """One call of an operator.
 
     Attributes:
@@ -102,7 +102,7 @@ class Paths:
             handle.remove()
 
 
-class Watch(TorchFunctionMode):
+class OperatorWatch(TorchFunctionMode):
     """Calls `seen` for every operator; subclasses say what becomes of it.
 
     Args:
@@ -141,7 +141,7 @@ class Watch(TorchFunctionMode):
         """Return the user's line that calls the operator."""
         return user_line()
 
-    def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func(*args, **kwargs)``, look at it, and return its result."""
         raise NotImplementedError
 
@@ -162,7 +162,7 @@ class Watch(TorchFunctionMode):
             with self:
                 return unreported(func)(*args, **kwargs)
         key = (self.paths.current, op)
-        call = Call(*key, self._counts[key], self.line(), in_place)
+        call = OperatorCall(*key, self._counts[key], self.line(), in_place)
         self._counts[key] += 1
         self._busy = True
         try:
@@ -210,7 +210,7 @@ Key = tuple[str, str, int]
 
 
 @dataclass(slots=True)
-class Kept:
+class TwinResult:
     """A result of the fp32 twin: its value, its version when it was made, and its gradient."""
 
     value: Tensor
@@ -218,12 +218,12 @@ class Kept:
     gradient: Tensor | None = None
 
 
-class Reference(Watch):
+class Reference(OperatorWatch):
     """Watches the fp32 twin: low formats that the user's code asks for are fp32 in it, and its results are kept."""
 
     def __init__(self, paths: Paths, closed: frozenset[str]) -> None:
         super().__init__(paths, closed)
-        self.kept: dict[Key, Kept] = {}
+        self.kept: dict[Key, TwinResult] = {}
         self.integers: dict[Key, Tensor] = {}  # that were made of floating numbers
         self.weights: dict[str, Tensor] = {}
 
@@ -231,7 +231,7 @@ class Reference(Watch):
         """Return "": results are found by module, operator and number."""
         return ""
 
-    def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the first floating result."""
         if call.in_place:
             self._rescue(args[:1])
@@ -240,7 +240,7 @@ class Reference(Watch):
         if not found and call.op == "to" and isinstance(result, Tensor) and is_index(result):
             self.integers[self.integers_of(call.module)] = result.clone()
         if found and found[0].numel():
-            kept = Kept(found[0].detach(), found[0]._version)
+            kept = TwinResult(found[0].detach(), found[0]._version)
             self.kept[call.module, call.op, call.nth] = kept
             if found[0].requires_grad:
 

@@ -35,16 +35,16 @@ ENOUGH = 3  # verified cures
 
 
 def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, ...]:
-    """Return the changes under which the step is finite, smallest first; else advice that nobody has tried.
+    """Return the changes under which the step is finite, smallest first; else advice that no replay has verified.
 
     Args:
         subject: the step.
         verdict: the first cause.
-        attempt: the replay it was drawn from.
+        attempt: the replay that led to it.
     """
     if verdict.kind == "scale_too_high":
         return _scales(subject, attempt)
-    if verdict.kind not in {"overflow", "invalid"} or subject.policy is None or attempt.index is None:
+    if subject.policy is None or attempt.index is None:
         return advice(verdict)
     search = _Search(subject, attempt.only)
     base = subject.policy
@@ -69,7 +69,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
 
 
 def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -> Cure:
-    """Say how a loop whose loss function opens regions comes by a policy, in a line to paste."""
+    """Return a cure with a line to paste into a loop whose loss function opens the regions."""
     made, where = line, f"in place of {region}"
     preset = base.name if base.name in PRESETS else "torch"
     settings = "" if base.dtype == "auto" else f", dtype={base.dtype!r}"
@@ -80,11 +80,11 @@ def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -
             made = line.replace("policy.", f"hs.Policy.of({preset!r}{settings}).", 1)
     else:
         where += ", `policy` being that of the region"
-    if policy.modules or policy.grads == "fp32":  # a region knows no model
-        door, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
+    if policy.modules or policy.grads == "fp32":  # a region has no model
+        pasted, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
     else:
-        door = f"with hs.autocast(policy={made}):"
-    return Cure(policy=policy, text=f"{words}: {door}\n{where}", verified=True)
+        pasted = f"with hs.autocast(policy={made}):"
+    return Cure(policy=policy, text=f"{words}: {pasted}\n{where}", verified=True)
 
 
 class _Search:
@@ -106,7 +106,7 @@ class _Search:
                     return attempt
                 if any(not extremes(loss)[1] for loss in attempt.losses):
                     return attempt
-                # its gradients overflow: a matter of the scale, which adapts, unless they do without one too
+                # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
                 low = replay.run(factor=1.0 / self.subject.scale, only=self.index)
                 if not low.bad:
                     self.scale = _highest(replay, self.subject.scale, self.index)
@@ -164,7 +164,7 @@ class _Search:
             current = following
 
     def _next(self, policy: Policy, words: str, line: str) -> Verdict | None:
-        """Try `policy`; return what is wrong then, or None if nothing is or nobody knows."""
+        """Try `policy`; return the verdict on what is not finite then, None if nothing is or it is not known."""
         attempt = self._run(policy, traced=True)
         if attempt is None or attempt.odd:
             return None
@@ -218,7 +218,7 @@ def _same(base: Policy, policy: Policy, field: str) -> bool:
 
 @contextmanager
 def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
-    """Let a prepared model live by another policy for a while: its parameters too, from their precise values."""
+    """Bind a prepared model to another policy in a block; its parameters are made anew from their precise values."""
     binding = binding_of(model)
     assert binding is not None
     plan = resolve(policy, model, binding.device_types[0])
@@ -234,7 +234,7 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
             made[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
-        # others are put in their place: another format in `.data` would cost a parameter the hooks of its gradient
+        # new parameters take their places: another format in `.data` would remove the hooks of a gradient
         for module in model.modules():
             for name, old in list(module._parameters.items()):
                 if old is not None and id(old) in made:
@@ -260,10 +260,10 @@ def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
             module.__dict__[KEY] = old
 
 
-class _Instead(TorchFunctionMode):
-    """Opens a region around every operator that somebody's region, torch's or halfstep's, is about to reach.
+class _InPlaceOfRegions(TorchFunctionMode):
+    """Opens a region around every operator inside a region of the loss function, torch's or halfstep's.
 
-    It stands above those (`STATE.above`), or the trace that does calls it.
+    It stands above those regions (`STATE.above`); a trace that stands there calls it.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -275,21 +275,21 @@ class _Instead(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        theirs = region_here()
+        policy = region_here()
         on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
-        if not on or (STATE.frames and theirs is None) or spelled(func) in RUNS_BACKWARD:
+        if not on or (STATE.frames and policy is None) or spelled(func) in RUNS_BACKWARD:
             return func(*args, **kwargs)
-        recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, which knows the format and no rules
+        recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, which restores the format and no rules
         with opened(self.native if recomputed else self.recipe):
             return func(*args, **kwargs)
 
 
 @contextmanager
 def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
-    """Let a step whose regions are its loss function's run as what is proposed in their place would have it run.
+    """Run a step under `policy` whose loss function opens its regions itself.
 
-    Without module rules that is ``hs.autocast(policy=policy)`` in each of their places; with them `model` is prepared
-    for a while, and those regions do nothing.
+    Without module rules ``hs.autocast(policy=policy)`` takes the place of each region. With module rules `model` is
+    prepared for the block, and those regions do nothing.
 
     Raises:
         HalfstepError: the model cannot be prepared.
@@ -298,7 +298,7 @@ def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
     if by_module and any(p.dtype in LOW_DTYPES for p in model.parameters()):
         raise BindError("hs.prepare would change the formats of its parameters")
     recipe = recipe_for(policy.replace(modules=()), default_device_types(), enabled=not by_module)
-    mode, before = _Instead(recipe), STATE.above
+    mode, before = _InPlaceOfRegions(recipe), STATE.above
     torch.clear_autocast_cache()
     try:
         if by_module:

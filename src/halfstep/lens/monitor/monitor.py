@@ -169,7 +169,7 @@ class Monitor:
     def _current_scale(self) -> Tensor | None:
         """Return a copy of the loss scale of this update's gradients; None without scaling."""
         if self._step is not None:
-            return self._step._scale.clone()
+            return self._step.scale.clone()
         scale = getattr(self._scaler, "_scale", None)  # torch's
         if self._scaler is not None and hasattr(self._scaler, "scale_on"):
             scale = self._scaler.scale_on(self._sampler.parameters[0].device)
