@@ -27,9 +27,8 @@ from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
 from tests.faults.case import Control, Fault, marked_line, start
-from tests.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B
+from tests.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B, SECOND_A, SECOND_B, SECOND_CONTROLS
 from tests.faults.score import Share, alarmed, cured_right, flagged, kind_right, located
-from tests.faults.second.catalog import SECOND_A, SECOND_B, SECOND_CONTROLS
 
 __all__ = ["main", "verdict_on"]
 

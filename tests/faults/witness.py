@@ -26,7 +26,7 @@ import halfstep as hs
 __all__ = ["Sight", "Witness"]
 
 HERE = Path(__file__).parent
-OURS = {"case.py", "observe.py", "witness.py", "test_faults.py", "test_second.py"}
+OURS = {"case.py", "observe.py", "witness.py", "test_faults.py"}
 MAKES_CONSTANTS = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "new_full", "fill_", "pad", "where"}
 
 

@@ -32,7 +32,7 @@ from halfstep.step.memory import put_random, random_states
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [
-    "PLAIN",
+    "PLAIN_TYPES",
     "RUNS_BACKWARD",
     "TAG",
     "Site",
@@ -42,8 +42,8 @@ __all__ = [
     "extremes",
     "floats",
     "generators",
+    "generators_of",
     "has_storage",
-    "held_generators",
     "in_float64",
     "line_of",
     "local",
@@ -124,7 +124,7 @@ def region_here() -> Policy | None:
 
 @cache
 def ours(filename: str) -> bool:
-    """Return whether a file is torch's or of halfstep's machinery."""
+    """Return whether a file belongs to torch or to halfstep."""
     return filename.startswith((TORCH, "<frozen")) or filename.startswith(OWN) or filename == HERE + "trees.py"
 
 
@@ -169,8 +169,8 @@ def tag(tensor: Tensor, site: Site) -> None:
         todo += [following for following, _ in node.next_functions]
 
 
-PLAIN = (int, float, bool, str, bytes, type(None), Tensor)
-"""Types of plain values: what is kept as it is."""
+PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)
+"""Types of values that are kept as they are."""
 
 STATISTICS = ("running_mean", "running_var")
 BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
@@ -234,7 +234,7 @@ def described(found: list[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ..
 
 
 def constants(values: Iterable[Any]) -> Iterator[float]:
-    """Iterate over the plain floats among arguments, and in lists and tuples among them."""
+    """Iterate over the floats among arguments, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, float):
             yield value
@@ -255,7 +255,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def place(tensor: Tensor) -> int:
-    """Return the address of the memory of a dense tensor; another one may get it when nobody holds this one."""
+    """Return the address of the memory of a dense tensor; another tensor may get it once this one is freed."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -290,7 +290,7 @@ def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
             wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
             return func(*wide_args, **wide_kwargs)
-    except Exception:  # no float64 kernel, or an argument that says which format
+    except Exception:  # no float64 kernel, or an argument that names a format
         return None
     finally:
         put_random(saved)
@@ -302,34 +302,34 @@ def generators(*models: nn.Module) -> Callable[[], None]:
     """Note the states of the generators of torch, Python and NumPy, and of those that modules of `models` hold.
 
     Returns:
-        What puts them back.
+        A function that restores them.
     """
     states, python = random_states(), random.getstate()
-    numpy = sys.modules.get("numpy.random")  # nobody draws from it who has not imported it
+    numpy = sys.modules.get("numpy.random")  # code that draws from it has imported it
     array = None if numpy is None else numpy.get_state()
-    held = [(g, g.get_state()) for model in models for module in model.modules() for g in held_generators(module)]
+    own = [(g, g.get_state()) for model in models for module in model.modules() for g in generators_of(module)]
 
-    def put_back() -> None:
+    def restore() -> None:
         put_random(states)
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(array)
-        for generator, state in held:
+        for generator, state in own:
             generator.set_state(state)
 
-    return put_back
+    return restore
 
 
 @contextmanager
 def unmoved(*models: nn.Module) -> Iterator[None]:
-    """Leave `generators` as they are, whatever a block draws from them."""
-    put_back = generators(*models)
+    """Restore `generators` after a block that draws from them."""
+    restore = generators(*models)
     try:
         yield
     finally:
-        put_back()
+        restore()
 
 
-def held_generators(module: nn.Module) -> list[torch.Generator]:
+def generators_of(module: nn.Module) -> list[torch.Generator]:
     """Return the generators that are attributes of `module`."""
     return [value for value in vars(module).values() if isinstance(value, torch.Generator)]

@@ -5,14 +5,14 @@ of the tensor, without the tensor: what rounds to zero, what becomes subnormal, 
 sketches can be added: over steps, ranks and tensors.
 
 Note [bounds]: a scale moves numbers, a format rounds them to its nearest, ties to even, and then ``|x| <= t`` or
-``|x| < t`` decides, for a threshold t. A sketch knows how many elements lie below the bin that t cuts, and how many
+``|x| < t`` decides, for a threshold t. A sketch counts how many elements lie below the bin that t cuts, and how many
 below its end: these are the bounds. If t is a power of two it lies at the edge of a bin, and since powers of two are
 counted apart it is known also what lies exactly there: both bounds are the truth. So it is for rounding to zero at a
 scale that is a power of two, in every format: half of the smallest number rounds to zero, and what is above it does
 not. Overflow and the upper end of subnormals lie inside a bin (65520 for fp16, between 2**15 and 2**16). The largest
 and the smallest magnitude, which are known exactly, make bounds tighter; at the ends of the data they are the truth.
 
-Note [product]: thresholds speak of the exact product of number and scale, rounded once. So does a scale that is a
+Note [product]: thresholds apply to the exact product of number and scale, rounded once. So does a scale that is a
 power of two, unless the product leaves the format it is computed in.
 """
 
@@ -260,7 +260,7 @@ class ExponentSketch:
         most = _floor_log2(top / Fraction(self.largest))
         if closed and Fraction(self.largest) * _power(most) == top:
             most -= 1
-        low, high = min(most, 0), most  # the larger the scale, the fewer are lost: look for the least that is as good
+        low, high = min(most, 0), most  # the larger the scale, the fewer are lost: find the least that is as good
         wanted = self._lost(format, most)
         while low < high:
             middle = (low + high) // 2

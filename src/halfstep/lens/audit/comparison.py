@@ -18,7 +18,7 @@ __all__ = ["HUGE", "ErrorSums", "Hidden", "added_masks", "hidden_in", "merged"]
 
 MASKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ENDS = frozenset(torch.finfo(dtype).max for dtype in MASKED_DTYPES)
-"""Largest finite numbers: what overflows becomes inf, so a number that is exactly this was written by somebody."""
+"""Largest finite numbers: what overflows becomes inf, so a number that is exactly this was written on purpose."""
 
 HUGE = 1e30
 """From here on a constant is a mask also where it is not the end of a format."""
@@ -35,7 +35,7 @@ class Hidden:
     high: float = math.inf
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return where `tensor` is a mask; infinities of a masked side are."""
+        """Return where `tensor` is a mask, infinities of a masked side included."""
         found = torch.zeros_like(tensor, dtype=torch.bool)
         if self.low > -math.inf:
             found |= tensor <= self.low

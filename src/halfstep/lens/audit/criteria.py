@@ -20,12 +20,12 @@ __all__ = ["Remedies", "findings_of"]
 
 
 class Remedies:
-    """Makes findings and their remedies.
+    """Makes findings with their remedies.
 
     Args:
         rows: of an audit, in the order in which operators ran.
-        policy: what was audited.
-        plan: what it means for the model.
+        policy: the audited policy.
+        plan: the policy resolved for the model.
         headroom: bits below the largest number of a format that are a risk.
     """
 
@@ -114,7 +114,7 @@ LOST = 0.05
 """Share of a weight's gradient whose loss is a fault: Adam gives each element its own pace, however small it is."""
 
 FEW = 0.01
-"""Share of elements below which nothing is said."""
+"""A smaller share of elements is no finding."""
 
 ROUNDINGS = 16
 """Roundings to the format that one operator may err by: a product or a norm errs by about one."""
@@ -147,8 +147,8 @@ def findings_of(rows: Iterable[AuditRow], policy: Policy, plan: Plan, *, headroo
 
     Args:
         rows: of an audit, in the order in which operators ran.
-        policy: what was audited.
-        plan: what it means for the model.
+        policy: the audited policy.
+        plan: the policy resolved for the model.
         headroom: bits below the largest number of a format that are a risk.
     """
     table = tuple(rows)
@@ -204,7 +204,7 @@ def _gradient_underflow(doctor: Remedies) -> Iterator[Finding]:
 
 
 def _narrow(doctor: Remedies, row: AuditRow) -> Format:
-    """Return the format that a gradient went through: an fp32 one may have been low on its way."""
+    """Return the format that a gradient went through: an fp32 one may have been computed in a low format."""
     form = format_of(row.format)
     low = format_of(doctor.plan.policy.dtype)
     passed = row.underflow > 0 or row.missing > 0
@@ -343,8 +343,8 @@ def _integers(doctor: Remedies) -> Iterator[Finding]:
 
 def _drift(doctor: Remedies) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
-    said = any(row.overflow > 0 for row in doctor.of("activation"))  # whatever comes after it is off
-    for row in () if said else doctor.of("activation"):
+    found = any(row.overflow > 0 for row in doctor.of("activation"))  # all that follows it is wrong
+    for row in () if found else doctor.of("activation"):
         if row.numel <= 1 or not row.accumulated >= DRIFT or row.overflow > 0:
             continue
         sudden = row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2
@@ -358,14 +358,14 @@ def _drift(doctor: Remedies) -> Iterator[Finding]:
             remedy = "compute what it is given in fp32"
             policy = doctor.policy.with_modules({row.module: "fp32"}) if row.module else None
             yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
-            said = True
-        elif not said and row.error < row.accumulated / 2:
+            found = True
+        elif not found and row.error < row.accumulated / 2:
             off = _percent(min(row.accumulated, 9.99))
             cause = f"its result is {off} off the fp32 run, by its inputs more than by itself"
             remedy = "look at the rows before it, sorted by error; residual='fp32' keeps the stream precise"
             policy = doctor.policy.replace(residual="fp32") if doctor.policy.residual == "low" else None
             yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
-            said = True
+            found = True
 
 
 def _saturation(doctor: Remedies) -> Iterator[Finding]:

@@ -44,15 +44,15 @@ QUESTIONED = (FP16, BF16, E5M2, E4M3)
 GRAVE = frozenset({"overflow", "underflow", "swallowed_update", "low_state"})
 
 METHOD = (
-    "Each batch ran twice on a copy of the model: in fp32, and as the policy says, with the same random numbers.",
+    "Each batch ran twice on a copy of the model: in fp32, and under the policy, with the same random numbers.",
     "Error: every operator that touches a low format was run again by itself in the shadow format on the same inputs, "
     "forward and backward. The norm of the difference over the norm of what should be there: what this operator alone "
     "loses. For gradients: of the gradients that its backward pass makes.",
     "Accumulated: the same against the fp32 run of the whole model.",
     "Underflow: elements that are zero and are not in the shadow. Subnormal: elements with less than full precision.",
     "Headroom: bits between the largest number and the end of the format. Gradients carry the loss scale.",
-    "Swallowed: changes smaller than half an ulp of what they change; a float64 copy of the optimizer says what was "
-    "intended.",
+    "Swallowed: changes smaller than half an ulp of what they change; a float64 copy of the optimizer computes the "
+    "intended ones.",
     "Time: share of all operators' time, measured with instruments on: an indication.",
 )
 
@@ -239,9 +239,12 @@ def _what_if(audit: Audit) -> Section:
     rows: list[tuple[str, ...]] = []
     for form in QUESTIONED:
         best = _best_scale(gradients, form)
-        asked = [("activations", audit.filter(role="activation"), 1.0), ("weights", audit.filter(role="weight"), 1.0)]
-        asked += [(f"gradients, scale {scale:g}", gradients, scale) for scale in sorted({1.0, best})]
-        rows += [_answer(form, what, those, scale) for what, those, scale in asked if those.rows]
+        questions = [
+            ("activations", audit.filter(role="activation"), 1.0),
+            ("weights", audit.filter(role="weight"), 1.0),
+        ]
+        questions += [(f"gradients, scale {scale:g}", gradients, scale) for scale in sorted({1.0, best})]
+        rows += [_answer(form, what, those, scale) for what, those, scale in questions if those.rows]
     table = _table(
         "What other formats would do to these numbers",
         ("format", "numbers", "rows hit", "would underflow", "would overflow", "worst row"),

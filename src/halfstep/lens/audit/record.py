@@ -1,8 +1,8 @@
 """Record: how an audit measures operators, and what it compares with what.
 
-The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers. Its results wait until the audited
-run (`AuditRecorder`) reaches the same call of the same operator. Every operator of the audited run that reads or makes
-low numbers is run again by itself in the shadow format, on the same inputs, forward and backward (`Shadows`).
+The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers. Its results wait until the
+audited run (`AuditRecorder`) reaches the same call of the same operator. Every operator of the audited run that touches
+a low format is run again by itself in the shadow format, on the same inputs, forward and backward (`Shadows`).
 
 Note [order]: gradients arrive by hooks on results. They are compared after the backward pass and before the update,
 because the update changes in place what the shadows have saved.
@@ -40,7 +40,7 @@ from halfstep.trees import map_tensors, tensors
 __all__ = ["AuditRecorder"]
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
-"""Operators that write into their arguments though their name does not say so."""
+"""Operators that write into their arguments though their names do not end in an underscore."""
 
 CHOOSING = frozenset(
     "embedding embedding_bag gather index_select index_add index_copy index_put take take_along_dim scatter "
@@ -56,7 +56,7 @@ class AuditRecorder(OperatorWatch):
     """Watches the audited run.
 
     Args:
-        paths: knows the module that runs.
+        paths: gives the module that runs.
         closed: composites with a rule of their own.
         shadow: dtype of the shadows.
         parameters: id -> (name, parameter) of the audited model.
@@ -96,7 +96,7 @@ class AuditRecorder(OperatorWatch):
         self.begin()
         self.shadows.backward = backward
         self.kept = kept
-        self._kept: TwinResult | None = None  # of the call that is looked at
+        self._kept: TwinResult | None = None  # of the call that is measured
         self._pairs: list[Pair] = []
         self._arrived: list[tuple[Tally, Tensor, TwinResult | None]] = []
         self._running: Tally | None = None
@@ -124,7 +124,9 @@ class AuditRecorder(OperatorWatch):
 
     def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
-        with torch._C.DisableTorchFunction():  # looking is not for the region's rules, and costs less without them
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # measurements do not follow the region's rules, and cost less without them
             random = random_state() if call.op in RANDOM else None
             given = floats_of((args, kwargs))
             before = (args, kwargs)
@@ -202,7 +204,7 @@ class AuditRecorder(OperatorWatch):
             again = self.shadows.run(call, tallies, *run, output, form, random, hidden)
         elif output.dtype is torch.float32:
             tally.local.exact(output.numel())
-        self._chosen.discard(place(output))  # memory that was given back
+        self._chosen.discard(place(output))  # its memory has been freed and used again
         self._kept = self._twin_of(call, output)
         if self._kept is not None:
             off = tally.whole.add(output.detach(), self._kept.value, form, hidden=hidden)
@@ -252,7 +254,7 @@ class AuditRecorder(OperatorWatch):
         self._running, self._mark = None, time.perf_counter()
 
     def backward_ends(self, scale: float, named: Mapping[str, nn.Parameter], wanted: Mapping[str, Tensor]) -> None:
-        """Look at all gradients; before the update, which changes what the shadows have saved.
+        """Measure all gradients; before the update, which changes what the shadows have saved.
 
         Args:
             scale: the factor that gradients carry.
@@ -267,7 +269,7 @@ class AuditRecorder(OperatorWatch):
             if kept is not None and kept.gradient is not None and kept.gradient.shape == gradient.shape:
                 tally.whole.add(gradient, kept.gradient, form, scale)
                 if form.is_narrow:
-                    tally.want(kept.gradient)
+                    tally.add_wanted(kept.gradient)
         for pair in self._pairs:
             self._compare_backward(pair)
         self._arrived, self._pairs = [], []
@@ -294,10 +296,10 @@ class AuditRecorder(OperatorWatch):
         tally.see(values)
         tally.scale = scale
         if wanted is not None and not gradient.is_sparse and wanted.shape == gradient.shape:
-            made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been low on its way
+            made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been computed in a low format
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
             if scale != 1.0 or made_in.is_narrow:
-                tally.want(wanted)
+                tally.add_wanted(wanted)
 
 
 def _copy_statistics(tensor: Tensor) -> Tensor:
@@ -324,5 +326,5 @@ class _Casts(TorchDispatchMode):
         return result
 
     def of_arguments(self, output: Tensor) -> list[int]:
-        """Return the bytes of each cast that the policy asked for; widening for a low result is how it is made."""
+        """Return the bytes of each cast of the policy; widening for a low result belongs to the operator."""
         return [size for dtype, size in self.made if not (output.dtype in BELOW_FP32 and dtype not in BELOW_FP32)]

@@ -1,4 +1,4 @@
-"""Rows: what an audit says about one operator of one module in one role, and how that is added up over calls."""
+"""Rows: what an audit measures of one operator of one module in one role, added up over calls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Tally:
         self.masked += count
         return hidden
 
-    def want(self, tensor: Tensor) -> None:
+    def add_wanted(self, tensor: Tensor) -> None:
         """Add one tensor as it should be."""
         self.wide, _, _ = merged(self.wide, tensor)
 
@@ -92,7 +92,7 @@ class AuditRow:
     """What an audit found about one operator of one module in one role.
 
     Shares are fractions from 0 to 1; errors are relative: the norm of the differences over the norm of what should be
-    there. nan: not known.
+    there. nan: unknown.
 
     Attributes:
         module: dotted name, "" for the root or code outside of it.

@@ -147,7 +147,7 @@ class Shadows:
             return None
         tally.local.add(output.detach(), wide.detach(), form, hidden=hidden)
         if form.is_narrow:
-            tally.want(wide.detach() if hidden is None else wide.detach()[~hidden.of(wide.detach())])
+            tally.add_wanted(wide.detach() if hidden is None else wide.detach()[~hidden.of(wide.detach())])
         if form.mantissa_bits < FP32.mantissa_bits:
             note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:

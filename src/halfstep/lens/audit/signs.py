@@ -23,13 +23,13 @@ SUMS = frozenset({"add", "sub"})
 """Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
 
 NEAR_ONE = 2.0**-12
-"""A number of fp32 this far below 1 is not yet 1: fp16 and bf16 may say it is."""
+"""A number of fp32 this far below 1 is not yet 1; in fp16 and bf16 it may be."""
 
 
 def note_signs(
     tally: Tally, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, wide: Tensor
 ) -> None:
-    """Look at the result of one call in a low format.
+    """Count the faults in the result of one call in a low format.
 
     Args:
         tally: of its activation.
@@ -46,7 +46,7 @@ def note_signs(
 
 
 def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the dimension of a softmax; -1 where it is not said."""
+    """Return the dimension of a softmax; -1 if it is not given."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return dim if isinstance(dim, int) else -1
 
@@ -68,17 +68,17 @@ def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -
 
 
 NOTABLE = 0.1
-"""Share of a sum's elements below which nobody looks at what is lost."""
+"""In a smaller share of a sum's elements a lost term is not counted."""
 
 MASK = -1e4
-"""What is added from here down hides its place on purpose."""
+"""A term from here down is a mask."""
 
 
 def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> None:
     """Count elements of a sum that are exactly one of its terms although the other is not zero.
 
     Of the two terms the one counts that loses more of its size. A term that is computed from the other alone, such as
-    that of a series, says nothing new, and may be lost.
+    that of a series, carries no new information and may be lost.
     """
     terms = [a for a in args[:2] if isinstance(a, Tensor) and a.is_floating_point() and a.numel() > 1]
     if len(terms) < 2:

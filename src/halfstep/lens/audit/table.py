@@ -139,9 +139,9 @@ class Audit:
         rows: in the order in which operators ran first.
         policy: what was audited.
         plan: what the policy means for this model.
-        steps: how many steps were looked at.
+        steps: how many steps were measured.
         skipped: how many more were skipped because gradients overflowed; they are not in the rows.
-        bad: how many of the steps were not finite, for another reason than a loss scale on its way down.
+        bad: how many of the steps were not finite, for another reason than a falling loss scale.
         bad_in_fp32: how many of these are not finite in fp32 either.
         scale: the loss scale of the last step.
         notes: what the reader should know besides.
@@ -222,7 +222,7 @@ class Audit:
         ranked = sorted(self.rows, key=badness, reverse=True)
         return dataclasses.replace(self, rows=tuple(ranked[:count]))
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ questions
 
     def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
         """Return what is wrong, the worst first; () for a healthy run.
@@ -289,7 +289,7 @@ class Audit:
 
     @property
     def quiet(self) -> str:
-        """What to say where there are no findings, in one line: steps may still not be finite."""
+        """One line for an audit without findings; steps may still not be finite."""
         if self.bad:
             too = ", in fp32 too" if self.bad_in_fp32 == self.bad else ""
             return f"no findings of precision, but {self.bad} of {self.steps} steps were not finite{too}"

@@ -57,7 +57,7 @@ AVERAGES = {
     "square_avg": ("alpha", None),
     "momentum_buffer": ("momentum", None),
 }
-"""State of torch's optimizers -> where its group says how slowly it moves."""
+"""State of torch's optimizers -> the option of its group that sets how slowly it moves."""
 
 
 class Intended:
@@ -160,10 +160,10 @@ def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
 
 
 class Listener(Protocol):
-    """Who wants to know of backward passes.
+    """Receives the backward passes of an `AuditedStep`.
 
     Attributes:
-        looks: whether at this one.
+        looks: whether it measures the next one.
     """
 
     looks: bool
@@ -172,11 +172,11 @@ class Listener(Protocol):
         """Start the clock."""
 
     def backward_ended(self, scale: float) -> None:
-        """Look at gradients, which carry the factor `scale`."""
+        """Measure gradients, which carry the factor `scale`."""
 
 
 class AuditedStep(TrainStep):
-    """A training step that says when its backward pass begins and is over, and what stands behind its weights."""
+    """A training step that reports the begin and end of backward passes, and the precise values of its weights."""
 
     listener: Listener
 
@@ -207,10 +207,10 @@ class Meter:
         step: the audited step.
         recorder: keeps the tallies.
         names: id -> name of the parameters.
-        moves: whether there is an optimizer to look at.
+        moves: whether there is an optimizer to measure.
 
     Attributes:
-        notes: what could not be looked at.
+        notes: what could not be measured.
     """
 
     def __init__(self, step: AuditedStep, recorder: AuditRecorder, names: dict[int, str], *, moves: bool) -> None:
@@ -230,18 +230,18 @@ class Meter:
 
     def _add(self, name: str, gradient: Tensor) -> None:
         if not gradient.is_sparse:
-            held = self._sums.get(name)
-            self._sums[name] = gradient.float() if held is None else held.add_(gradient)
+            total = self._sums.get(name)
+            self._sums[name] = gradient.float() if total is None else total.add_(gradient)
 
     def wants_update(self) -> bool:
-        """Say that every update is one to look at."""
+        """Return True: every update is measured."""
         return True
 
     def pass_update(self) -> None:
-        """Do nothing: there is no update that it does not see."""
+        """Do nothing: the audited step captures no graphs."""
 
     def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note what the update is meant to do, unless it will be skipped or cannot be foreseen."""
+        """Compute the intended update, unless it will be skipped."""
         self._intended = None
         step, scale = self.train, float(self.train.scale)
         self._compare_sums(parameters)
@@ -263,7 +263,7 @@ class Meter:
             gradient.mul_(factor / scale)
         try:
             self._intended = Intended(step.optimizer, {p: step.precise(p).clone() for p in parameters}, gradients)
-        except Exception as error:  # of somebody's optimizer
+        except Exception as error:  # of the user's optimizer
             self.moves = False
             name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]
             self.notes.append(f"no rows of updates: {name} cannot step in float64: {type(error).__name__}: {first}")
@@ -272,14 +272,14 @@ class Meter:
         """Compare the gradients of a window with fp32 sums of the same gradients."""
         for p in parameters:
             name = self.names.get(id(p), "")
-            held = self._sums.get(name)
-            if held is None or p.grad is None or p.grad.is_sparse:
+            total = self._sums.get(name)
+            if total is None or p.grad is None or p.grad.is_sparse:
                 continue
             tally = self.recorder.tally_of(name, "weight gradient")
-            tally.summed.add(p.grad, held, form_of(p.grad))
+            tally.summed.add(p.grad, total, form_of(p.grad))
 
     def after_update(self, bad: Tensor) -> None:
-        """Compare what the update has done with what it was meant to do."""
+        """Compare the update with the intended one."""
         intended, self._intended = self._intended, None
         if intended is None or bool(bad):
             return

@@ -46,7 +46,7 @@ OPENED = {F.multi_head_attention_forward, F.normalize, F.gumbel_softmax}
 """Python functions of torch that report themselves as one operator and are made of several."""
 
 CONVERSIONS = dict.fromkeys(("to", "type", "half", "bfloat16", "long", "int", "short"), "to")
-"""Methods that change a format where a user asks for it: not operators of a policy, but they round."""
+"""Methods by which user code changes a format: no operators of a policy, but they round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class OperatorCall:
 
 
 class Paths:
-    """Knows which module of a model runs: hooks on every module keep a stack of dotted names.
+    """Follows which module of a model runs: hooks on every module keep a stack of dotted names.
 
-    A module that occurs at several places goes by its first name.
+    A module that occurs at several places has its first name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,10 +103,10 @@ class Paths:
 
 
 class OperatorWatch(TorchFunctionMode):
-    """Calls `seen` for every operator; subclasses say what becomes of it.
+    """Calls `seen` for every operator; subclasses define what it does.
 
     Args:
-        paths: knows the module that runs.
+        paths: gives the module that runs.
         closed: composites that the policy has a rule for, and which are therefore seen whole.
     """
 
@@ -142,11 +142,11 @@ class OperatorWatch(TorchFunctionMode):
         return user_line()
 
     def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func(*args, **kwargs)``, look at it, and return its result."""
+        """Run ``func(*args, **kwargs)``, measure it, and return its result."""
         raise NotImplementedError
 
     def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is no operator: views, factories, questions."""
+        """Run what is no operator: views, factories, queries."""
         return func(*args, **kwargs)
 
     def __torch_function__(
@@ -199,7 +199,7 @@ def is_index(tensor: Tensor) -> bool:
 
 
 def floats_of(values: Any) -> list[Tensor]:
-    """Return the floating tensors among `values` whose numbers can be looked at."""
+    """Return the floating tensors among `values` whose numbers can be read."""
     return [t for t in tensors(values) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
 
 
@@ -219,7 +219,7 @@ class TwinResult:
 
 
 class Reference(OperatorWatch):
-    """Watches the fp32 twin: low formats that the user's code asks for are fp32 in it, and its results are kept."""
+    """Watches the fp32 twin: low formats in the user's code are fp32 in it, and its results are kept."""
 
     def __init__(self, paths: Paths, closed: frozenset[str]) -> None:
         super().__init__(paths, closed)
@@ -234,7 +234,7 @@ class Reference(OperatorWatch):
     def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the first floating result."""
         if call.in_place:
-            self._rescue(args[:1])
+            self._copy_overwritten(args[:1])
         result = self._wide(func, args, kwargs)
         found = floats_of(result)
         if not found and call.op == "to" and isinstance(result, Tensor) and is_index(result):
@@ -251,7 +251,7 @@ class Reference(OperatorWatch):
         return result
 
     def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let no low format come about."""
+        """Run it with fp32 in place of low formats."""
         return self._wide(func, args, kwargs)
 
     def _wide(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,7 +261,7 @@ class Reference(OperatorWatch):
             args, kwargs = widened_dtypes(args, kwargs, torch.float32)
         return func(*args, **kwargs)
 
-    def _rescue(self, destinations: tuple[Any, ...]) -> None:
+    def _copy_overwritten(self, destinations: tuple[Any, ...]) -> None:
         """Copy kept results that an operator is about to write into."""
         places = {place(t) for t in tensors(destinations)}
         for kept in self.kept.values():

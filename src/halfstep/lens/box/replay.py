@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import PLAIN, extremes, generators, held_generators
+from halfstep.lens.calls import PLAIN_TYPES, extremes, generators, generators_of
 from halfstep.step.memory import MicroBatch, put_random
 from halfstep.trees import map_tensors
 
@@ -201,9 +201,9 @@ class _Modules:
             return
         for part in module.modules():
             if part not in self._kept:
-                plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN)}
+                plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN_TYPES)}
                 self._kept[part] = dict(part._buffers), plain
-                self._generators += [(generator, generator.get_state()) for generator in held_generators(part)]
+                self._generators += [(generator, generator.get_state()) for generator in generators_of(part)]
                 self._buffers += [(b, b.detach().clone()) for b in part._buffers.values() if b is not None]
 
     def parameters(self) -> Iterator[nn.Parameter]:

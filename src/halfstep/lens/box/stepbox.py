@@ -103,7 +103,7 @@ class Trouble:
     def _of_losses(self) -> Iterator[tuple[str, str]]:
         yield (
             "the loss is not finite while gradients are",
-            "the update was applied, as torch.amp does; what the loss says is lost, and a term of it trains nothing. "
+            "the update was applied, as torch.amp does; the loss shows nothing now, and a term of it trains nothing. "
             "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
         )
         if self.losses == STREAK:

@@ -18,7 +18,7 @@ __all__ = ["ActivationRecord", "Load", "MonitorRecord", "ParameterRecord", "Read
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterRecord:
-    """One parameter over the samples of a record. nan: not asked for, or not to be had.
+    """One parameter over the samples of a record. nan: not sampled, or not available.
 
     Attributes:
         name: dotted name.
@@ -26,7 +26,7 @@ class ParameterRecord:
         precise: format of the value that the optimizer moves: "fp32" where masters or halves stand behind low weights.
         gradient: sketch of the gradient as the backward pass left it, with the loss scale in it.
         weight: sketch of the precise value before the update; None if weights are not watched.
-        format: the low format that shares speak of.
+        format: the low format of shares.
         update_ratio: norm of the update over norm of the weight, mean over samples.
         swallowed: share of elements with a gradient whose precise value an update did not change: it was smaller than
             half an ulp. nan under stochastic rounding, which makes up for it, and at a learning rate of 0.
@@ -144,7 +144,7 @@ class MonitorRecord:
 
 @dataclass
 class Load:
-    """A record on its way to the host."""
+    """The tensors of a record, while they are copied to the host."""
 
     step: int
     samples: int
@@ -157,9 +157,9 @@ class Readings:
     """Makes records.
 
     Args:
-        sampler: whose gatherings they are.
-        store: what stands behind low parameters, or None.
-        format: the low format that shares speak of.
+        sampler: what has gathered the samples.
+        store: the precise values behind low parameters, or None.
+        format: the low format of shares.
     """
 
     def __init__(self, sampler: Sampler, store: WeightStore | None, format: Format) -> None:
@@ -168,7 +168,7 @@ class Readings:
         self._silent: dict[str, int] = {}
 
     def record(self, load: Load) -> MonitorRecord:
-        """Return what `load` says, whose tensors have arrived."""
+        """Return the record of `load`, whose tensors have arrived."""
         sampler, states = self._sampler, self._sampler.low_states()
         parameters: dict[int, ParameterRecord] = {}
         outputs: dict[int, ExponentSketch] = {}

@@ -60,7 +60,7 @@ class Sampler:
     """Gathers samples of one model and its optimizer; waits for nothing.
 
     Attributes:
-        names: of the parameters that can have gradients, as the model says.
+        names: dotted names of the parameters that can have gradients.
         parameters: these.
         leaves: (path, module) of every module without children.
         dtypes: format of each leaf's last output.
@@ -71,8 +71,8 @@ class Sampler:
     Args:
         model: the user's model.
         optimizer: what trains it.
-        store: what stands behind its low parameters, or None.
-        weights: whether to look at weights and updates.
+        store: the precise values behind its low parameters, or None.
+        weights: whether to sample weights and updates.
         activations: whether leaves may be hooked.
     """
 
@@ -117,12 +117,12 @@ class Sampler:
 
     def _hook(self, number: int) -> Any:
         def look(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or STATE.above is not None:  # a replay of the black box is no training
+            if torch.compiler.is_compiling() or STATE.above is not None:  # a replay of the black box is not sampled
                 return
             for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self.dtypes[number] = name_of(tensor.dtype)
-                    with torch._C.DisableTorchFunction(), torch.no_grad():  # a region's rules are not for this
+                    with torch._C.DisableTorchFunction(), torch.no_grad():  # without the region's rules
                         self._shelf(tensor.device).outputs.add_([tensor], first=number)
 
         return look
@@ -181,13 +181,13 @@ class Sampler:
         value, gradient = self._precise(self.parameters[number]), self.parameters[number].grad
         assert gradient is not None
         gradient = local(gradient.to_dense() if gradient.is_sparse else gradient)
-        old, held = before
+        old, old_states = before
         start = _parts(old).float()
         change = torch.linalg.vector_norm(_parts(value).float() - start)
         ratio = change / torch.linalg.vector_norm(start).clamp(min=torch.finfo(torch.float32).tiny)
         active = gradient != 0
         parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
-        parts += [(active & (one == other)).sum() for one, other in zip(states, held, strict=False)]
+        parts += [(active & (one == other)).sum() for one, other in zip(states, old_states, strict=False)]
         parts += [zero] * (STATES + KEPT - len(parts))
         return torch.stack([part.to(torch.float64) for part in parts])
 
