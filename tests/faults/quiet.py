@@ -614,7 +614,6 @@ def norm_weights() -> Case:
         model,
         lambda k: (normal(k, 16, 8), labels(k, 16)),
         policy=hs.Policy.of("pure", dtype="bf16", master="none"),
-        lr=1e-3,
         steps=6,
     )
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import sys
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
@@ -15,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
 from tests.faults import score
@@ -34,6 +29,7 @@ from tests.faults.catalog import (
 )
 from tests.faults.observe import bad_steps, bad_tensors, finite, first_sight, loss_of_the_bad_step, unhelped, unwatched
 from tests.faults.plain import plain_bad_steps
+from tests.two_processes import in_two_processes
 
 # halfstep says, once, what it thinks of a static scale that cannot help
 pytestmark = pytest.mark.filterwarnings("ignore:gradients are not finite:UserWarning")
@@ -125,28 +121,15 @@ def test_bad_state_is_where_it_is_said_to_be_before_the_bad_step(fault: Fault) -
 # ------------------------------------------------------------------ one bad rank
 
 
-def _worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    try:
-        seen = {}
-        for fault in LIST_A_RANKS:
-            results = [r for _, r in run(fault.build())]
-            seen[fault.name] = ([r.step for r in results if r.skipped], [math.isfinite(r.loss) for r in results])
-        Path(folder, f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
-        dist.barrier()
-        sys.stderr.flush()
-        os._exit(0)  # gloo's threads abort some exits (torch 2.13), after the work is done
-    except BaseException:
-        dist.destroy_process_group()
-        raise
+def _of_ranks(rank: int) -> dict[str, tuple[list[int], list[bool]]]:
+    found = {fault.name: [r for _, r in run(fault.build())] for fault in LIST_A_RANKS}
+    return {n: ([r.step for r in rs if r.skipped], [math.isfinite(r.loss) for r in rs]) for n, rs in found.items()}
 
 
 @pytest.mark.dist
 def test_one_bad_rank_makes_both_skip(tmp_path: Path) -> None:
     """All faults in one pair of processes: starting them is what takes long."""
-    spawn(_worker, (str(tmp_path),), nprocs=2)
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    seen = in_two_processes(_of_ranks, tmp_path)
     for fault in LIST_A_RANKS:
         skipped, finite = zip(*(one[fault.name] for one in seen), strict=True)
         assert list(skipped) == [[fault.truth.step]] * 2, fault.name

@@ -210,7 +210,7 @@ class TrainStep:
         last = self._window + 1 == self.accumulate
         with self._gradient_sync(last):
             loss, aux = self._forward(self.model, batch, named)
-            scale, seed = self._backward(loss)
+            scale, seed = self.run_backward(loss)
         shown = loss.detach()
         if kept is not None:
             kept.loss, kept.seed = shown, seed
@@ -282,7 +282,7 @@ class TrainStep:
             )
         return (loss.float() if loss.dtype in {torch.float16, torch.bfloat16} else loss), aux
 
-    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed."""
         if self._window == 0:  # whatever becomes of the scaler's own meanwhile
             scale = self.scaler.scale_on(loss.device)

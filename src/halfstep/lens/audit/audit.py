@@ -22,7 +22,7 @@ from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
 from halfstep.lens.audit.table import Audit
-from halfstep.lens.audit.updates import copied
+from halfstep.lens.audit.updates import copy_of_optimizer
 from halfstep.lens.calls import unmoved
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
@@ -203,7 +203,7 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
         raise AuditError(
             f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()"
         )
-    return twin, copied(optimizer, memo)
+    return twin, copy_of_optimizer(optimizer, memo)
 
 
 def _devices(model: nn.Module) -> list[int]:

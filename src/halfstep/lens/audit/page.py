@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
 from halfstep.lens.audit.rows import AuditRow
-from halfstep.lens.audit.table import COLUMNS, Audit, cells, number, percent
+from halfstep.lens.audit.table import COLUMNS, Audit, cells, percent, three_digits
 from halfstep.lens.finding import KINDS
 from halfstep.report import (
     Block,
@@ -223,7 +223,7 @@ def _updates(audit: Audit) -> Section:
                 row.parameter,
                 row.op.partition(".")[2] or row.role,
                 f"{row.format}, stochastic" if row.reason else row.format,
-                number(row.amax),
+                three_digits(row.amax),
                 percent(row.swallowed) or "0 %",
                 percent(row.swallowed_mass) or "0 %",
                 percent(row.error),

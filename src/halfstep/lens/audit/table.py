@@ -27,8 +27,8 @@ __all__ = [
     "badness",
     "cells",
     "grouped",
-    "number",
     "percent",
+    "three_digits",
 ]
 
 SHOWN = 16
@@ -50,7 +50,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share >= 1e-5 else "<0.001 %"
 
 
-def number(value: float) -> str:
+def three_digits(value: float) -> str:
     """Return a number with three digits; "" if it is unknown."""
     if math.isnan(value) or math.isinf(value):
         return ""
@@ -65,7 +65,7 @@ def cells(row: AuditRow) -> tuple[str, ...]:
         operator,
         row.role,
         row.format,
-        number(row.amax),
+        three_digits(row.amax),
         f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
         percent(row.zeros),
         percent(row.nonfinite),

@@ -25,7 +25,7 @@ from halfstep.step.prepare import store_of
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
-__all__ = ["AuditedStep", "Intended", "Listener", "Meter", "copied", "pace_of", "stored_form", "swallow"]
+__all__ = ["AuditedStep", "Intended", "Listener", "Meter", "copy_of_optimizer", "pace_of", "stored_form", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
@@ -34,7 +34,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused form that takes float64 on a CPU, in a fifth of the time."""
 
 
-def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Return a copy of `optimizer` without its hooks, over the parameters that `memo` has for its own.
 
     Args:
@@ -91,7 +91,7 @@ class Intended:
                     memo[id(value)] = value.detach().double()
                     if isinstance(p, nn.Parameter) and p in old and format_of(value.dtype).bits < FP32.bits:
                         old[p][name] = value.detach().double()
-        wide = copied(optimizer, memo)
+        wide = copy_of_optimizer(optimizer, memo)
         forms = {**FORMS, "fused": _has_fused(wide)}
         for group in (wide.defaults, *wide.param_groups):
             group.update({name: value for name, value in forms.items() if name in group})
@@ -191,11 +191,11 @@ class AuditedStep(TrainStep):
         """Return whether there are precise values behind `parameter`."""
         return (store := store_of(self.model)) is not None and parameter in store
 
-    def _backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         if not self.listener.looks:
-            return super()._backward(loss)
+            return super().run_backward(loss)
         self.listener.backward_begins()
-        scale, seed = super()._backward(loss)
+        scale, seed = super().run_backward(loss)
         self.listener.backward_ended(float(scale) / self.accumulate)
         return scale, seed
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.formats import Format
-from halfstep.lens.monitor.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, name_of
+from halfstep.lens.monitor.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, format_name
 from halfstep.lens.sketch import Bounds, ExponentSketch
 from halfstep.weights import WeightStore
 
@@ -222,7 +222,7 @@ class Readings:
         name, parameter = self._sampler.names[number], self._sampler.parameters[number]
         store = self._store if self._store is not None and parameter in self._store else None
         stochastic = store is not None and store.name == "stochastic"
-        dtype = name_of(parameter.dtype)
+        dtype = format_name(parameter.dtype)
         before, now = self._largest.get(name, 0.0), gradient.largest
         self._largest[name] = now
         good, movable = sums[GOOD], sums[MOVABLE]

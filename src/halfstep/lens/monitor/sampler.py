@@ -24,7 +24,7 @@ from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "name_of"]
+__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "format_name"]
 
 RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
 """Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose
@@ -121,7 +121,7 @@ class Sampler:
                 return
             for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
-                    self.dtypes[number] = name_of(tensor.dtype)
+                    self.dtypes[number] = format_name(tensor.dtype)
                     with torch._C.DisableTorchFunction(), torch.no_grad():  # without the region's rules
                         self._shelf(tensor.device).outputs.add_([tensor], first=number)
 
@@ -230,7 +230,7 @@ def _parts(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def name_of(dtype: torch.dtype) -> str:
+def format_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype's format: that of the parts of a complex one, and "fp32" for what is wider still."""
     if dtype.is_complex:
         dtype = dtype.to_real()
