@@ -69,7 +69,6 @@ class Case:
 
 
 Build = Callable[[], Case]
-Measure = Callable[[Build], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +151,7 @@ class Fault(Entry):
     Attributes:
         truth: about it.
         plain: whether torch alone, with torch.autocast in the same format, ends in the same non-finite step.
-        measured: for list B: what measures the effect on a case, and the least size that counts.
+        measured: for list B: what measures the effect, and the least size that counts.
     """
 
     truth: Truth
@@ -173,7 +172,10 @@ class Fault(Entry):
         """Return the measured size of the effect of a fault of list B, and the least size that counts."""
         assert self.measured is not None
         measure, least = self.measured
-        return measure(self.build), least
+        return measure(self), least
+
+
+Measure = Callable[[Fault], float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from tests.faults.case import (
     BF16,
     FULL,
     UNSCALED,
-    Build,
     Case,
+    Fault,
     Measure,
     case,
     classify,
@@ -61,54 +61,44 @@ def gradients(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found, reference
 
 
-def lost_share(name: str) -> Measure:
+def lost_share(fault: Fault) -> float:
     """Return the share of a parameter's gradient elements that are 0 and are not in fp64."""
-
-    def measure(build: Build) -> float:
-        found, reference = gradients(build())
-        return float(
-            ((found[name] == 0) & (reference[name] != 0)).double().mean() / (reference[name] != 0).double().mean()
-        )
-
-    return measure
+    name = fault.truth.parameter
+    found, reference = gradients(fault.build())
+    return float(((found[name] == 0) & (reference[name] != 0)).double().mean() / (reference[name] != 0).double().mean())
 
 
-def gradient_error(name: str) -> Measure:
+def gradient_error(fault: Fault) -> float:
     """Return the relative error of a parameter's gradient against fp64, in the 2-norm."""
-
-    def measure(build: Build) -> float:
-        found, reference = gradients(build())
-        return float((found[name] - reference[name]).norm() / reference[name].norm())
-
-    return measure
+    name = fault.truth.parameter
+    found, reference = gradients(fault.build())
+    return float((found[name] - reference[name]).norm() / reference[name].norm())
 
 
-def unmoved_share(name: str) -> Measure:
+def unmoved_share(fault: Fault) -> float:
     """Return the share of a parameter's elements that training has left bit for bit, and in fp32 has not."""
+    name = fault.truth.parameter
 
-    def measure(build: Build) -> float:
-        def moved(policy: hs.Policy | None) -> Tensor:
-            case = build()
-            chosen = case.policy if policy is None else policy
-            before = None
-            for number, (step, result) in enumerate(run(case, chosen)):
-                assert not result.skipped
-                if number == 0:
-                    before = step.model.get_parameter(name).detach().clone()
-            assert before is not None
-            return case.model.get_parameter(name).detach() != before
+    def moved(policy: hs.Policy | None) -> Tensor:
+        case = fault.build()
+        chosen = case.policy if policy is None else policy
+        before = None
+        for number, (step, result) in enumerate(run(case, chosen)):
+            assert not result.skipped
+            if number == 0:
+                before = step.model.get_parameter(name).detach().clone()
+        assert before is not None
+        return case.model.get_parameter(name).detach() != before
 
-        low, full = moved(None), moved(FULL)
-        return float((full & ~low).double().sum() / full.double().sum())
-
-    return measure
+    low, full = moved(None), moved(FULL)
+    return float((full & ~low).double().sum() / full.double().sum())
 
 
 def output_error(of: Callable[[Any], Tensor]) -> Measure:
     """Return the relative error, in the 2-norm, of something that a forward pass leaves in the model, against fp64."""
 
-    def measure(build: Build) -> float:
-        case = build()
+    def measure(fault: Fault) -> float:
+        case = fault.build()
         model = copy.deepcopy(case.model).double()
         case.loss_fn(model, *map(exact, case.batch(1)))
         for _ in run(case):
@@ -122,9 +112,7 @@ def output_error(of: Callable[[Any], Tensor]) -> Measure:
 # ------------------------------------------------------------------ underflow of gradients
 
 
-@fault(
-    "underflow", "linear", "0", seed=201, role="gradient", parameter="0.weight", effect=(lost_share("0.weight"), 0.3)
-)
+@fault("underflow", "linear", "0", seed=201, role="gradient", parameter="0.weight", effect=(lost_share, 0.3))
 def deep_sigmoid_net() -> Case:
     """Each sigmoid divides the gradient by four: after eight of them it is 0 in fp16 at a loss scale of 1."""
     layers: list[nn.Module] = []
@@ -139,15 +127,7 @@ def words_forward(self: Any, x: Tensor) -> Any:
     return self.out(torch.tanh(self.fc(self.embed(x) * 1e-2)))
 
 
-@fault(
-    "underflow",
-    "embedding",
-    "embed",
-    seed=202,
-    role="gradient",
-    parameter="embed.weight",
-    effect=(lost_share("embed.weight"), 0.3),
-)
+@fault("underflow", "embedding", "embed", seed=202, role="gradient", parameter="embed.weight", effect=(lost_share, 0.3))
 def embedding_gradient() -> Case:
     """An embedding scaled by 0.01 under a loss scale that is too low: its rows' gradients are 0 in fp16."""
     model = model_of(words_forward, embed=nn.Embedding(40, 16), fc=nn.Linear(16, 16), out=nn.Linear(16, 40))
@@ -165,15 +145,7 @@ def two_tasks_forward(self: Any, x: Tensor) -> Any:
     return self.main(h), self.side(h)
 
 
-@fault(
-    "underflow",
-    "linear",
-    "side",
-    seed=203,
-    role="gradient",
-    parameter="side.weight",
-    effect=(lost_share("side.weight"), 0.5),
-)
+@fault("underflow", "linear", "side", seed=203, role="gradient", parameter="side.weight", effect=(lost_share, 0.5))
 def lightly_weighted_loss() -> Case:
     """A second loss of weight 1e-7: it trains nothing, since its gradients are below fp16's smallest number."""
     model = model_of(
@@ -204,8 +176,8 @@ class Fourth(nn.Module):
         return self.out(energy * 1000.0)
 
 
-def zero_squares(build: Build) -> float:
-    case = build()
+def zero_squares(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     return float((case.model.seen == 0).double().mean())  # type: ignore[union-attr]
 
@@ -229,8 +201,8 @@ class SilentNorm(nn.Module):
         return x * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6)
 
 
-def silenced(build: Build) -> float:
-    case = build()
+def silenced(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     return float(torch.isinf(case.model[1].seen).any(-1).double().mean())  # type: ignore[index]
 
@@ -257,8 +229,8 @@ class Sharp(nn.Module):
         return self.out((weights @ self.value(x)).mean(1))
 
 
-def hard_weights(build: Build) -> float:
-    case = build()
+def hard_weights(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     return float((case.model.seen == 0).double().mean())  # type: ignore[union-attr]
 
@@ -291,8 +263,8 @@ class Positions(nn.Module):
         return self.out(F.gelu(self.fc(x + waves)).mean(1))
 
 
-def wrong_waves(build: Build) -> float:
-    case = build()
+def wrong_waves(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     place, rate = torch.arange(512).double(), 1e4 ** (-torch.arange(8).double() / 8)
     true = torch.sin(place[:, None] * rate)
@@ -320,8 +292,8 @@ class Denoiser(nn.Module):
         return self.out(torch.tanh(self.fc(x) + self.time(clock)))
 
 
-def wrong_clock(build: Build) -> float:
-    case = build()
+def wrong_clock(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     true = torch.sin(case.batch(1)[1].double()[:, None] * torch.tensor([1.0, 0.9]).double())
     return float((case.model.seen.double() - true).norm() / true.norm())  # type: ignore[operator]
@@ -382,9 +354,9 @@ def residual_stream() -> Case:
     )
 
 
-def window_error(build: Build) -> float:
+def window_error(fault: Fault) -> float:
     """Return the error of the last bias's gradient summed over a window of 256, against the sum of its parts."""
-    case = build()
+    case = fault.build()
     parts: list[Tensor] = []
     last: list[Tensor] = []
     bias = case.model.get_parameter("2.bias")
@@ -464,9 +436,9 @@ class RunningMean(nn.Module):
         return h - self.mean
 
 
-def stuck_statistics(build: Build) -> float:
+def stuck_statistics(fault: Fault) -> float:
     """Return which share of the way of an fp64 average a running mean has not gone."""
-    case = build()
+    case = fault.build()
     for _ in run(case):
         pass
     went = case.model[1].mean.double() - 10.0  # type: ignore[index]
@@ -511,8 +483,8 @@ class Codebook(nn.Module):
         return h, code
 
 
-def frozen_average(build: Build) -> float:
-    case = build()
+def frozen_average(fault: Fault) -> float:
+    case = fault.build()
     for _ in run(case):
         pass
     return float((case.model.average == 1).double().mean())  # type: ignore[union-attr]
@@ -551,7 +523,7 @@ def ema_in_bf16() -> Case:
     parameter="0.weight",
     phase="update",
     step=2,
-    effect=(unmoved_share("0.weight"), 0.9),
+    effect=(unmoved_share, 0.9),
     also=("2.weight",),
 )
 def small_learning_rate() -> Case:
@@ -578,7 +550,7 @@ def small_learning_rate() -> Case:
     parameter="0.weight",
     phase="update",
     step=2,
-    effect=(unmoved_share("0.weight"), 0.99),
+    effect=(unmoved_share, 0.99),
     also=("2.weight",),
 )
 def weight_decay() -> Case:
@@ -603,7 +575,7 @@ def weight_decay() -> Case:
     parameter="1.weight",
     phase="update",
     step=2,
-    effect=(unmoved_share("1.weight"), 0.4),
+    effect=(unmoved_share, 0.4),
 )
 def norm_weights() -> Case:
     """LayerNorm's weights are 1, Adam's steps 0.001: bf16 has nothing between 0.996, 1 and 1.008."""
@@ -618,9 +590,9 @@ def norm_weights() -> Case:
     )
 
 
-def undecayed_moment(build: Build) -> float:
+def undecayed_moment(fault: Fault) -> float:
     """Return the share of second moments that are after all steps what they were after the first."""
-    case = build()
+    case = fault.build()
     first = None
     for number, _ in enumerate(run(case)):
         moment = case.optimizer.state[case.model[0].weight]["exp_avg_sq"]  # type: ignore[index]
@@ -655,8 +627,8 @@ def second_moment_in_bf16() -> Case:
     )
 
 
-def vanished_moment(build: Build) -> float:
-    case = build()
+def vanished_moment(fault: Fault) -> float:
+    case = fault.build()
     for _ in run(case):
         pass
     state = case.optimizer.state[case.model[0].weight]  # type: ignore[index]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
@@ -274,6 +275,24 @@ def test_healthy_infinities_leave_no_source_in_the_loss() -> None:
         torch.autograd.grad(loss, list(model.parameters()))
     assert extremes(loss)[1]
     assert trace.count > 0 and not trace.origins.sources
+
+
+class Names(TorchFunctionMode):
+    """Notes the names of the functions that pass it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_values_are_read_without_passing_a_mode() -> None:
+    with Names() as below, Trace(nn.Module()).watching():
+        torch.ones(3).exp()
+    assert "exp" in below.names and "aminmax" not in below.names
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -95,6 +95,7 @@ def spelled(func: Callable[..., Any]) -> str:
     return public(raw)
 
 
+@cache
 def public(raw: str) -> str:
     """Return the operator that an in-place, private or aten name belongs to."""
     for word in (raw, raw.strip("_"), raw.strip("_").removesuffix("_backward")):
@@ -190,7 +191,7 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
         return 0.0, True, False
     if values.element_size() == 1:
         values = values.float()
-    low, high = (float(v) for v in torch.aminmax(values))
+    low, high = map(float, torch.aminmax(values))
     if math.isfinite(low) and math.isfinite(high):
         return max(-low, high) + 0.0, True, False  # no -0.0
     nan = math.isnan(low)

@@ -13,8 +13,8 @@ from tests.faults.case import (
     BF16,
     TORCH,
     UNSCALED,
-    Build,
     Case,
+    Fault,
     case,
     classify,
     fault,
@@ -40,7 +40,7 @@ def dense_forward(self: Any, x: Tensor) -> Any:
     seed=401,
     role="gradient",
     parameter="body.0.weight",
-    effect=(gradient_error("body.0.weight"), 0.5),
+    effect=(gradient_error, 0.5),
     also=("body.0.bias", "body.2", "body.2.weight", "body.2.bias"),
 )
 def mean_over_pixels() -> Case:
@@ -83,9 +83,9 @@ def diffusion_forward(self: Any, x: Tensor, noise: Tensor, t: Tensor) -> Any:
     return self.out(torch.tanh(self.enter(left.sqrt() * x + (1 - left).sqrt() * noise)))
 
 
-def lost_signal(build: Build) -> float:
+def lost_signal(fault: Fault) -> float:
     """Return the share of the schedule that is 0 in fp16; none is in fp32."""
-    case = build()
+    case = fault.build()
     next(run(case))
     return float((case.model.schedule.seen == 0).double().mean())  # type: ignore[union-attr]
 
@@ -155,9 +155,9 @@ class FromMask(nn.Module):
         return self.out((h * mask[..., None]).mean(1))
 
 
-def wrong_positions(build: Build) -> float:
+def wrong_positions(fault: Fault) -> float:
     """Return the share of positions that are another token's."""
-    case = build()
+    case = fault.build()
     next(run(case))
     return float((case.model.seen.long() != torch.arange(1, 601)).double().mean())  # type: ignore[operator]
 
@@ -224,9 +224,9 @@ def slow_net_forward(self: Any, x: Tensor) -> Any:
     return self.out(h)
 
 
-def closed_gates(build: Build) -> float:
+def closed_gates(fault: Fault) -> float:
     """Return the share of gates that are exactly 1 in the last step of time."""
-    case = build()
+    case = fault.build()
     next(run(case))
     return float((case.model.cell.seen == 1).double().mean())  # type: ignore[union-attr]
 
@@ -262,7 +262,7 @@ class Scaled(nn.Module):
     parameter="2.gamma",
     phase="update",
     step=2,
-    effect=(unmoved_share("2.gamma"), 0.5),
+    effect=(unmoved_share, 0.5),
     also=("1.gamma",),
 )
 def gains_of_one() -> Case:
@@ -292,9 +292,9 @@ class Vocabulary(nn.Module):
         return self.fc(x) * warm
 
 
-def uncounted(build: Build) -> float:
+def uncounted(fault: Fault) -> float:
     """Return which share of the steps a counter has not counted."""
-    case = build()
+    case = fault.build()
     for _ in run(case):
         pass
     return 1 - float(case.model[1].seen - 2040.0) / case.steps  # type: ignore[index]
@@ -317,9 +317,9 @@ def counter_in_half() -> Case:
     return case(model, lambda k: (normal(k, 8, 5), labels(k, 8)))
 
 
-def stopped_average(build: Build) -> float:
+def stopped_average(fault: Fault) -> float:
     """Return the share of RMSprop's averages that are after all steps what they were after the first."""
-    case = build()
+    case = fault.build()
     early = None
     for number, _ in enumerate(run(case)):
         average = case.optimizer.state[case.model[0].weight]["square_avg"]  # type: ignore[index]

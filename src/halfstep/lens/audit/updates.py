@@ -192,6 +192,7 @@ class AuditedStep(TrainStep):
         return (store := store_of(self.model)) is not None and parameter in store
 
     def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the backward pass as a TrainStep does, and report it to the listener."""
         if not self.listener.looks:
             return super().run_backward(loss)
         self.listener.backward_begins()

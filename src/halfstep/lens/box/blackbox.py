@@ -217,13 +217,12 @@ class BlackBox(Box):
 
     def _explained(self) -> Verdict:
         model = unwrap(self.model)
-        seen = self
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
             with ExitStack() as stack:
-                for region in seen._around:
+                for region in self._around:
                     stack.enter_context(region)
-                returned = seen.loss_fn(model, *batch, **named)
+                returned = self.loss_fn(model, *batch, **named)
             return returned[0] if isinstance(returned, tuple) else returned
 
         scale = self._scale()
