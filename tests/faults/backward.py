@@ -105,8 +105,8 @@ def critic_forward(self: Any, x: Tensor) -> Any:
 def penalised_critic(model: Any, x: Tensor) -> Any:
     x = x.requires_grad_()
     score = model(x).float().sum()
-    (slope,) = torch.autograd.grad(score, x, create_graph=True)
-    norms = (slope * slope).sum(-1).sqrt()  # FAULT gradient_penalty
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    norms = (gradient * gradient).sum(-1).sqrt()  # FAULT gradient_penalty
     return score / len(x) + (norms - 1).pow(2).mean()
 
 

@@ -171,7 +171,7 @@ def upsampling() -> Case:
 
 @fault("overflow", "linear", "0", seed=7, step=2, cures=("module fp32",))
 def raw_inputs() -> Case:
-    """A feature that nobody normalised (an income of 1e6): finite in the batch, inf in the operand of the layer."""
+    """A feature that is not normalised (an income of 1e6): finite in the batch, inf in the operand of the layer."""
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
 
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:

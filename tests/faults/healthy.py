@@ -97,7 +97,7 @@ def attention_to_nothing() -> Case:
     return case(model_of(safe_rows_forward, fc=nn.Linear(12, 12), out=nn.Linear(12, 4)), batch, classify_masked)
 
 
-# ------------------------------------------------------------------ infinities that somebody takes away again
+# ------------------------------------------------------------------ infinities that the program removes again
 
 
 def hidden_log(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def nll(model: Any, x: Tensor) -> Tensor:
 
 @control("a token that is never right, at -inf in the logits", seed=118)
 def banned_token() -> Case:
-    """A padding token whose logit is -inf; its log-probability is -inf and nobody asks for it."""
+    """A padding token whose logit is -inf; its log-probability is -inf and is never used."""
     model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
     return case(model, lambda k: (tokens(k, (3, 8), 20),), nll)
 

@@ -237,7 +237,7 @@ def hard_weights(fault: Fault) -> float:
 
 @fault("saturation", "softmax", seed=206, role="activation", effect=(hard_weights, 0.5))
 def sharp_attention() -> Case:
-    """Attention logits that nobody scaled: most probabilities are 0 in fp16, and no gradient reaches the keys."""
+    """Unscaled attention logits: most probabilities are 0 in fp16, and no gradient reaches the keys."""
     model = Sharp()
     with torch.no_grad():
         model.query.weight.mul_(8)

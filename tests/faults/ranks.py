@@ -1,4 +1,4 @@
-"""List A, faults of one process among several: its gradients make everybody's non-finite."""
+"""List A, faults of one process among several: its gradients make those of all processes non-finite."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Flag:
 
 
 def not_finite(result: hs.HostStepResult) -> bool:
-    """Return whether a step gives anybody a reason to ask."""
+    """Return whether a step gives a reason to call `explain`."""
     return result.skipped or not math.isfinite(result.loss)
 
 

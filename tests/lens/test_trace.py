@@ -130,7 +130,7 @@ def test_a_custom_function_is_located_inside_its_backward() -> None:
 
 
 def test_a_custom_function_is_put_down_to_the_module_that_applied_it() -> None:
-    """Its node has its name from its forward; the linear after it shows nobody where it was applied."""
+    """Its node has the name of its forward; the linear after it does not show where it was applied."""
     verdict = explained(lambda m, h: m.part(Blows.apply(h)), part=nn.Linear(8, 8))  # type: ignore[no-untyped-call]
     assert (verdict.op, verdict.module, verdict.phase) == ("mul", "", "backward")
 

@@ -376,7 +376,7 @@ def attention_net_forward(self: Any, h: Tensor, source: Tensor, target: Tensor) 
 
 @fault("invalid", "div", "layer", seed=309, step=3)
 def isolated_node() -> Case:
-    """Graph attention, normalised by scatter_add: a node that nobody points at gets 0 / 0."""
+    """Graph attention, normalised by scatter_add: a node without incoming edges gets 0 / 0."""
     model = model_of(attention_net_forward, layer=GraphAttention(5, 8), head=nn.Linear(8, 3))
 
     def batch(step: int) -> tuple[Any, ...]:
@@ -444,13 +444,13 @@ def biaffine_parser() -> Case:
 
 def preconditioned_forward(self: Any, x: Tensor, sigma: Tensor) -> Any:
     h = self.body(torch.cat([x, sigma.log()], -1))
-    slope = (x.to(h.dtype) - h) / sigma.to(h.dtype)  # FAULT small_sigma
-    return slope * 1e-4
+    gradient = (x.to(h.dtype) - h) / sigma.to(h.dtype)  # FAULT small_sigma
+    return gradient * 1e-4
 
 
 @fault("overflow", "div", seed=312, step=3, cures=ALL)
 def small_sigma() -> Case:
-    """A diffusion model's slope (x - denoised) / sigma in fp16: the schedule ends at a sigma of 1e-5."""
+    """A diffusion model's gradient (x - denoised) / sigma in fp16: the schedule ends at a sigma of 1e-5."""
     model = model_of(preconditioned_forward, body=nn.Sequential(nn.Linear(9, 24), nn.SiLU(), nn.Linear(24, 8)))
 
     def batch(step: int) -> tuple[Any, ...]:

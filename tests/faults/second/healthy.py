@@ -25,7 +25,7 @@ def edge_softmax_forward(self: Any, h: Tensor, source: Tensor, target: Tensor) -
 
 @control("the maximum over no edges is -inf", seed=501)
 def nodes_without_edges() -> Case:
-    """Graph attention: half of the nodes have no edge, their maximum stays at -inf and nobody gathers it."""
+    """Graph attention: half of the nodes have no edge, their maximum stays at -inf and is never gathered."""
 
     def batch(step: int) -> tuple[Any, ...]:
         return normal(step, 10, 5), tokens(step, (12,), 10), tokens(step + 1, (12,), 5), labels(step, 10, 3)
@@ -138,7 +138,7 @@ def top_k_sampling() -> Case:
     return case(model, lambda k: (normal(k, 8, 6), labels(k, 8, 10)), sampled, policy=BF16)
 
 
-# ------------------------------------------------------------------ poles that torch, or somebody careful, covers
+# ------------------------------------------------------------------ poles that torch, or careful code, covers
 
 
 class DeadRoot(nn.Module):

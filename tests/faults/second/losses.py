@@ -190,8 +190,8 @@ def adapted_forward(self: Any, x: Tensor) -> Any:
 def adapt(model: Any, x: Tensor, y: Tensor, rate: Tensor) -> Tensor:
     h = model(x)
     inner = F.cross_entropy(model.head(h), y)
-    (slope,) = torch.autograd.grad(inner, model.head.weight, create_graph=True)
-    fast = model.head.weight - rate * slope
+    (gradient,) = torch.autograd.grad(inner, model.head.weight, create_graph=True)
+    fast = model.head.weight - rate * gradient
     logits = F.linear(h, fast)  # FAULT inner_loop
     return F.cross_entropy(logits, y)
 
@@ -215,8 +215,8 @@ def critic_forward(self: Any, x: Tensor) -> Any:
 def critic_loss(model: Any, real: Tensor, made: Tensor) -> Any:
     real = real.half().requires_grad_()
     score = model(real).float()
-    (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
-    penalty = (slope * slope).flatten(1).sum(-1, dtype=torch.float32)  # FAULT penalty_of_half_images
+    (gradient,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+    penalty = (gradient * gradient).flatten(1).sum(-1, dtype=torch.float32)  # FAULT penalty_of_half_images
     return F.softplus(model(made)).mean() + F.softplus(-score).mean() + 1e-6 * penalty.mean()
 
 

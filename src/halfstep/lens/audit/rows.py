@@ -19,6 +19,10 @@ __all__ = ["ROLES", "AuditRow", "Tally", "form_of", "row_of"]
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
 
+UNCHANGED = ("module", "op", "role", "parameter", "line", "calls", "scale", "pace", "cancels", "decides")
+PER_STEP = ("numel", "bytes", "casts", "cast_bytes")
+"""Numbers of a `Tally` that an `AuditRow` has as they are, and divided by the steps."""
+
 
 def form_of(tensor: Tensor, otherwise: Format = FP32) -> Format:
     """Return the format whose numbers `tensor` holds; `otherwise` for float64, which has none here."""
@@ -195,20 +199,12 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
     count = max(sketch.count + tally.masked, 1)
     changes = tally.moved > 0
     return AuditRow(
-        module=tally.module,
-        op=tally.op,
-        role=tally.role,
-        parameter=tally.parameter,
-        calls=tally.calls,
+        **{name: getattr(tally, name) for name in UNCHANGED},
+        **{name: round(getattr(tally, name) / steps) for name in PER_STEP},
         dtype=", ".join(sorted(tally.dtypes)),
         format=form.name,
         rule=rule,
         reason=reason,
-        line=tally.line,
-        numel=round(tally.numel / steps),
-        bytes=round(tally.bytes / steps),
-        casts=round(tally.casts / steps),
-        cast_bytes=round(tally.cast_bytes / steps),
         time=tally.seconds / seconds if seconds else 0.0,
         amax=sketch.largest,
         smallest=sketch.smallest if sketch.largest else 0.0,
@@ -227,12 +223,8 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         missing=tally.whole.share(tally.whole.flushed),
         swallowed=tally.swallowed / tally.moved if changes else math.nan,
         swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
-        pace=tally.pace,
-        cancels=tally.cancels,
-        decides=tally.decides,
         otherwise=tally.otherwise / tally.decided if tally.decided else math.nan,
         saturated=tally.saturated / tally.rows if tally.rows else math.nan,
-        scale=tally.scale,
         sketch=sketch,
         wide=None if tally.wide is None else tally.wide.read()[0],
     )

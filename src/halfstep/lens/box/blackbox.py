@@ -191,8 +191,6 @@ class BlackBox(Box):
             first = self._trouble.losses == 1
         else:
             self._trouble.skipped()
-            if self._trouble.streak == 1:
-                self._first = None
             scale = self._scale()
             seen = SkippedStep(
                 loss_finite=finite,
@@ -201,7 +199,6 @@ class BlackBox(Box):
                 floor=0.0,  # not known here
                 low=low_of(prepared_policy(model), model),
                 state_finite=finite or self._state_finite(model, self.optimizer),
-                verdict=self._first,
             )
             texts = self._trouble.see(seen)
             first = self._trouble.streak == 1

@@ -56,7 +56,6 @@ class SkippedStep:
     floor: float
     low: str  # the low format
     state_finite: bool  # weights and optimizer state; read every `LOOK_EVERY` steps
-    verdict: Verdict | None = None  # on the first step of the streak
 
 
 @dataclass(eq=False)
@@ -67,11 +66,13 @@ class Trouble:
         reported: names of the diagnoses made so far.
         streak: steps in a row that were not applied.
         losses: steps in a row that were applied and whose loss was not finite.
+        first: the verdict on the first step of the streak, if that was explained.
     """
 
     reported: set[str] = field(default_factory=set)
     streak: int = 0
     losses: int = 0
+    first: Verdict | None = None
 
     def fine(self) -> None:
         """Count an applied step with a finite loss."""
@@ -87,6 +88,8 @@ class Trouble:
         """Count a step that was not applied."""
         self.streak += 1
         self.losses = 0
+        if self.streak == 1:
+            self.first = None
 
     def see(self, step: SkippedStep) -> list[str]:
         """Return what has not been reported before about a step that was not applied and that `skipped` has counted."""
@@ -145,7 +148,7 @@ class Trouble:
         if not seen.loss_finite and self.streak >= 2:
             yield (
                 "the loss is not finite",
-                f"skipping leaves weights as they are, so the same data gives the same; {_where_to_look(seen.verdict)}",
+                f"skipping leaves weights as they are, so the same data gives the same; {_where_to_look(self.first)}",
             )
 
 
@@ -190,7 +193,6 @@ class Box:
         self._trouble = Trouble()
         self._replays = 0
         self._warned: set[str] = set()
-        self._first: Verdict | None = None  # on the first step of the streak, if that was explained
 
     def explain_subject(self, subject: Subject) -> Verdict:
         """Replay a step, name the first cause, look for cures, write the evidence."""
@@ -228,7 +230,7 @@ class Box:
 
     def _announce(self, verdict: Verdict) -> None:
         """Log what happened and what helps in one line, once for each cause."""
-        self._first = verdict
+        self._trouble.first = verdict
         verified = [cure for cure in verdict.cures if cure.verified]
         text = verdict.headline
         if verified and verdict.kind != "scale_too_high":
@@ -313,8 +315,6 @@ class StepBox(Box):
     def _skipped(self, window: Window) -> None:
         """Examine an update that was not applied. Collective: all ranks reach this call together."""
         self._trouble.skipped()
-        if self._trouble.streak == 1:
-            self._first = None
         # more than a dynamic scale on its way down
         matters = self._scaling != "dynamic" or _scale(window) <= LOW_SCALE or not window.finite()
         matters = self._any_rank(matters)
@@ -334,7 +334,6 @@ class StepBox(Box):
             floor=step.scaler.rule.floor,
             low=step.policy.dtype,
             state_finite=finite or self._state_finite(self._record.model, step.optimizer),
-            verdict=self._first,
         )
 
     def _lost(self, window: Window) -> None:
