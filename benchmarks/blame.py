@@ -21,10 +21,9 @@ import torch
 from benchmarks.instruments import NotFinite, watch_modules
 from tests.faults import case as frame_of_faults
 from tests.faults.case import Fault, marked_line
-from tests.faults.catalog import LIST_A
+from tests.faults.catalog import LIST_A, SECOND_A
 from tests.faults.plain import plain_bad_steps
 from tests.faults.scored import verdict_on
-from tests.faults.second.catalog import SECOND_A
 
 SHOWN = (
     "attention_logits",
@@ -193,7 +192,7 @@ def compared(faults: Iterable[Fault]) -> dict[str, Any]:
                 "phase": truth.phase,
                 "line": f"{marked[0]}:{marked[1]}",
                 "text": marked[2],
-                "about": (fault.build.__doc__ or "").strip(),
+                "about": fault.about,
             },
             "said": {name: judged(answer(ask, fault), fault) for name, ask in INSTRUMENTS.items()},
         }

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.cast.copies import kept
+from halfstep.cast import copies
 from halfstep.step import update
 
 WIDTH = 128
@@ -211,7 +211,7 @@ def test_a_write_between_two_micro_batches_is_seen(name: str, policy: str) -> No
 def test_a_write_in_forward_before_the_weight_is_used_is_seen(
     write: Any, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "SMALL", 1)  # copies of small weights too
+    monkeypatch.setattr(copies, "SMALL", 1)  # copies of small weights too
 
     class Shrinking(Twice):
         def forward(self, x: Tensor) -> Tensor:

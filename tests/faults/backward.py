@@ -8,26 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import halfstep as hs
-from tests.faults.case import Case, fault, generator
-
-MIXED = hs.Policy.of("mixed", dtype="fp16", scale=1.0)
-TORCH = hs.Policy.of("torch", dtype="fp16", scale=1.0)
-BF16 = hs.Policy.of("mixed", dtype="bf16")
-FULL = hs.Policy.of("O0")
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def normal(step: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator(step))
-
-
-def labels(step: int, count: int, kinds: int = 4) -> Tensor:
-    return torch.randint(0, kinds, (count,), generator=generator(step + 500))
-
+from tests.faults.case import BF16, FULL, TORCH, UNSCALED, Case, at, case, fault, labels, model_of, normal
 
 # ------------------------------------------------------------------ poles of derivatives
 
@@ -37,10 +18,9 @@ def distance(model: Any, a: Tensor, b: Tensor) -> Tensor:
     return torch.sqrt(gap).mean()  # FAULT distance_of_twins
 
 
-@fault("A", kind="invalid", op="sqrt", module="", phase="backward", step=3)
+@fault("invalid", "sqrt", seed=61, phase="backward", step=3)
 def distance_of_twins() -> Case:
     """The distance of two equal embeddings is 0, the derivative of sqrt there infinite, and infinity times 0 NaN."""
-    torch.manual_seed(61)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
 
     def batch(step: int) -> tuple[Any, ...]:
@@ -49,7 +29,7 @@ def distance_of_twins() -> Case:
             b[1] = a[1]
         return a, b
 
-    return Case(model=model, optimizer=adam(model), loss_fn=distance, batch=batch, policy=BF16, steps=3)
+    return case(model, batch, distance, policy=BF16)
 
 
 class LogOfPresent(nn.Module):
@@ -59,20 +39,14 @@ class LogOfPresent(nn.Module):
         return torch.where(present > 0, logs, 0.0)
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.log, self.out = nn.Linear(6, 12), LogOfPresent(), nn.Linear(12, 4)
-
-    def forward(self, x: Tensor, present: Tensor) -> Any:
-        return self.out(self.log(self.fc(x), present))
+def counts_forward(self: Any, x: Tensor, present: Tensor) -> Any:
+    return self.out(self.log(self.fc(x), present))
 
 
-@fault("A", kind="invalid", op="log", module="log", phase="backward", step=2)
+@fault("invalid", "log", "log", seed=62, phase="backward", step=2)
 def where_hides_the_log() -> Case:
     """where() hides -inf in the forward pass; backward, its gradient 0 meets the pole of the logarithm: 0 / 0."""
-    torch.manual_seed(62)
-    model = Counts()
+    model = model_of(counts_forward, fc=nn.Linear(6, 12), log=LogOfPresent(), out=nn.Linear(12, 4))
 
     def batch(step: int) -> tuple[Any, ...]:
         present = torch.ones(8, 12)
@@ -80,14 +54,7 @@ def where_hides_the_log() -> Case:
             present[3, 4:] = 0.0
         return normal(step, 8, 6), present, labels(step, 8)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, present, y: F.cross_entropy(m(x, present), y),
-        batch=batch,
-        policy=BF16,
-        steps=2,
-    )
+    return case(model, batch, lambda m, x, present, y: F.cross_entropy(m(x, present), y), policy=BF16)
 
 
 def angle(model: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -96,103 +63,73 @@ def angle(model: Any, a: Tensor, b: Tensor) -> Tensor:
     return torch.acos(cosine).mean()  # FAULT angle_of_equals
 
 
-@fault("A", kind="invalid", op="acos", module="", phase="backward", step=2)
+@fault("invalid", "acos", seed=63, phase="backward", step=2)
 def angle_of_equals() -> Case:
     """The angle between a sample and itself: acos(1) is 0 and its derivative infinite."""
-    torch.manual_seed(63)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=angle,
-        batch=lambda k: (normal(k, 5, 6), normal(k + (0 if k == 2 else 20), 5, 6)),
-        policy=FULL,
-        steps=2,
-    )
+    return case(model, lambda k: (normal(k, 5, 6), normal(k + (0 if k == 2 else 20), 5, 6)), angle, policy=FULL)
 
 
-class Whitened(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(6, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.fc(x).float()
-        covariance = h.T.float().matmul(h).float() / len(h) + 1e-3 * torch.eye(3)
-        values, axes = torch.linalg.eigh(covariance)  # FAULT equal_eigenvalues
-        return h @ (axes * values.rsqrt())
+def whitened_forward(self: Any, x: Tensor) -> Any:
+    h = self.fc(x).float()
+    covariance = h.T.float().matmul(h).float() / len(h) + 1e-3 * torch.eye(3)
+    values, axes = torch.linalg.eigh(covariance)  # FAULT equal_eigenvalues
+    return h @ (axes * values.rsqrt())
 
 
-@fault("A", kind="invalid", op="linalg.eigh", module="white", phase="backward", step=2)
+@fault("invalid", "linalg.eigh", "white", seed=64, phase="backward", step=2)
 def equal_eigenvalues() -> Case:
     """Whitening a batch of silence: all eigenvalues are equal, and the derivative of the axes divides by their gaps."""
-    torch.manual_seed(64)
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.white, self.out = Whitened(), nn.Linear(3, 4)
+            self.white, self.out = model_of(whitened_forward, fc=nn.Linear(6, 3, bias=False)), nn.Linear(3, 4)
 
         def forward(self, x: Tensor) -> Any:
             return self.out(self.white(x))
 
     model = Net()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, y: F.cross_entropy(m(x), y),
-        batch=lambda k: (normal(k, 8, 6) * (0.0 if k == 2 else 1.0), labels(k, 8)),
+    return case(
+        model,
+        lambda k: (normal(k, 8, 6) * (0.0 if k == 2 else 1.0), labels(k, 8)),
+        lambda m, x, y: F.cross_entropy(m(x), y),
         policy=BF16,
-        steps=2,
     )
 
 
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 1))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(x)
+def critic_forward(self: Any, x: Tensor) -> Any:
+    return self.body(x)
 
 
 def penalised_critic(model: Any, x: Tensor) -> Any:
     x = x.requires_grad_()
     score = model(x).float().sum()
-    (slope,) = torch.autograd.grad(score, x, create_graph=True)
-    norms = (slope * slope).sum(-1).sqrt()  # FAULT gradient_penalty
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    norms = (gradient * gradient).sum(-1).sqrt()  # FAULT gradient_penalty
     return score / len(x) + (norms - 1).pow(2).mean()
 
 
-@fault("A", kind="invalid", op="sqrt", module="", phase="backward", step=2)
+@fault("invalid", "sqrt", seed=65, phase="backward", step=2)
 def gradient_penalty() -> Case:
     """A GAN's gradient penalty where the critic is flat: the norm of a zero gradient is differentiated again."""
-    torch.manual_seed(65)
-    model = Critic()
+    model = model_of(critic_forward, body=nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 1)))
 
-    def flatten(step: int) -> None:
-        if step == 2:
-            with torch.no_grad():
-                model.body[0].bias.fill_(-50.0)  # type: ignore[operator]
-
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=penalised_critic,
-        batch=lambda k: (normal(k, 6, 6),),
+    return case(
+        model,
+        lambda k: (normal(k, 6, 6),),
+        penalised_critic,
         policy=FULL,
-        steps=2,
-        before=flatten,
+        before=at(2, lambda: model.body[0].bias.fill_(-50.0)),
     )
 
 
 # ------------------------------------------------------------------ gradients too large for fp16
 
 
-@fault("A", kind="overflow", op="linear", module="0", phase="backward", step=2, cures=("module fp32", "bf16", "scale"))
+@fault("overflow", "linear", "0", seed=66, phase="backward", step=2, cures=("module fp32", "bf16", "scale"))
 def summed_loss() -> Case:
     """A loss summed over 4096 rows instead of averaged: the weight gradient of the first layer leaves fp16."""
-    torch.manual_seed(66)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -208,33 +145,22 @@ def summed_loss() -> Case:
             model[0].weight.copy_(1e-5 * torch.ones(4, 2))  # type: ignore[operator]
             model[2].weight.copy_(0.1 * torch.ones(1, 4))  # type: ignore[operator]
 
-    return Case(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-12),
-        loss_fn=loss_fn,
-        batch=batch,
-        policy=MIXED,
-        steps=2,
-        before=gentle,
+    return case(
+        model, batch, loss_fn, policy=UNSCALED, optimizer=torch.optim.SGD(model.parameters(), lr=1e-12), before=gentle
     )
 
 
-class Dense(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Sigmoid())
-        self.head = nn.Conv2d(4, 1, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.features(x)
-        return self.head(h)  # FAULT pixel_sum
+def dense_forward(self: Any, x: Tensor) -> Any:
+    h = self.features(x)
+    return self.head(h)  # FAULT pixel_sum
 
 
-@fault("A", kind="overflow", op="conv2d", module="head", phase="backward", step=2, cures=("op fp32", "bf16", "scale"))
+@fault("overflow", "conv2d", "head", seed=67, phase="backward", step=2, cures=("op fp32", "bf16", "scale"))
 def pixel_sum() -> Case:
     """A segmentation loss summed over pixels: large images bring the head's bias gradient past 65504."""
-    torch.manual_seed(67)
-    model = Dense()
+    model = model_of(
+        dense_forward, features=nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Sigmoid()), head=nn.Conv2d(4, 1, 1)
+    )
 
     def batch(step: int) -> tuple[Any, ...]:
         side = 96 if step == 2 else 8
@@ -242,39 +168,32 @@ def pixel_sum() -> Case:
 
     def bias(step: int) -> None:
         with torch.no_grad():
-            model.head.bias.fill_(1.0)  # type: ignore[union-attr]
+            model.head.bias.fill_(1.0)
             model.head.weight.fill_(0.01)
 
-    return Case(
-        model=model,
+    return case(
+        model,
+        batch,
+        lambda m, x, y: 4 * F.l1_loss(m(x), y, reduction="sum"),
+        policy=UNSCALED,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
-        loss_fn=lambda m, x, y: 4 * F.l1_loss(m(x), y, reduction="sum"),
-        batch=batch,
-        policy=MIXED,
-        steps=2,
         before=bias,
     )
 
 
-class Ratio(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.top, self.bottom = nn.Linear(6, 8), nn.Linear(6, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        numerator, denominator = self.top(x), self.bottom(x)
-        return numerator / denominator  # FAULT small_denominator
+def ratio_forward(self: Any, x: Tensor) -> Any:
+    numerator, denominator = self.top(x), self.bottom(x)
+    return numerator / denominator  # FAULT small_denominator
 
 
-@fault("A", kind="overflow", op="div", module="ratio", phase="backward", step=2, cures=("bf16",))
+@fault("overflow", "div", "ratio", seed=68, phase="backward", step=2, cures=("bf16",))
 def small_denominator() -> Case:
     """A quotient of fp16 numbers is 1000, its derivative by the denominator a million."""
-    torch.manual_seed(68)
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.ratio, self.out = Ratio(), nn.Linear(8, 3)
+            self.ratio, self.out = model_of(ratio_forward, top=nn.Linear(6, 8), bottom=nn.Linear(6, 8)), nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Any:
             return self.out(self.ratio(x))
@@ -288,13 +207,12 @@ def small_denominator() -> Case:
                 layer.bias.fill_(value)
             model.out.weight.fill_(0.2)
 
-    return Case(
-        model=model,
+    return case(
+        model,
+        lambda k: (normal(k, 2, 6), torch.zeros(2, 3)),
+        lambda m, x, y: F.l1_loss(m(x), y),
+        policy=UNSCALED,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
-        loss_fn=lambda m, x, y: F.l1_loss(m(x), y),
-        batch=lambda k: (normal(k, 2, 6), torch.zeros(2, 3)),
-        policy=MIXED,
-        steps=2,
         before=shrink,
     )
 
@@ -304,25 +222,17 @@ def nll_by_hand(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return -torch.log(p).mean()  # FAULT log_of_tiny
 
 
-@fault("A", kind="overflow", op="log", module="", phase="backward", step=2, cures=("bf16", "scale"))
+@fault("overflow", "log", seed=69, phase="backward", step=2, cures=("bf16", "scale"))
 def log_of_tiny() -> Case:
     """The logarithm of a probability of 1e-6 is -14, its derivative a million: the gradient leaves fp16."""
-    torch.manual_seed(69)
-    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 3))
+    model: Any = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 3))
 
-    def certain(step: int) -> None:
-        if step == 2:
-            with torch.no_grad():
-                model[1].bias.copy_(torch.tensor([14.0, 0.0, 0.0]))  # type: ignore[operator]
-
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=nll_by_hand,
-        batch=lambda k: (torch.arange(4), torch.ones(4, dtype=torch.long)),
-        policy=TORCH,
-        steps=2,
-        before=certain,
+    return case(
+        model,
+        lambda k: (torch.arange(4), torch.ones(4, dtype=torch.long)),
+        nll_by_hand,
+        policy=TORCH.replace(scale=1.0),
+        before=at(2, lambda: model[1].bias.copy_(torch.tensor([14.0, 0.0, 0.0]))),
     )
 
 
@@ -340,59 +250,39 @@ class Amplify(torch.autograd.Function):
 amplify: Any = Amplify.apply
 
 
-class Reversed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.out(amplify(self.fc(x)))
+def reversed_forward(self: Any, x: Tensor) -> Any:
+    return self.out(amplify(self.fc(x)))
 
 
-@fault("A", kind="overflow", op="mul", module="", phase="backward", step=1)
+@fault("overflow", "mul", seed=70, phase="backward", step=1)
 def function_backward() -> Case:
     """A custom autograd.Function whose backward computes in fp16 by hand; forward it does nothing."""
-    torch.manual_seed(70)
-    model = Reversed()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, y: 1e2 * F.cross_entropy(m(x), y),
-        batch=lambda k: (normal(k, 6, 5), labels(k, 6, 3)),
-        policy=BF16,
-        steps=1,
+    model = model_of(reversed_forward, fc=nn.Linear(5, 8), out=nn.Linear(8, 3))
+    return case(
+        model, lambda k: (normal(k, 6, 5), labels(k, 6, 3)), lambda m, x, y: 1e2 * F.cross_entropy(m(x), y), policy=BF16
     )
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)  # FAULT exploding_gradient
-        return x
+def chain_forward(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = layer(x)  # FAULT exploding_gradient
+    return x
 
 
-@fault("A", kind="overflow", op="linear", module="layers.1", phase="backward", step=2, cures=("bf16", "scale"))
+@fault("overflow", "linear", "layers.1", seed=71, phase="backward", step=2, cures=("bf16", "scale"))
 def exploding_gradient() -> Case:
     """Large weights and tiny inputs: forward all is small, backward each layer multiplies the gradient by 100."""
-    torch.manual_seed(71)
-    model = Chain()
+    model = model_of(chain_forward, layers=nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4)))
 
-    def explode(step: int) -> None:
-        if step == 2:
-            with torch.no_grad():
-                for layer in model.layers:
-                    layer.weight.copy_(100 * torch.eye(4))  # type: ignore[operator]
+    def explode() -> None:
+        for layer in model.layers:
+            layer.weight.copy_(100 * torch.eye(4))
 
-    return Case(
-        model=model,
+    return case(
+        model,
+        lambda k: (1e-5 * normal(k, 4, 4).abs(), torch.full((4, 4), 2000.0)),
+        lambda m, x, y: F.l1_loss(m(x), y, reduction="sum"),
+        policy=UNSCALED,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
-        loss_fn=lambda m, x, y: F.l1_loss(m(x), y, reduction="sum"),
-        batch=lambda k: (1e-5 * normal(k, 4, 4).abs(), torch.full((4, 4), 2000.0)),
-        policy=MIXED,
-        steps=2,
-        before=explode,
+        before=at(2, explode),
     )

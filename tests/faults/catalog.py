@@ -1,4 +1,7 @@
-"""The lists: every fault and control, in the order in which they stand in their files."""
+"""The lists: every fault and control, in the order in which they stand in their files.
+
+The programs of the second set were written without a look at what the instruments say of them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ from typing import TypeVar
 
 from tests.faults import backward, forward, healthy, losses, quiet, ranks, state
 from tests.faults.case import Control, Fault
+from tests.faults.second import backward as backward_2
+from tests.faults.second import forward as forward_2
+from tests.faults.second import healthy as healthy_2
+from tests.faults.second import losses as losses_2
+from tests.faults.second import quiet as quiet_2
+from tests.faults.second import state as state_2
 
-__all__ = ["CONTROLS", "DEFINITIONS", "LIST_A", "LIST_A_RANKS", "LIST_B", "entries"]
+__all__ = ["CONTROLS", "DEFINITIONS", "LIST_A", "LIST_A_RANKS", "LIST_B", "SECOND_A", "SECOND_B", "SECOND_CONTROLS"]
 
 Entry = TypeVar("Entry")
 
-DEFINITIONS = ("backward", "case", "forward", "healthy", "losses", "quiet", "ranks", "score", "state")
+PROGRAMS = ("backward", "forward", "healthy", "losses", "quiet", "state")
+DEFINITIONS = ("case", "ranks", "score", *PROGRAMS, *(f"second/{name}" for name in PROGRAMS))
 """Files, without their ending, whose hashes `frozen.txt` keeps."""
 
 
@@ -32,3 +42,7 @@ LIST_B = entries(Fault, quiet)
 
 CONTROLS = entries(Control, healthy)
 """Healthy programs."""
+
+SECOND_A = entries(Fault, forward_2, losses_2, backward_2, state_2)
+SECOND_B = entries(Fault, quiet_2)
+SECOND_CONTROLS = entries(Control, healthy_2)

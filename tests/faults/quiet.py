@@ -14,26 +14,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import Case, fault, generator, run
-
-FP16, BF16 = torch.float16, torch.bfloat16
-
-
-def adam(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def normal(step: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator(step))
-
-
-def labels(step: int, count: int, kinds: int = 4) -> Tensor:
-    return torch.randint(0, kinds, (count,), generator=generator(step + 500))
-
-
-def classify(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
+from tests.faults.case import (
+    BF16,
+    FULL,
+    UNSCALED,
+    Case,
+    Fault,
+    Measure,
+    case,
+    classify,
+    fault,
+    generator,
+    labels,
+    model_of,
+    normal,
+    run,
+    tokens,
+)
 
 # ------------------------------------------------------------------ ways to measure
 
@@ -64,54 +61,44 @@ def gradients(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found, reference
 
 
-def lost_share(build: Callable[[], Case], name: str) -> Callable[[], float]:
+def lost_share(fault: Fault) -> float:
     """Return the share of a parameter's gradient elements that are 0 and are not in fp64."""
-
-    def measure() -> float:
-        found, reference = gradients(build())
-        return float(
-            ((found[name] == 0) & (reference[name] != 0)).double().mean() / (reference[name] != 0).double().mean()
-        )
-
-    return measure
+    name = fault.truth.parameter
+    found, reference = gradients(fault.build())
+    return float(((found[name] == 0) & (reference[name] != 0)).double().mean() / (reference[name] != 0).double().mean())
 
 
-def gradient_error(build: Callable[[], Case], name: str) -> Callable[[], float]:
+def gradient_error(fault: Fault) -> float:
     """Return the relative error of a parameter's gradient against fp64, in the 2-norm."""
-
-    def measure() -> float:
-        found, reference = gradients(build())
-        return float((found[name] - reference[name]).norm() / reference[name].norm())
-
-    return measure
+    name = fault.truth.parameter
+    found, reference = gradients(fault.build())
+    return float((found[name] - reference[name]).norm() / reference[name].norm())
 
 
-def unmoved_share(build: Callable[[], Case], name: str) -> Callable[[], float]:
+def unmoved_share(fault: Fault) -> float:
     """Return the share of a parameter's elements that training has left bit for bit, and in fp32 has not."""
+    name = fault.truth.parameter
 
-    def measure() -> float:
-        def moved(policy: hs.Policy | None) -> Tensor:
-            case = build()
-            chosen = case.policy if policy is None else policy
-            before = None
-            for number, (step, result) in enumerate(run(case, chosen)):
-                assert not result.skipped
-                if number == 0:
-                    before = step.model.get_parameter(name).detach().clone()
-            assert before is not None
-            return case.model.get_parameter(name).detach() != before
+    def moved(policy: hs.Policy | None) -> Tensor:
+        case = fault.build()
+        chosen = case.policy if policy is None else policy
+        before = None
+        for number, (step, result) in enumerate(run(case, chosen)):
+            assert not result.skipped
+            if number == 0:
+                before = step.model.get_parameter(name).detach().clone()
+        assert before is not None
+        return case.model.get_parameter(name).detach() != before
 
-        low, full = moved(None), moved(hs.Policy.of("O0"))
-        return float((full & ~low).double().sum() / full.double().sum())
-
-    return measure
+    low, full = moved(None), moved(FULL)
+    return float((full & ~low).double().sum() / full.double().sum())
 
 
-def output_error(build: Callable[[], Case], of: Callable[[Any], Tensor]) -> Callable[[], float]:
+def output_error(of: Callable[[Any], Tensor]) -> Measure:
     """Return the relative error, in the 2-norm, of something that a forward pass leaves in the model, against fp64."""
 
-    def measure() -> float:
-        case = build()
+    def measure(fault: Fault) -> float:
+        case = fault.build()
         model = copy.deepcopy(case.model).double()
         case.loss_fn(model, *map(exact, case.batch(1)))
         for _ in run(case):
@@ -125,120 +112,51 @@ def output_error(build: Callable[[], Case], of: Callable[[Any], Tensor]) -> Call
 # ------------------------------------------------------------------ underflow of gradients
 
 
-def sigmoid_net() -> Case:
-    torch.manual_seed(201)
+@fault("underflow", "linear", "0", seed=201, role="gradient", parameter="0.weight", effect=(lost_share, 0.3))
+def deep_sigmoid_net() -> Case:
+    """Each sigmoid divides the gradient by four: after eight of them it is 0 in fp16 at a loss scale of 1."""
     layers: list[nn.Module] = []
     for _ in range(8):
         layers += [nn.Linear(16, 16), nn.Sigmoid()]
     model = nn.Sequential(*layers, nn.Linear(16, 4))
-    policy = hs.Policy.of("mixed", dtype="fp16", scale=1.0)
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 64, 16), labels(k, 64)),
-        policy=policy,
-        steps=3,
-    )
+    policy = UNSCALED
+    return case(model, lambda k: (normal(k, 64, 16), labels(k, 64)), policy=policy, steps=3)
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="underflow",
-    role="gradient",
-    op="linear",
-    module="0",
-    parameter="0.weight",
-    step=1,
-    effect=lambda: (lost_share(sigmoid_net, "0.weight")(), 0.3),
-)
-def deep_sigmoid_net() -> Case:
-    """Each sigmoid divides the gradient by four: after eight of them it is 0 in fp16 at a loss scale of 1."""
-    return sigmoid_net()
+def words_forward(self: Any, x: Tensor) -> Any:
+    return self.out(torch.tanh(self.fc(self.embed(x) * 1e-2)))
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.fc, self.out = nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.out(torch.tanh(self.fc(self.embed(x) * 1e-2)))
-
-
-def word_model() -> Case:
-    torch.manual_seed(202)
-    model = Words()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.roll(1, 1).flatten()),
-        batch=lambda k: (torch.randint(0, 40, (64, 64), generator=generator(k)),),
+@fault("underflow", "embedding", "embed", seed=202, role="gradient", parameter="embed.weight", effect=(lost_share, 0.3))
+def embedding_gradient() -> Case:
+    """An embedding scaled by 0.01 under a loss scale that is too low: its rows' gradients are 0 in fp16."""
+    model = model_of(words_forward, embed=nn.Embedding(40, 16), fc=nn.Linear(16, 16), out=nn.Linear(16, 40))
+    return case(
+        model,
+        lambda k: (tokens(k, (64, 64), 40),),
+        lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.roll(1, 1).flatten()),
         policy=hs.Policy.of("O2", dtype="fp16", scale=2.0**-6),
         steps=2,
     )
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="underflow",
-    role="gradient",
-    op="embedding",
-    module="embed",
-    parameter="embed.weight",
-    step=1,
-    effect=lambda: (lost_share(word_model, "embed.weight")(), 0.3),
-)
-def embedding_gradient() -> Case:
-    """An embedding scaled by 0.01 under a loss scale that is too low: its rows' gradients are 0 in fp16."""
-    return word_model()
+def two_tasks_forward(self: Any, x: Tensor) -> Any:
+    h = self.body(x)
+    return self.main(h), self.side(h)
 
 
-class TwoTasks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
-        self.main, self.side = nn.Linear(16, 4), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.body(x)
-        return self.main(h), self.side(h)
-
-
-def weighted_tasks() -> Case:
-    torch.manual_seed(203)
-    model = TwoTasks()
+@fault("underflow", "linear", "side", seed=203, role="gradient", parameter="side.weight", effect=(lost_share, 0.5))
+def lightly_weighted_loss() -> Case:
+    """A second loss of weight 1e-7: it trains nothing, since its gradients are below fp16's smallest number."""
+    model = model_of(
+        two_tasks_forward, body=nn.Sequential(nn.Linear(8, 16), nn.ReLU()), main=nn.Linear(16, 4), side=nn.Linear(16, 4)
+    )
 
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
         main, side = model(x)
         return F.cross_entropy(main, y) + 1e-7 * F.cross_entropy(side, y)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=loss_fn,
-        batch=lambda k: (normal(k, 32, 8), labels(k, 32)),
-        policy=hs.Policy.of("mixed", dtype="fp16", scale=1.0),
-        steps=2,
-    )
-
-
-@fault(
-    "B",
-    kind="quiet",
-    cause="underflow",
-    role="gradient",
-    op="linear",
-    module="side",
-    parameter="side.weight",
-    step=1,
-    effect=lambda: (lost_share(weighted_tasks, "side.weight")(), 0.5),
-)
-def lightly_weighted_loss() -> Case:
-    """A second loss of weight 1e-7: it trains nothing, since its gradients are below fp16's smallest number."""
-    return weighted_tasks()
+    return case(model, lambda k: (normal(k, 32, 8), labels(k, 32)), loss_fn, policy=UNSCALED, steps=2)
 
 
 # ------------------------------------------------------------------ underflow, overflow and saturation of activations
@@ -258,41 +176,20 @@ class Fourth(nn.Module):
         return self.out(energy * 1000.0)
 
 
-def squares_model() -> Case:
-    torch.manual_seed(204)
-    model = Fourth()
-    with torch.no_grad():
-        model.fc.weight.mul_(1e-3)
-        model.fc.bias.zero_()
-    return Case(
-        model=model,
-        optimizer=adam(model, 1e-6),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 32, 8) * 0.3, labels(k, 32)),
-        policy=hs.Policy.of("mixed", dtype="fp16", scale=1.0),
-        steps=2,
-    )
-
-
-def zero_squares() -> float:
-    case = squares_model()
+def zero_squares(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     return float((case.model.seen == 0).double().mean())  # type: ignore[union-attr]
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="underflow",
-    role="activation",
-    op="mul",
-    module="",
-    step=1,
-    effect=lambda: (zero_squares(), 0.3),
-)
+@fault("underflow", "mul", seed=204, role="activation", effect=(zero_squares, 0.3))
 def small_squares() -> Case:
     """Activations of 1e-4 are fp16 numbers, their squares are not: they become 0 before they are scaled up."""
-    return squares_model()
+    model = Fourth()
+    with torch.no_grad():
+        model.fc.weight.mul_(1e-3)
+        model.fc.bias.zero_()
+    return case(model, lambda k: (normal(k, 32, 8) * 0.3, labels(k, 32)), policy=UNSCALED, lr=1e-6, steps=2)
 
 
 class SilentNorm(nn.Module):
@@ -304,38 +201,17 @@ class SilentNorm(nn.Module):
         return x * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6)
 
 
-def silent_norm() -> Case:
-    torch.manual_seed(205)
-    model = nn.Sequential(nn.Linear(16, 32), SilentNorm(), nn.Linear(32, 4))
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 8, 16) * 600, labels(k, 8)),
-        policy=hs.Policy.of("mixed", dtype="fp16", scale=1.0),
-        steps=2,
-    )
-
-
-def silenced() -> float:
-    case = silent_norm()
+def silenced(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     return float(torch.isinf(case.model[1].seen).any(-1).double().mean())  # type: ignore[index]
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="overflow",
-    role="activation",
-    op="mul",
-    module="1",
-    step=1,
-    effect=lambda: (silenced(), 0.8),
-)
+@fault("overflow", "mul", "1", seed=205, role="activation", effect=(silenced, 0.8))
 def norm_that_silences() -> Case:
     """RMSNorm by hand: squares are inf in fp16, and x / inf is 0: nothing is NaN, and nothing is learned."""
-    return silent_norm()
+    model = nn.Sequential(nn.Linear(16, 32), SilentNorm(), nn.Linear(32, 4))
+    return case(model, lambda k: (normal(k, 8, 16) * 600, labels(k, 8)), policy=UNSCALED, steps=2)
 
 
 class Sharp(nn.Module):
@@ -353,41 +229,20 @@ class Sharp(nn.Module):
         return self.out((weights @ self.value(x)).mean(1))
 
 
-def sharp() -> Case:
-    torch.manual_seed(206)
-    model = Sharp()
-    with torch.no_grad():
-        model.query.weight.mul_(8)
-        model.key.weight.mul_(8)
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 8, 12, 8), labels(k, 8)),
-        policy=hs.Policy.of("mixed", dtype="fp16", scale=128.0),
-        steps=2,
-    )
-
-
-def hard_weights() -> float:
-    case = sharp()
+def hard_weights(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     return float((case.model.seen == 0).double().mean())  # type: ignore[union-attr]
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="saturation",
-    role="activation",
-    op="softmax",
-    module="",
-    step=1,
-    effect=lambda: (hard_weights(), 0.5),
-)
+@fault("saturation", "softmax", seed=206, role="activation", effect=(hard_weights, 0.5))
 def sharp_attention() -> Case:
-    """Attention logits that nobody scaled: most probabilities are 0 in fp16, and no gradient reaches the keys."""
-    return sharp()
+    """Unscaled attention logits: most probabilities are 0 in fp16, and no gradient reaches the keys."""
+    model = Sharp()
+    with torch.no_grad():
+        model.query.weight.mul_(8)
+        model.key.weight.mul_(8)
+    return case(model, lambda k: (normal(k, 8, 12, 8), labels(k, 8)), steps=2)
 
 
 # ------------------------------------------------------------------ rounding
@@ -408,41 +263,19 @@ class Positions(nn.Module):
         return self.out(F.gelu(self.fc(x + waves)).mean(1))
 
 
-def positions() -> Case:
-    torch.manual_seed(207)
-    model = Positions()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 2, 512, 8), labels(k, 2)),
-        policy=hs.Policy.of("mixed", dtype="bf16"),
-        steps=2,
-    )
-
-
-def wrong_waves() -> float:
-    case = positions()
+def wrong_waves(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     place, rate = torch.arange(512).double(), 1e4 ** (-torch.arange(8).double() / 8)
     true = torch.sin(place[:, None] * rate)
     return float((case.model.seen.double() - true).norm() / true.norm())  # type: ignore[operator]
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="rounding",
-    role="activation",
-    op="mul",
-    module="",
-    step=1,
-    effect=lambda: (wrong_waves(), 0.05),
-    also=("sin", "arange"),
-)
+@fault("rounding", "mul", seed=207, role="activation", effect=(wrong_waves, 0.05), also=("sin", "arange"))
 def positions_in_bf16() -> Case:
     """Positional encodings computed in bf16: from 256 on positions round to even ones and phases to anything."""
-    return positions()
+    model = Positions()
+    return case(model, lambda k: (normal(k, 2, 512, 8), labels(k, 2)), policy=BF16, steps=2)
 
 
 class Denoiser(nn.Module):
@@ -459,40 +292,23 @@ class Denoiser(nn.Module):
         return self.out(torch.tanh(self.fc(x) + self.time(clock)))
 
 
-def denoiser() -> Case:
-    torch.manual_seed(208)
-    model = Denoiser()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, t: F.mse_loss(m(x, t), x),
-        batch=lambda k: (normal(k, 64, 8), torch.randint(2100, 9999, (64,), generator=generator(k))),
-        policy=hs.Policy.of("mixed", dtype="fp16", scale=128.0),
-        steps=2,
-    )
-
-
-def wrong_clock() -> float:
-    case = denoiser()
+def wrong_clock(fault: Fault) -> float:
+    case = fault.build()
     next(run(case))
     true = torch.sin(case.batch(1)[1].double()[:, None] * torch.tensor([1.0, 0.9]).double())
     return float((case.model.seen.double() - true).norm() / true.norm())  # type: ignore[operator]
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="rounding",
-    role="activation",
-    op="mul",
-    module="",
-    step=1,
-    effect=lambda: (wrong_clock(), 0.3),
-    also=("sin", "to"),
-)
+@fault("rounding", "mul", seed=208, role="activation", effect=(wrong_clock, 0.3), also=("sin", "to"))
 def timestep_embedding() -> Case:
     """A diffusion model's time in fp16: above 2048 odd timesteps do not exist, and their sines are other numbers."""
-    return denoiser()
+    model = Denoiser()
+    return case(
+        model,
+        lambda k: (normal(k, 64, 8), torch.randint(2100, 9999, (64,), generator=generator(k))),
+        lambda m, x, t: F.mse_loss(m(x, t), x),
+        steps=2,
+    )
 
 
 class Small(nn.Module):
@@ -521,52 +337,26 @@ class Stream(nn.Module):
         return self.head(x)
 
 
-def stream() -> Case:
-    torch.manual_seed(209)
-    model = Stream()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 16, 16) + 4.0, labels(k, 16)),
-        policy=hs.Policy.of("O2", dtype="bf16"),
-        steps=2,
-    )
-
-
 @fault(
-    "B",
-    kind="quiet",
-    cause="rounding",
+    "rounding",
+    "add",
+    "blocks.0",
+    seed=209,
     role="activation",
-    op="add",
-    module="blocks.0",
-    step=1,
-    effect=lambda: (output_error(stream, lambda m: m.seen)(), 0.5),
+    effect=(output_error(lambda m: m.seen), 0.5),
     also=("blocks.1", "blocks.2", "blocks.3"),
 )
 def residual_stream() -> Case:
     """A residual stream in bf16: branches of 0.004 are half an ulp of a stream of 4 and are rounded away."""
-    return stream()
-
-
-def averaged_window() -> Case:
-    torch.manual_seed(210)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    return Case(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
-        loss_fn=lambda m, x, y: F.mse_loss(m(x), y),
-        batch=lambda k: (normal(k, 4, 8), normal(k + 7, 4, 1) + 3.0),
-        policy=hs.Policy.of("pure", dtype="bf16", grads="param"),
-        steps=256,
-        options={"accumulate": 256},
+    model = Stream()
+    return case(
+        model, lambda k: (normal(k, 16, 16) + 4.0, labels(k, 16)), policy=hs.Policy.of("O2", dtype="bf16"), steps=2
     )
 
 
-def window_error() -> float:
+def window_error(fault: Fault) -> float:
     """Return the error of the last bias's gradient summed over a window of 256, against the sum of its parts."""
-    case = averaged_window()
+    case = fault.build()
     parts: list[Tensor] = []
     last: list[Tensor] = []
     bias = case.model.get_parameter("2.bias")
@@ -578,20 +368,18 @@ def window_error() -> float:
     return float((last[-1] - total).norm() / total.norm())
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="rounding",
-    role="gradient",
-    op="",
-    module="2",
-    parameter="2.bias",
-    step=256,
-    effect=lambda: (window_error(), 0.05),
-)
+@fault("rounding", "", "2", seed=210, role="gradient", parameter="2.bias", step=256, effect=(window_error, 0.05))
 def accumulated_in_bf16() -> Case:
     """The gradients of 256 micro-batches are summed in bf16: late ones are too small beside the sum."""
-    return averaged_window()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return case(
+        model,
+        lambda k: (normal(k, 4, 8), normal(k + 7, 4, 1) + 3.0),
+        lambda m, x, y: F.mse_loss(m(x), y),
+        policy=hs.Policy.of("pure", dtype="bf16", grads="param"),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
+        options={"accumulate": 256},
+    )
 
 
 def loss_of_low(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -612,35 +400,26 @@ class Regressor(nn.Module):
         return self.fc(x)
 
 
-def regressor() -> Case:
-    torch.manual_seed(211)
-    model = Regressor()
-    with torch.no_grad():
-        model.fc.bias.fill_(300.0)
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=loss_of_low,
-        batch=lambda k: (normal(k, 64, 8) * 0.1, 300.0 + 0.3 * normal(k + 1, 64, 1)),
-        policy=hs.Policy.of("mixed", dtype="bf16", outputs="keep"),
-        steps=2,
-    )
-
-
 @fault(
-    "B",
-    kind="quiet",
-    cause="rounding",
+    "rounding",
+    "sub",
+    seed=211,
     role="activation",
-    op="sub",
-    module="",
-    step=1,
-    effect=lambda: (output_error(regressor, lambda m: m.seen)(), 0.5),
+    effect=(output_error(lambda m: m.seen), 0.5),
     also=("to", "linear", "fc"),
 )
 def error_in_bf16() -> Case:
     """A regression of numbers around 300 in bf16, whose step there is 2: the error that is left is rounding."""
-    return regressor()
+    model = Regressor()
+    with torch.no_grad():
+        model.fc.bias.fill_(300.0)
+    return case(
+        model,
+        lambda k: (normal(k, 64, 8) * 0.1, 300.0 + 0.3 * normal(k + 1, 64, 1)),
+        loss_of_low,
+        policy=hs.Policy.of("mixed", dtype="bf16", outputs="keep"),
+        steps=2,
+    )
 
 
 class RunningMean(nn.Module):
@@ -657,25 +436,9 @@ class RunningMean(nn.Module):
         return h - self.mean
 
 
-def running_statistics_case() -> Case:
-    torch.manual_seed(212)
-    model = nn.Sequential(nn.Linear(4, 8), RunningMean(), nn.Linear(8, 4))
-    with torch.no_grad():
-        model[0].bias.fill_(13.0)  # type: ignore[operator]
-        model[0].weight.mul_(0.01)  # type: ignore[operator]
-    return Case(
-        model=model,
-        optimizer=adam(model, 1e-5),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 32, 4), labels(k, 32)),
-        policy=hs.Policy.of("mixed", dtype="fp16", scale=128.0),
-        steps=30,
-    )
-
-
-def stuck_statistics() -> float:
+def stuck_statistics(fault: Fault) -> float:
     """Return which share of the way of an fp64 average a running mean has not gone."""
-    case = running_statistics_case()
+    case = fault.build()
     for _ in run(case):
         pass
     went = case.model[1].mean.double() - 10.0  # type: ignore[index]
@@ -684,20 +447,23 @@ def stuck_statistics() -> float:
 
 
 @fault(
-    "B",
-    kind="quiet",
-    cause="swallowed_update",
+    "swallowed_update",
+    "add",
+    "1",
+    seed=212,
     role="state",
-    op="add",
-    module="1",
     parameter="1.mean",
     step=30,
-    effect=lambda: (stuck_statistics(), 0.9),
+    effect=(stuck_statistics, 0.9),
     also=("add_",),
 )
 def running_statistics() -> Case:
     """Running statistics in an fp16 buffer: each update is less than half an ulp, and the mean stays where it began."""
-    return running_statistics_case()
+    model = nn.Sequential(nn.Linear(4, 8), RunningMean(), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[0].bias.fill_(13.0)  # type: ignore[operator]
+        model[0].weight.mul_(0.01)  # type: ignore[operator]
+    return case(model, lambda k: (normal(k, 32, 4), labels(k, 32)), lr=1e-5)
 
 
 class Codebook(nn.Module):
@@ -717,207 +483,152 @@ class Codebook(nn.Module):
         return h, code
 
 
-def codebook() -> Case:
-    torch.manual_seed(213)
-    model = Codebook()
-
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        h, code = model(x)
-        return F.mse_loss(h.float(), code.float())
-
-    return Case(
-        model=model,
-        optimizer=adam(model, 1e-5),
-        loss_fn=loss_fn,
-        batch=lambda k: (normal(k, 16, 6),),
-        policy=hs.Policy.of("mixed", dtype="bf16"),
-        steps=20,
-    )
-
-
-def frozen_average() -> float:
-    case = codebook()
+def frozen_average(fault: Fault) -> float:
+    case = fault.build()
     for _ in run(case):
         pass
     return float((case.model.average == 1).double().mean())  # type: ignore[union-attr]
 
 
 @fault(
-    "B",
-    kind="quiet",
-    cause="swallowed_update",
+    "swallowed_update",
+    "lerp",
+    seed=213,
     role="state",
-    op="lerp",
-    module="",
     parameter="average",
     step=20,
-    effect=lambda: (frozen_average(), 0.9),
+    effect=(frozen_average, 0.9),
     also=("lerp_",),
 )
 def ema_in_bf16() -> Case:
     """A moving average with a rate of 0.001 in a bf16 buffer: each update is below half an ulp, none arrives."""
-    return codebook()
+    model = Codebook()
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        h, code = model(x)
+        return F.mse_loss(h.float(), code.float())
+
+    return case(model, lambda k: (normal(k, 16, 6),), loss_fn, policy=BF16, lr=1e-5)
 
 
 # ------------------------------------------------------------------ updates and optimizer state
 
 
-def small_rate() -> Case:
-    torch.manual_seed(214)
+@fault(
+    "swallowed_update",
+    "",
+    "0",
+    seed=214,
+    role="update",
+    parameter="0.weight",
+    phase="update",
+    step=2,
+    effect=(unmoved_share, 0.9),
+    also=("2.weight",),
+)
+def small_learning_rate() -> Case:
+    """bf16 weights without masters and a learning rate of 0.001: updates are below half an ulp of the weights."""
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.sign() * (0.5 + parameter.abs()))
-    return Case(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 16, 8) * 0.3, labels(k, 16)),
+    return case(
+        model,
+        lambda k: (normal(k, 16, 8) * 0.3, labels(k, 16)),
         policy=hs.Policy.of("O3", dtype="bf16"),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
         steps=6,
     )
 
 
 @fault(
-    "B",
-    kind="quiet",
-    cause="swallowed_update",
+    "swallowed_update",
+    "",
+    "0",
+    seed=215,
     role="update",
-    op="",
-    module="0",
     parameter="0.weight",
     phase="update",
     step=2,
-    effect=lambda: (unmoved_share(small_rate, "0.weight")(), 0.9),
+    effect=(unmoved_share, 0.99),
     also=("2.weight",),
 )
-def small_learning_rate() -> Case:
-    """bf16 weights without masters and a learning rate of 0.001: updates are below half an ulp of the weights."""
-    return small_rate()
-
-
-def decayed() -> Case:
-    torch.manual_seed(215)
+def weight_decay() -> Case:
+    """Weight decay times learning rate is 1e-4 of a weight, half an ulp of bf16 1/512 of it or more: no decay."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    return Case(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=1e-2),
-        loss_fn=lambda m, x: 0.0 * m(x).sum(),
-        batch=lambda k: (normal(k, 8, 8),),
+    return case(
+        model,
+        lambda k: (normal(k, 8, 8),),
+        lambda m, x: 0.0 * m(x).sum(),
         policy=hs.Policy.of("O3", dtype="bf16"),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=1e-2),
         steps=10,
     )
 
 
 @fault(
-    "B",
-    kind="quiet",
-    cause="swallowed_update",
+    "swallowed_update",
+    "",
+    "1",
+    seed=216,
     role="update",
-    op="",
-    module="0",
-    parameter="0.weight",
+    parameter="1.weight",
     phase="update",
     step=2,
-    effect=lambda: (unmoved_share(decayed, "0.weight")(), 0.99),
-    also=("2.weight",),
+    effect=(unmoved_share, 0.4),
 )
-def weight_decay() -> Case:
-    """Weight decay times learning rate is 1e-4 of a weight, half an ulp of bf16 1/512 of it or more: no decay."""
-    return decayed()
-
-
-def grown_norm() -> Case:
-    torch.manual_seed(216)
+def norm_weights() -> Case:
+    """LayerNorm's weights are 1, Adam's steps 0.001: bf16 has nothing between 0.996, 1 and 1.008."""
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
     with torch.no_grad():
         model[1].weight.fill_(1.0)  # type: ignore[operator]
-    return Case(
-        model=model,
-        optimizer=adam(model, 1e-3),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 16, 8), labels(k, 16)),
+    return case(
+        model,
+        lambda k: (normal(k, 16, 8), labels(k, 16)),
         policy=hs.Policy.of("pure", dtype="bf16", master="none"),
         steps=6,
     )
 
 
-@fault(
-    "B",
-    kind="quiet",
-    cause="swallowed_update",
-    role="update",
-    op="",
-    module="1",
-    parameter="1.weight",
-    phase="update",
-    step=2,
-    effect=lambda: (unmoved_share(grown_norm, "1.weight")(), 0.4),
-)
-def norm_weights() -> Case:
-    """LayerNorm's weights are 1, Adam's steps 0.001: bf16 has nothing between 0.996, 1 and 1.008."""
-    return grown_norm()
-
-
-def stuck_moment() -> Case:
-    torch.manual_seed(217)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    return Case(
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999)),
-        loss_fn=lambda m, x, y, size: size * classify(m, x, y),
-        batch=lambda k: (normal(k, 16, 8), labels(k, 16), torch.tensor(10.0 if k == 1 else 0.01)),
-        policy=hs.Policy.of("O3", dtype="bf16"),
-        steps=40,
-    )
-
-
-def undecayed_moment() -> float:
+def undecayed_moment(fault: Fault) -> float:
     """Return the share of second moments that are after all steps what they were after the first."""
-    case = stuck_moment()
+    case = fault.build()
     first = None
     for number, _ in enumerate(run(case)):
         moment = case.optimizer.state[case.model[0].weight]["exp_avg_sq"]  # type: ignore[index]
         if number == 0:
-            assert moment.dtype is BF16
+            assert moment.dtype is torch.bfloat16
             first = moment.clone()
     assert first is not None
     return float((moment == first).double().mean())
 
 
 @fault(
-    "B",
-    kind="quiet",
-    cause="low_state",
+    "low_state",
+    "",
+    "0",
+    seed=217,
     role="state",
-    op="",
-    module="0",
     parameter="0.weight",
     phase="update",
     step=40,
-    effect=lambda: (undecayed_moment(), 0.9),
+    effect=(undecayed_moment, 0.9),
     also=("0.bias", "2.weight", "2.bias"),
 )
 def second_moment_in_bf16() -> Case:
     """Adam's second moment in bf16: times 0.999 it rounds back to itself, and one large gradient is kept for ever."""
-    return stuck_moment()
-
-
-def vanishing_moment() -> Case:
-    torch.manual_seed(218)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    return Case(
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4),
-        loss_fn=lambda m, x, y: 1e-2 * classify(m, x, y),
-        batch=lambda k: (normal(k, 16, 8), labels(k, 16)),
-        policy=hs.Policy.of("O3", dtype="fp16"),
-        steps=3,
+    return case(
+        model,
+        lambda k: (normal(k, 16, 8), labels(k, 16), torch.tensor(10.0 if k == 1 else 0.01)),
+        lambda m, x, y, size: size * classify(m, x, y),
+        policy=hs.Policy.of("O3", dtype="bf16"),
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999)),
     )
 
 
-def vanished_moment() -> float:
-    case = vanishing_moment()
+def vanished_moment(fault: Fault) -> float:
+    case = fault.build()
     for _ in run(case):
         pass
     state = case.optimizer.state[case.model[0].weight]  # type: ignore[index]
@@ -925,18 +636,24 @@ def vanished_moment() -> float:
 
 
 @fault(
-    "B",
-    kind="quiet",
-    cause="low_state",
+    "low_state",
+    "",
+    "0",
+    seed=218,
     role="state",
-    op="",
-    module="0",
     parameter="0.weight",
     phase="update",
     step=3,
-    effect=lambda: (vanished_moment(), 0.5),
+    effect=(vanished_moment, 0.5),
     also=("0.bias", "2.weight", "2.bias"),
 )
 def second_moment_in_fp16() -> Case:
     """Adam's second moment in fp16: squares of gradients of 1e-4 are 0, and only a large eps keeps the step finite."""
-    return vanishing_moment()
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    return case(
+        model,
+        lambda k: (normal(k, 16, 8), labels(k, 16)),
+        lambda m, x, y: 1e-2 * classify(m, x, y),
+        policy=hs.Policy.of("O3", dtype="fp16"),
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4),
+    )

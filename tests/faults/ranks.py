@@ -1,4 +1,4 @@
-"""List A, faults of one process among several: its gradients make everybody's non-finite."""
+"""List A, faults of one process among several: its gradients make those of all processes non-finite."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import Case, fault, generator
+from tests.faults.case import MIXED, Case, case, fault, normal, tokens
 
 
 class Gate(nn.Module):
@@ -24,53 +23,40 @@ class Gate(nn.Module):
         return self.out(h)
 
 
-def classify(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def parallel(batch: Any) -> Case:
+def parallel(batch: Any, before: Any = None) -> Case:
     """Return the case of this process; the default group is to be initialised, with two processes."""
-    torch.manual_seed(131)
-    policy = hs.Policy.of("mixed", dtype="fp16", scale=64.0)
+    policy = MIXED.replace(scale=64.0)
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), Gate())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     hs.prepare(model, optimizer, policy=policy)
-    return Case(
-        model=nn.parallel.DistributedDataParallel(model),
-        optimizer=optimizer,
-        loss_fn=classify,
-        batch=batch,
-        policy=policy,
-        steps=4,
-    )
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    grow: Any = {} if before is None else {"before": lambda step: before(step, model[2])}
+    return case(wrapped, batch, policy=policy, optimizer=optimizer, steps=4, **grow)
 
 
-@fault("A", kind="overflow", op="mul", module="2", phase="forward", step=3, rank=1, cures=("bf16",))
+@fault("overflow", "mul", "2", seed=131, step=3, rank=1, cures=("bf16",))
 def one_bad_rank() -> Case:
     """On the second process, the third step's weights of a bias gate have grown: only there the square overflows."""
 
     def batch(step: int) -> tuple[Any, ...]:
-        x = torch.randn(6, 8, generator=generator(10 * step + dist.get_rank()))
-        return x, torch.randint(0, 4, (6,), generator=generator(step))
+        x = normal(10 * step + dist.get_rank(), 6, 8)
+        return x, tokens(step, (6,), 4)
 
-    case = parallel(batch)
-    gate: Any = case.model.module[2]  # type: ignore[index]
-
-    def grow(step: int) -> None:
+    def grow(step: int, gate: Any) -> None:
         with torch.no_grad():
             gate.fc.bias.fill_(400.0 if step == 3 and dist.get_rank() == 1 else 0.0)
 
-    return Case(**{**vars(case), "before": grow})
+    return parallel(batch, grow)
 
 
-@fault("A", kind="bad_batch", step=2, rank=0)
+@fault("bad_batch", seed=131, step=2, rank=0)
 def one_bad_shard() -> Case:
     """The first process's shard of the data has an inf."""
 
     def batch(step: int) -> tuple[Any, ...]:
-        x = torch.randn(6, 8, generator=generator(10 * step + dist.get_rank()))
+        x = normal(10 * step + dist.get_rank(), 6, 8)
         if step == 2 and dist.get_rank() == 0:
             x[1, 1] = float("inf")
-        return x, torch.randint(0, 4, (6,), generator=generator(step))
+        return x, tokens(step, (6,), 4)
 
     return parallel(batch)

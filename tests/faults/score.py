@@ -22,7 +22,7 @@ from tests.faults.case import Fault, marked_line
 __all__ = ["HARMLESS", "Share", "alarmed", "curable", "cured_right", "flagged", "kind_right", "located"]
 
 HARMLESS = frozenset({"", "scale_too_high", "not_reproducible"})
-"""Kinds that accuse nobody: on a control they are no false alarm if the step was skipped at all."""
+"""Kinds that accuse no operator: on a control they are no false alarm if the step was skipped at all."""
 
 LINE = re.compile(r"([^/\\\s:]+\.py):(\d+)")
 """File and line number in "path/to/file.py:12 source text"."""

@@ -11,25 +11,19 @@ import argparse
 import itertools
 import logging
 import math
-import os
-import pickle
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
 from tests.faults.case import Control, Fault, marked_line, start
-from tests.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B
+from tests.faults.catalog import CONTROLS, LIST_A, LIST_A_RANKS, LIST_B, SECOND_A, SECOND_B, SECOND_CONTROLS
 from tests.faults.score import Share, alarmed, cured_right, flagged, kind_right, located
-from tests.faults.second.catalog import SECOND_A, SECOND_B, SECOND_CONTROLS
+from tests.two_processes import in_two_processes
 
 __all__ = ["main", "verdict_on"]
 
@@ -60,7 +54,7 @@ class Flag:
 
 
 def not_finite(result: hs.step.HostStepResult) -> bool:
-    """Return whether a step gives anybody a reason to ask."""
+    """Return whether a step gives a reason to call `explain`."""
     return result.skipped or not math.isfinite(result.loss)
 
 
@@ -122,23 +116,13 @@ def _flag(kind: str, module: str, op: str, parameter: str) -> Flag:
 def verdicts_of_ranks(faults: Sequence[Fault]) -> dict[str, list[hs.lens.Verdict | None]]:
     """Train faults of two processes to their bad steps; return name -> what the black box of each process says."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (folder, [fault.name for fault in faults]), nprocs=2)
-        found = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in (0, 1)]
+        found = in_two_processes(_of_rank, folder, [fault.name for fault in faults])
     return {fault.name: [one[fault.name] for one in found] for fault in faults}
 
 
-def _rank(rank: int, folder: str, names: list[str]) -> None:
+def _of_rank(rank: int, names: list[str]) -> dict[str, hs.lens.Verdict | None]:
     _quiet()
-    dist.init_process_group("gloo", init_method=Path(folder, "meeting").as_uri(), rank=rank, world_size=2)
-    try:
-        found = {fault.name: verdict_on(fault) for _, faults in RANKS for fault in faults if fault.name in names}
-        Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
-        dist.barrier()
-        sys.stderr.flush()
-        os._exit(0)  # gloo's threads abort some exits (torch 2.13), after the work is done
-    except BaseException:
-        dist.destroy_process_group()
-        raise
+    return {fault.name: verdict_on(fault) for _, faults in RANKS for fault in faults if fault.name in names}
 
 
 # ------------------------------------------------------------------ printing

@@ -2,7 +2,7 @@
 
 It only serves to check the seeded faults themselves. Forward: a function mode around loss_fn looks at every call above
 the policy's rules. Backward: a hook on every node of the graph looks at what comes in and what goes out; the line is
-the one that made the node, as autograd's anomaly mode notes it. Infinite constants are nobody's fault here, nor is
+the one that made the node, as autograd's anomaly mode notes it. Infinite constants are no fault here, nor is
 what is made of infinite inputs unless it is NaN.
 """
 
@@ -26,7 +26,7 @@ import halfstep as hs
 __all__ = ["Sight", "Witness"]
 
 HERE = Path(__file__).parent
-OURS = {"case.py", "observe.py", "witness.py", "test_faults.py", "test_second.py"}
+OURS = {"case.py", "observe.py", "witness.py", "test_faults.py"}
 MAKES_CONSTANTS = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "new_full", "fill_", "pad", "where"}
 
 
@@ -94,7 +94,7 @@ class Witness(TorchFunctionMode):
         file, line = self._place()
         if not self._turned:
             self.forward.append(Sight(name, self._stack[-1] if self._stack else "", file, line))
-        elif file:  # somebody's own backward function; the step's own work has no line of theirs
+        elif file:  # the program's own backward function; the work of the step has no line of the program
             self.backward.append(Sight(name, "", file, line))
 
     @staticmethod
@@ -154,7 +154,7 @@ class Witness(TorchFunctionMode):
 
     @contextmanager
     def on(self) -> Iterator[Witness]:
-        """Note modules and the origin of graph nodes, for everybody, while the block runs."""
+        """Note modules and the origin of graph nodes while the block runs."""
         handles = [
             hooks.register_module_forward_pre_hook(self._enter),
             hooks.register_module_forward_hook(self._leave, always_call=True),

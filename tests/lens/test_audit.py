@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import AuditError, FormatError
-from halfstep.lens.audit.rows import ROLES, Row
+from halfstep.lens.audit.rows import ROLES, AuditRow
 
 BF16, FP16 = hs.Policy.of("mixed", dtype="bf16"), hs.Policy.of("mixed", dtype="fp16")
 
@@ -44,7 +44,7 @@ def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr)
 
 
-def only(audit: hs.lens.Audit, **wanted: Any) -> Row:
+def only(audit: hs.lens.Audit, **wanted: Any) -> AuditRow:
     (row,) = audit.filter(**wanted)
     return row
 

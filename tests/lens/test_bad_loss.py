@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.box.stepbox import MOST_REPLAYS
-from halfstep.lens.box.trouble import Trouble
+from halfstep.lens.box.stepbox import MOST_REPLAYS, Trouble
 from tests.lens.broken import Body, squared
+from tests.two_processes import in_two_processes
 
 FP16 = hs.Policy.of("mixed", dtype="fp16", scale=64.0)
 NAMED = "the loss is not finite while gradients are"
@@ -218,31 +215,22 @@ def test_a_bf16_run_that_skips_is_named_where_the_device_has_chosen_bf16(caplog:
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 
-def _worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=Path(folder, "meeting").as_uri(), rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        net = nn.Linear(8, 8, bias=False)
-        model, optimizer, scaler = hs.prepare(net, torch.optim.SGD(net.parameters(), 1e-6), policy=FP16)
-        step = hs.TrainStep(nn.parallel.DistributedDataParallel(model), optimizer, loss_fn, scaler=scaler)
-        seen: list[Any] = []
-        for k in range(6):  # a bad loss on the second rank, then a batch that makes both skip, then good ones
-            x = rows(k == 1 and rank == 1)
-            x = x * math.nan if k == 3 and rank == 0 else x
-            result = step(x).host()
-            verdict = None if step._box is None else step._box.verdict
-            seen.append((result.updated, None if verdict is None else (verdict.kind, verdict.rank, verdict.step)))
-        seen.append(_refused(rank))
-        if rank == 0:
-            step.state_dict()  # by one rank alone, as it is saved
-        torch.save([seen, net.weight.detach().float()], Path(folder, f"{rank}.pt"))
-        dist.barrier()
-        sys.stderr.flush()
-        os._exit(0)  # gloo's threads abort some exits (torch 2.13), after the work is done
-    except BaseException:
-        dist.destroy_process_group()
-        raise
+def _train(rank: int) -> tuple[list[Any], Tensor]:
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8, bias=False)
+    model, optimizer, scaler = hs.prepare(net, torch.optim.SGD(net.parameters(), 1e-6), policy=FP16)
+    step = hs.TrainStep(nn.parallel.DistributedDataParallel(model), optimizer, loss_fn, scaler=scaler)
+    seen: list[Any] = []
+    for k in range(6):  # a bad loss on the second rank, then a batch that makes both skip, then good ones
+        x = rows(k == 1 and rank == 1)
+        x = x * math.nan if k == 3 and rank == 0 else x
+        result = step(x).host()
+        verdict = None if step._box is None else step._box.verdict
+        seen.append((result.updated, None if verdict is None else (verdict.kind, verdict.rank, verdict.step)))
+    seen.append(_refused(rank))
+    if rank == 0:
+        step.state_dict()  # by one rank alone, as it is saved
+    return seen, net.weight.detach().float()
 
 
 def _refused(rank: int) -> tuple[bool, str]:
@@ -266,8 +254,7 @@ def _refused(rank: int) -> tuple[bool, str]:
 
 @pytest.mark.dist
 def test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others(tmp_path: Path) -> None:
-    spawn(_worker, (str(tmp_path),), nprocs=2)
-    (first, w0), (second, w1) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (first, w0), (second, w1) = in_two_processes(_train, tmp_path)
     (_, nothing), (lossy, refusal) = first.pop(), second.pop()
     assert lossy and "communicates with other ranks (c10d." in refusal and "a replay runs on one alone" in refusal
     assert "there is no step to explain" in nothing

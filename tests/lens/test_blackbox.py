@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli import app
 from halfstep.errors import StepError
-from halfstep.lens.box.trouble import Seen, Trouble
+from halfstep.lens.box.stepbox import SkippedStep, Trouble
 from tests.lens.broken import Body, batch, classify, explained, here, squared, transformer
 
 FP16 = hs.Policy.of("mixed", dtype="fp16")
@@ -384,7 +384,7 @@ def test_repeated_trouble_has_a_name_and_is_said_once(changed: dict[str, Any], s
     said = []
     for _ in range(2 * steps + 2):
         trouble.skipped()
-        said += trouble.see(Seen(**{**SEEN, **changed}))
+        said += trouble.see(SkippedStep(**{**SEEN, **changed}))
     assert [text for text in said if text.startswith(name)] == [said[0]]
     trouble.fine()
     assert trouble.streak == 0

@@ -55,7 +55,7 @@ def test_a_buffer_that_the_forward_pass_changes_costs_one_copy_a_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:gradients are not finite under the static loss scale")
 @pytest.mark.parametrize(("by_hand", "runs"), [(False, True), (True, False)])
-def test_a_scale_that_somebody_moves_by_hand_is_on_its_way_and_not_replayed(by_hand: bool, runs: bool) -> None:
+def test_a_step_that_overflows_after_the_scale_was_set_by_hand_is_not_replayed(by_hand: bool, runs: bool) -> None:
     model = nn.Linear(4, 4)
     scaler = hs.GradScaler("cpu", rule=hs.ScaleRule.static(2.0**24))
     if by_hand:

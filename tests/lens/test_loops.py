@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.lens.box.cures import _foreign
-from halfstep.lens.box.stepbox import Box
-from halfstep.lens.box.trouble import Trouble
+from halfstep.lens.box.stepbox import Box, SkippedStep, Trouble
 from tests.lens.broken import batch, classify, squared, transformer
 from tests.lens.test_blackbox import SEEN, step_of
 
@@ -378,10 +377,7 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
 
 def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
     def said(verdict: hs.lens.Verdict | None) -> str:
-        trouble = Trouble(streak=2)
-        from halfstep.lens.box.trouble import Seen
-
-        return trouble.see(Seen(**{**SEEN, "loss_finite": False, "verdict": verdict}))[-1]
+        return Trouble(streak=2, first=verdict).see(SkippedStep(**{**SEEN, "loss_finite": False}))[-1]
 
     assert "look at the loss and the batch" in said(None)
     assert "step 3 was the first, and the verdict on it says what helps" in said(

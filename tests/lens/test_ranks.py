@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 import halfstep as hs
+from tests.two_processes import in_two_processes
 
 pytestmark = pytest.mark.dist
 
@@ -42,26 +39,12 @@ def _train(rank: int, policy: hs.Policy) -> tuple[Any, ...]:
     return skipped, kinds, weights
 
 
-def _worker(rank: int, meeting: str, queue: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    try:
-        queue.put((rank, *(_train(rank, hs.Policy.of("mixed", dtype=dtype)) for dtype in ("fp16", "bf16"))))
-        dist.barrier()
-        sys.stderr.flush()
-        os._exit(0)  # gloo's threads abort some exits (torch 2.13), after the work is done
-    except BaseException:
-        dist.destroy_process_group()
-        raise
+def _trained(rank: int) -> list[tuple[Any, ...]]:
+    return [_train(rank, hs.Policy.of("mixed", dtype=dtype)) for dtype in ("fp16", "bf16")]
 
 
 def test_the_bad_rank_is_named_on_both(tmp_path: Path) -> None:
-    meeting = (tmp_path / "meeting").as_uri()
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    spawn(_worker, args=(meeting, queue), nprocs=2, join=True)
-    first, second = sorted((queue.get(), queue.get()), key=lambda r: r[0])
-    for mine, other in zip(first[1:], second[1:], strict=True):  # fp16, bf16
+    for mine, other in zip(*in_two_processes(_trained, tmp_path), strict=True):
         assert mine[0] == other[0] == [False, True, False, False]
         assert mine[1] == other[1] == [None, ("bad_batch", 1), ("bad_batch", 1), ("bad_batch", 1)]
         assert mine[2] == other[2]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.values import extremes, in_float64
+from halfstep.lens.calls import extremes, in_float64
 from tests.lens.broken import batch, classify, explained, here, transformer
 
 
@@ -129,7 +130,7 @@ def test_a_custom_function_is_located_inside_its_backward() -> None:
 
 
 def test_a_custom_function_is_put_down_to_the_module_that_applied_it() -> None:
-    """Its node has its name from its forward; the linear after it shows nobody where it was applied."""
+    """Its node has the name of its forward; the linear after it does not show where it was applied."""
     verdict = explained(lambda m, h: m.part(Blows.apply(h)), part=nn.Linear(8, 8))  # type: ignore[no-untyped-call]
     assert (verdict.op, verdict.module, verdict.phase) == ("mul", "", "backward")
 
@@ -274,6 +275,24 @@ def test_healthy_infinities_leave_no_source_in_the_loss() -> None:
         torch.autograd.grad(loss, list(model.parameters()))
     assert extremes(loss)[1]
     assert trace.count > 0 and not trace.origins.sources
+
+
+class Names(TorchFunctionMode):
+    """Notes the names of the functions that pass it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_values_are_read_without_passing_a_mode() -> None:
+    with Names() as below, Trace(nn.Module()).watching():
+        torch.ones(3).exp()
+    assert "exp" in below.names and "aminmax" not in below.names
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -39,7 +39,7 @@ class Finding:
         role: what the numbers are: activation, activation gradient, weight, weight gradient, update or state.
         module: dotted name of the module, "" for the root.
         op: operator, public short name; the optimizer's class for updates, "Adam.exp_avg_sq" for a state; "" where
-            Monitor looks at a module as a whole.
+            Monitor samples a module as a whole.
         parameter: dotted name of the parameter or buffer, or "".
         line: the user's line, "file.py:12 source text".
         step: updates made when Monitor saw it first; 0 in an audit.
@@ -48,7 +48,7 @@ class Finding:
         remedy: what to do, in words.
         policy: the audited policy with the remedy made, or None where no policy is the remedy.
         diff: ``audited.diff(policy)``: what to change.
-        also: more places with the same finding, the worst first; Monitor says each kind once.
+        also: more places with the same finding, the worst first; Monitor has one finding of each kind.
     """
 
     kind: str

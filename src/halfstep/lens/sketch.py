@@ -5,19 +5,20 @@ of the tensor, without the tensor: what rounds to zero, what becomes subnormal, 
 sketches can be added: over steps, ranks and tensors.
 
 Note [bounds]: a scale moves numbers, a format rounds them to its nearest, ties to even, and then ``|x| <= t`` or
-``|x| < t`` decides, for a threshold t. A sketch knows how many elements lie below the bin that t cuts, and how many
+``|x| < t`` decides, for a threshold t. A sketch counts how many elements lie below the bin that t cuts, and how many
 below its end: these are the bounds. If t is a power of two it lies at the edge of a bin, and since powers of two are
 counted apart it is known also what lies exactly there: both bounds are the truth. So it is for rounding to zero at a
 scale that is a power of two, in every format: half of the smallest number rounds to zero, and what is above it does
 not. Overflow and the upper end of subnormals lie inside a bin (65520 for fp16, between 2**15 and 2**16). The largest
 and the smallest magnitude, which are known exactly, make bounds tighter; at the ends of the data they are the truth.
 
-Note [product]: thresholds speak of the exact product of number and scale, rounded once. So does a scale that is a
+Note [product]: thresholds apply to the exact product of number and scale, rounded once. So does a scale that is a
 power of two, unless the product leaves the format it is computed in.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -32,9 +33,45 @@ from halfstep.errors import FormatError
 from halfstep.formats import Format, format_of
 from halfstep.kernels.choose import count_exponents_
 from halfstep.kernels.reference import exponents as layout
-from halfstep.lens.packed import packed, unpacked
 
-__all__ = ["ExponentSketch", "Sketches"]
+__all__ = ["ExponentSketch", "Sketches", "packed", "unpacked"]
+
+
+def packed(counts: Mapping[int, int]) -> str:
+    """Return counts from the first to the last that is not zero, each as bytes of 7 bits, low ones first."""
+    if not counts:
+        return ""
+    written = bytearray()
+    for exponent in range(min(counts), max(counts) + 1):
+        rest = counts.get(exponent, 0)
+        while rest > 127:
+            written.append(rest & 127 | 128)
+            rest >>= 7
+        written.append(rest)
+    return f"{min(counts)} {base64.b85encode(bytes(written)).decode()}"
+
+
+def unpacked(text: str) -> dict[int, int]:
+    """Return the counts that `packed` has written.
+
+    Raises:
+        ValueError: it has not, or the text is cut off.
+    """
+    if not text:
+        return {}
+    first, _, coded = text.partition(" ")
+    counts, exponent, value, shift = dict[int, int](), int(first), 0, 0
+    for byte in base64.b85decode(coded):
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            if value:
+                counts[exponent] = value
+            exponent, value, shift = exponent + 1, 0, 0
+    if shift:
+        raise ValueError("a table of counts is cut off")
+    return counts
+
 
 Bounds = tuple[float, float]
 AnyFormat = Format | str | torch.dtype
@@ -223,7 +260,7 @@ class ExponentSketch:
         most = _floor_log2(top / Fraction(self.largest))
         if closed and Fraction(self.largest) * _power(most) == top:
             most -= 1
-        low, high = min(most, 0), most  # the larger the scale, the fewer are lost: look for the least that is as good
+        low, high = min(most, 0), most  # the larger the scale, the fewer are lost: find the least that is as good
         wanted = self._lost(format, most)
         while low < high:
             middle = (low + high) // 2

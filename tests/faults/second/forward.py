@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.faults.case import Case, fault
-from tests.faults.second.common import ALL, BF16, MIXED, TORCH, adam, at, classify, labels, normal, tokens
+from tests.faults.case import ALL, BF16, MIXED, TORCH, Case, at, case, fault, labels, model_of, normal, tokens
 
 # ------------------------------------------------------------------ transformers
 
@@ -90,27 +89,17 @@ def text(step: int) -> tuple[Any, ...]:
     return ({"input_ids": ids, "labels": ids},)
 
 
-@fault("A", kind="overflow", op="baddbmm", module="blocks.2.attn", phase="forward", step=3, cures=ALL)
+@fault("overflow", "baddbmm", "blocks.2.attn", seed=301, step=3, cures=ALL)
 def alibi_scores() -> Case:
     """A decoder with ALiBi, called by keywords: queries and keys of the last block have grown 200-fold each."""
-    torch.manual_seed(301)
     model = AlibiModel(recompute=False)
-    rows = model.blocks[2].attn.qkv.weight  # type: ignore[union-attr]
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=language,
-        batch=text,
-        policy=MIXED,
-        steps=3,
-        before=at(3, lambda: rows[:32].mul_(300.0)),  # type: ignore[index]
-    )
+    rows: Any = model.blocks[2].attn.qkv.weight  # type: ignore[union-attr]
+    return case(model, text, language, before=at(3, lambda: rows[:32].mul_(300.0)))
 
 
-@fault("A", kind="overflow", op="linear", module="blocks.1.ff.wo", phase="forward", step=2, cures=("bf16",))
+@fault("overflow", "linear", "blocks.1.ff.wo", seed=302, step=2, cures=("bf16",))
 def reentrant_block() -> Case:
     """The T5 disease: the output projection of a gated unit leaves fp16, here inside a re-entrant checkpoint."""
-    torch.manual_seed(302)
     model = AlibiModel(recompute=True)
 
     def grow() -> None:
@@ -119,15 +108,7 @@ def reentrant_block() -> Case:
         unit.wi_1.weight.mul_(40.0)
         unit.wo.weight.mul_(300.0)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=language,
-        batch=text,
-        policy=MIXED.replace(scale=1.0),
-        steps=2,
-        before=at(2, grow),
-    )
+    return case(model, text, language, policy=MIXED.replace(scale=1.0), before=at(2, grow))
 
 
 class SquaredUnit(nn.Module):
@@ -140,39 +121,31 @@ class SquaredUnit(nn.Module):
         return self.fc2(h * h)  # FAULT albert_third_visit
 
 
-class Albert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.out = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.groups = nn.ModuleList(SquaredUnit(8) for _ in range(2))
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.enter(x)
-        for depth in range(6):
-            x = x + self.groups[depth % 2](x)
-        return self.out(self.norm(x))
+def albert_forward(self: Any, x: Tensor) -> Any:
+    x = self.enter(x)
+    for depth in range(6):
+        x = x + self.groups[depth % 2](x)
+    return self.out(self.norm(x))
 
 
-@fault("A", kind="overflow", op="mul", module="groups.1", phase="forward", step=2, cures=("bf16",))
+@fault("overflow", "mul", "groups.1", seed=303, step=2, cures=("bf16",))
 def albert_third_visit() -> Case:
     """Two blocks whose weights are shared over a depth of six: the state grows and a late visit's square overflows."""
-    torch.manual_seed(303)
-    model = Albert()
+    model = model_of(
+        albert_forward,
+        enter=nn.Linear(6, 8),
+        out=nn.Linear(8, 4),
+        groups=nn.ModuleList(SquaredUnit(8) for _ in range(2)),
+        norm=nn.LayerNorm(8),
+    )
 
     def grow() -> None:
         for group in model.groups:
-            group.fc2.weight.fill_(0.01)  # type: ignore[union-attr,operator]
-            group.fc1.weight.fill_(0.7)  # type: ignore[union-attr,operator]
+            group.fc2.weight.fill_(0.01)
+            group.fc1.weight.fill_(0.7)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 6, 6) + 1.0, labels(k, 6)),
-        policy=MIXED.replace(scale=1.0),
-        steps=2,
-        before=at(2, grow),
+    return case(
+        model, lambda k: (normal(k, 6, 6) + 1.0, labels(k, 6)), policy=MIXED.replace(scale=1.0), before=at(2, grow)
     )
 
 
@@ -187,32 +160,22 @@ class RouterLoss(nn.Module):
         return logits.softmax(-1), z.square().mean()  # FAULT router_z_loss
 
 
-class ExpertLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = RouterLoss(4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Any:
-        weights, z = self.router(x)
-        best, where = weights.max(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (where == number).nonzero()[:, 0]
-            out = out.index_add(0, rows, (expert(x[rows]) * best[rows, None]).to(out.dtype))
-        return x + out, z
+def expert_layer_forward(self: Any, x: Tensor) -> Any:
+    weights, z = self.router(x)
+    best, where = weights.max(-1)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(self.experts):
+        rows = (where == number).nonzero()[:, 0]
+        out = out.index_add(0, rows, (expert(x[rows]) * best[rows, None]).to(out.dtype))
+    return x + out, z
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(ExpertLayer() for _ in range(2)), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        penalty = x.new_zeros(())
-        for layer in self.layers:
-            x, z = layer(x)
-            penalty = penalty + z
-        return self.head(x), penalty
+def experts_forward(self: Any, x: Tensor) -> Any:
+    penalty = x.new_zeros(())
+    for layer in self.layers:
+        x, z = layer(x)
+        penalty = penalty + z
+    return self.head(x), penalty
 
 
 def with_penalty(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -220,19 +183,25 @@ def with_penalty(model: Any, x: Tensor, y: Tensor) -> Any:
     return F.cross_entropy(logits, y) + 1e-4 * penalty, {"penalty": penalty.detach()}
 
 
-@fault("A", kind="overflow", op="square", module="layers.1.router", phase="forward", step=2, cures=ALL)
+@fault("overflow", "square", "layers.1.router", seed=304, step=2, cures=ALL)
 def router_z_loss() -> Case:
     """A mixture of experts' z-loss under torch.autocast's CPU lists: the square of a logsumexp of 300 and more."""
-    torch.manual_seed(304)
-    model = Experts()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=with_penalty,
-        batch=lambda k: (normal(k, 12, 8), labels(k, 12)),
+    model = model_of(
+        experts_forward,
+        layers=nn.ModuleList(
+            model_of(
+                expert_layer_forward, router=RouterLoss(4), experts=nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            )
+            for _ in range(2)
+        ),
+        head=nn.Linear(8, 4),
+    )
+    return case(
+        model,
+        lambda k: (normal(k, 12, 8), labels(k, 12)),
+        with_penalty,
         policy=TORCH,
-        steps=2,
-        before=at(2, lambda: model.layers[1].router.gate.weight.mul_(1000.0)),  # type: ignore[union-attr,operator]
+        before=at(2, lambda: model.layers[1].router.gate.weight.mul_(1000.0)),
     )
 
 
@@ -252,38 +221,23 @@ class Excite(nn.Module):
         return F.relu(h)
 
 
-class ExciteNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
-        self.stages = nn.Sequential(Excite(8), Excite(8), Excite(8))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+def excite_net_forward(self: Any, x: Tensor) -> Any:
+    return self.head(self.stages(self.stem(x)).mean((2, 3)))
 
 
-@fault(
-    "A",
-    kind="overflow",
-    op="mul_",
-    module="stages.1",
-    phase="forward",
-    step=3,
-    also=("mul",),
-    cures=("bf16",),
-)
+@fault("overflow", "mul_", "stages.1", seed=305, step=3, also=("mul",), cures=("bf16",))
 def excited_in_place() -> Case:
     """Squeeze and excite with a gate that has no upper bound, multiplied in place into the features."""
-    torch.manual_seed(305)
-    model = ExciteNet()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 2, 3, 6, 6), labels(k, 2)),
-        policy=MIXED,
-        steps=3,
-        before=at(3, lambda: model.stages[1].squeeze.bias.fill_(50000.0)),  # type: ignore[union-attr,operator]
+    model = model_of(
+        excite_net_forward,
+        stem=nn.Conv2d(3, 8, 3, padding=1),
+        head=nn.Linear(8, 4),
+        stages=nn.Sequential(Excite(8), Excite(8), Excite(8)),
+    )
+    return case(
+        model,
+        lambda k: (normal(k, 2, 3, 6, 6), labels(k, 2)),
+        before=at(3, lambda: model.stages[1].squeeze.bias.fill_(50000.0)),
     )
 
 
@@ -299,32 +253,28 @@ class Adaptive(nn.Module):
         return torch.addcmul(shift, h, gain + 1)  # FAULT adaptive_norm
 
 
-class StyleNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.out = nn.Conv2d(2, 6, 1), nn.Conv2d(6, 2, 1)
-        self.layers = nn.ModuleDict({"coarse": Adaptive(6), "fine": Adaptive(6)})
-
-    def forward(self, x: Tensor, style: Tensor) -> Any:
-        h = self.enter(x)
-        for layer in self.layers.values():
-            h = F.leaky_relu(layer(h, style), 0.2)
-        return self.out(h * 1e-3)
+def style_net_forward(self: Any, x: Tensor, style: Tensor) -> Any:
+    h = self.enter(x)
+    for layer in self.layers.values():
+        h = F.leaky_relu(layer(h, style), 0.2)
+    return self.out(h * 1e-3)
 
 
-@fault("A", kind="overflow", op="addcmul", module="layers.fine", phase="forward", step=2, cures=("op fp32", "bf16"))
+@fault("overflow", "addcmul", "layers.fine", seed=306, step=2, cures=("op fp32", "bf16"))
 def adaptive_norm() -> Case:
     """A style net whose gain, 30000, fits into fp16 and whose normalised features times it do not."""
-    torch.manual_seed(306)
-    model = StyleNet()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, style: F.l1_loss(m(x, style), x),
-        batch=lambda k: (normal(k, 2, 2, 8, 8), normal(k + 90, 2, 4)),
+    model = model_of(
+        style_net_forward,
+        enter=nn.Conv2d(2, 6, 1),
+        out=nn.Conv2d(6, 2, 1),
+        layers=nn.ModuleDict({"coarse": Adaptive(6), "fine": Adaptive(6)}),
+    )
+    return case(
+        model,
+        lambda k: (normal(k, 2, 2, 8, 8), normal(k + 90, 2, 4)),
+        lambda m, x, style: F.l1_loss(m(x, style), x),
         policy=MIXED.replace(scale=1.0),
-        steps=2,
-        before=at(2, lambda: model.layers["fine"].style.bias[:6].fill_(40000.0)),  # type: ignore[union-attr,index]
+        before=at(2, lambda: model.layers["fine"].style.bias[:6].fill_(40000.0)),
     )
 
 
@@ -343,48 +293,25 @@ class Cell(nn.Module):
         return torch.sigmoid(show) * torch.tanh(c), c
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.cell, self.out = nn.Linear(3, 6), Cell(3, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        h = torch.tanh(self.enter(x[:, 0]))
-        c = torch.zeros_like(h)
-        for now in x.unbind(1):
-            h, c = self.cell(now, h, c)
-        return self.out(h)
+def recurrent_forward(self: Any, x: Tensor) -> Any:
+    h = torch.tanh(self.enter(x[:, 0]))
+    c = torch.zeros_like(h)
+    for now in x.unbind(1):
+        h, c = self.cell(now, h, c)
+    return self.out(h)
 
 
-@fault(
-    "A",
-    kind="overflow",
-    op="add_",
-    module="cell",
-    phase="forward",
-    step=3,
-    also=("add", "__iadd__"),
-    cures=("module fp32", "bf16"),
-)
+@fault("overflow", "add_", "cell", seed=307, step=3, also=("add", "__iadd__"), cures=("module fp32", "bf16"))
 def cell_in_place() -> Case:
     """A recurrent cell without a bound on what it writes: its state, added to in place, counts past 65504."""
-    torch.manual_seed(307)
-    model = Recurrent()
+    model = model_of(recurrent_forward, enter=nn.Linear(3, 6), cell=Cell(3, 6), out=nn.Linear(6, 2))
 
     def open_gates() -> None:
         bias = model.cell.inputs.bias
         bias[:6] = 40.0
         bias[6:12] = 12.0
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 4, 20, 3), labels(k, 4, 2)),
-        policy=MIXED,
-        steps=3,
-        before=at(3, open_gates),
-    )
+    return case(model, lambda k: (normal(k, 4, 20, 3), labels(k, 4, 2)), before=at(3, open_gates))
 
 
 # ------------------------------------------------------------------ graphs
@@ -402,23 +329,16 @@ class SumConv(nn.Module):
         return F.relu(self.own(h) + total / degree[:, None])
 
 
-class SumNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([SumConv(5, 8), SumConv(8, 8)])
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, h: Tensor, source: Tensor, target: Tensor) -> Any:
-        for conv in self.convs:
-            h = conv(h, source, target)
-        return self.head(h)
+def sum_net_forward(self: Any, h: Tensor, source: Tensor, target: Tensor) -> Any:
+    for conv in self.convs:
+        h = conv(h, source, target)
+    return self.head(h)
 
 
-@fault("A", kind="overflow", op="index_add", module="convs.1", phase="forward", step=2, cures=ALL)
+@fault("overflow", "index_add", "convs.1", seed=308, step=2, cures=ALL)
 def hub_of_a_graph() -> Case:
     """Messages are added into an fp16 buffer by index before they are averaged; one node has 400 neighbours."""
-    torch.manual_seed(308)
-    model = SumNet()
+    model = model_of(sum_net_forward, convs=nn.ModuleList([SumConv(5, 8), SumConv(8, 8)]), head=nn.Linear(8, 3))
 
     def batch(step: int) -> tuple[Any, ...]:
         source, target = torch.arange(400), tokens(step, (400,), 400)
@@ -426,14 +346,12 @@ def hub_of_a_graph() -> Case:
             target = torch.zeros_like(target)
         return normal(step, 400, 5), source, target, labels(step, 400, 3)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, h, source, target, y: F.cross_entropy(m(h, source, target), y),
-        batch=batch,
+    return case(
+        model,
+        batch,
+        lambda m, h, source, target, y: F.cross_entropy(m(h, source, target), y),
         policy=MIXED.replace(scale=1.0),
-        steps=2,
-        before=at(2, lambda: model.convs[1].message.bias.fill_(500.0)),  # type: ignore[union-attr,operator]
+        before=at(2, lambda: model.convs[1].message.bias.fill_(500.0)),
     )
 
 
@@ -452,20 +370,14 @@ class GraphAttention(nn.Module):
         return mixed / total[:, None]  # FAULT isolated_node
 
 
-class AttentionNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = GraphAttention(5, 8), nn.Linear(8, 3)
-
-    def forward(self, h: Tensor, source: Tensor, target: Tensor) -> Any:
-        return self.head(self.layer(h, source, target))
+def attention_net_forward(self: Any, h: Tensor, source: Tensor, target: Tensor) -> Any:
+    return self.head(self.layer(h, source, target))
 
 
-@fault("A", kind="invalid", op="div", module="layer", phase="forward", step=3)
+@fault("invalid", "div", "layer", seed=309, step=3)
 def isolated_node() -> Case:
-    """Graph attention, normalised by scatter_add: a node that nobody points at gets 0 / 0."""
-    torch.manual_seed(309)
-    model = AttentionNet()
+    """Graph attention, normalised by scatter_add: a node without incoming edges gets 0 / 0."""
+    model = model_of(attention_net_forward, layer=GraphAttention(5, 8), head=nn.Linear(8, 3))
 
     def batch(step: int) -> tuple[Any, ...]:
         source, target = tokens(step, (10,), 10), torch.arange(10)
@@ -473,124 +385,81 @@ def isolated_node() -> Case:
             target = target.clamp(max=8)
         return normal(step, 10, 5), source, target, labels(step, 10, 3)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, h, source, target, y: F.cross_entropy(m(h, source, target), y),
-        batch=batch,
-        policy=BF16,
-        steps=3,
-    )
+    return case(model, batch, lambda m, h, source, target, y: F.cross_entropy(m(h, source, target), y), policy=BF16)
 
 
 # ------------------------------------------------------------------ reparametrised weights, products of two inputs
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 8)
-        self.head = parametrizations.weight_norm(nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Any:
-        h = torch.tanh(self.body(x))
-        return self.head(h)  # FAULT norm_of_a_pruned_row
+def normalised_forward(self: Any, x: Tensor) -> Any:
+    h = torch.tanh(self.body(x))
+    return self.head(h)  # FAULT norm_of_a_pruned_row
 
 
 @fault(
-    "A",
-    kind="invalid",
-    op="_weight_norm",
-    module="head.parametrizations.weight.0",
-    phase="forward",
+    "invalid",
+    "_weight_norm",
+    "head.parametrizations.weight.0",
+    seed=310,
     step=2,
     also=("head.parametrizations.weight", "head", "weight_norm"),
 )
 def norm_of_a_pruned_row() -> Case:
     """Pruning has set a row of a weight-normalised layer to 0: its direction is 0 / 0."""
-    torch.manual_seed(310)
-    model = Normalised()
+    model = model_of(normalised_forward, body=nn.Linear(6, 8), head=parametrizations.weight_norm(nn.Linear(8, 4)))
     direction = model.head.parametrizations.weight.original1
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 8, 6), labels(k, 8)),
-        policy=MIXED,
-        steps=2,
-        before=at(2, lambda: direction[2].zero_()),
-    )
+    return case(model, lambda k: (normal(k, 8, 6), labels(k, 8)), before=at(2, lambda: direction[2].zero_()))
 
 
-class Biaffine(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(30, 8)
-        self.head, self.dependent, self.score = nn.Linear(8, 6), nn.Linear(8, 6), nn.Bilinear(6, 6, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        h = torch.tanh(self.embed(x))
-        return self.score(self.head(h), self.dependent(h))  # FAULT biaffine_parser
+def biaffine_forward(self: Any, x: Tensor) -> Any:
+    h = torch.tanh(self.embed(x))
+    return self.score(self.head(h), self.dependent(h))  # FAULT biaffine_parser
 
 
 # torch alone refuses nn.Bilinear's fp32 weight beside fp16 activations on the CPU
-@fault(
-    "A",
-    kind="overflow",
-    op="bilinear",
-    module="score",
-    phase="forward",
-    step=3,
-    cures=("op fp32", "bf16"),
-    plain=False,
-)
+@fault("overflow", "bilinear", "score", seed=311, step=3, cures=("op fp32", "bf16"), plain=False)
 def biaffine_parser() -> Case:
     """A parser's biaffine score: both factors are 200, and 36 of their products are added up."""
-    torch.manual_seed(311)
-    model = Biaffine()
+    model = model_of(
+        biaffine_forward,
+        embed=nn.Embedding(30, 8),
+        head=nn.Linear(8, 6),
+        dependent=nn.Linear(8, 6),
+        score=nn.Bilinear(6, 6, 3),
+    )
 
     def grow() -> None:
         model.head.bias.fill_(200.0)
         model.dependent.bias.fill_(200.0)
         model.score.weight.fill_(0.2)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()),
-        batch=lambda k: (tokens(k, (2, 5), 30), tokens(k + 1, (2, 5), 3)),
+    return case(
+        model,
+        lambda k: (tokens(k, (2, 5), 30), tokens(k + 1, (2, 5), 3)),
+        lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()),
         policy=MIXED.replace(scale=1.0),
-        steps=3,
         before=at(3, grow),
     )
 
 
-class Preconditioned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(9, 24), nn.SiLU(), nn.Linear(24, 8))
-
-    def forward(self, x: Tensor, sigma: Tensor) -> Any:
-        h = self.body(torch.cat([x, sigma.log()], -1))
-        slope = (x.to(h.dtype) - h) / sigma.to(h.dtype)  # FAULT small_sigma
-        return slope * 1e-4
+def preconditioned_forward(self: Any, x: Tensor, sigma: Tensor) -> Any:
+    h = self.body(torch.cat([x, sigma.log()], -1))
+    gradient = (x.to(h.dtype) - h) / sigma.to(h.dtype)  # FAULT small_sigma
+    return gradient * 1e-4
 
 
-@fault("A", kind="overflow", op="div", module="", phase="forward", step=3, cures=ALL)
+@fault("overflow", "div", seed=312, step=3, cures=ALL)
 def small_sigma() -> Case:
-    """A diffusion model's slope (x - denoised) / sigma in fp16: the schedule ends at a sigma of 1e-5."""
-    torch.manual_seed(312)
-    model = Preconditioned()
+    """A diffusion model's gradient (x - denoised) / sigma in fp16: the schedule ends at a sigma of 1e-5."""
+    model = model_of(preconditioned_forward, body=nn.Sequential(nn.Linear(9, 24), nn.SiLU(), nn.Linear(24, 8)))
 
     def batch(step: int) -> tuple[Any, ...]:
         sigma = torch.full((6, 1), 1e-5 if step == 3 else 0.5)
         return normal(step, 6, 8), sigma, normal(step + 70, 6, 8)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, sigma, noise: F.smooth_l1_loss(m(x, sigma), 1e-4 * noise),
-        batch=batch,
+    return case(
+        model,
+        batch,
+        lambda m, x, sigma, noise: F.smooth_l1_loss(m(x, sigma), 1e-4 * noise),
         policy=MIXED.replace(scale=1.0),
-        steps=3,
     )

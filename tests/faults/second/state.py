@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import Case, fault
-from tests.faults.second.common import BF16, FULL, MIXED, adam, at, classify, labels, normal, tokens
+from tests.faults.case import BF16, FULL, Case, at, case, fault, labels, model_of, normal, tokens
 
 
 def net(seed: int) -> nn.Sequential:
@@ -22,21 +21,15 @@ def net(seed: int) -> nn.Sequential:
 # ------------------------------------------------------------------ the batch
 
 
-class Boxes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4, 4)
-
-    def forward(self, image: Tensor, boxes: Tensor) -> Any:
-        found = self.head(F.relu(self.body(image)).amax((2, 3)))
-        return {"loss": F.smooth_l1_loss(found, boxes), "boxes": found}
+def boxes_forward(self: Any, image: Tensor, boxes: Tensor) -> Any:
+    found = self.head(F.relu(self.body(image)).amax((2, 3)))
+    return {"loss": F.smooth_l1_loss(found, boxes), "boxes": found}
 
 
-@fault("A", kind="bad_batch", step=2)
+@fault("bad_batch", seed=361, step=2)
 def box_without_width() -> Case:
     """The data loader has taken the logarithm of a box's width of 0: one field of the second micro-batch of three."""
-    torch.manual_seed(361)
-    model = Boxes()
+    model = model_of(boxes_forward, body=nn.Conv2d(1, 4, 3), head=nn.Linear(4, 4))
 
     def batch(step: int) -> tuple[Any, ...]:
         sizes = normal(step + 30, 3, 4).abs() + 0.1
@@ -44,34 +37,20 @@ def box_without_width() -> Case:
             sizes[1, 2] = 0.0
         return ({"image": normal(step, 3, 1, 6, 6), "boxes": sizes.log()},)
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, rows: m(**rows)["loss"],
-        batch=batch,
-        policy=MIXED,
-        steps=3,
-        options={"accumulate": 3},
-    )
+    return case(model, batch, lambda m, rows: m(**rows)["loss"], steps=3, options={"accumulate": 3})
 
 
-class Visits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.gru, self.out = nn.Embedding(9, 6), nn.GRUCell(7, 8), nn.Linear(8, 1)
-
-    def forward(self, codes: Tensor, times: Tensor) -> Any:
-        h = torch.zeros(len(codes), 8)
-        for code, time in zip(codes.unbind(1), times.unbind(1), strict=True):
-            h = self.gru(torch.cat([self.embed(code), time[:, None]], -1), h).float()
-        return self.out(h)[:, 0]
+def visits_forward(self: Any, codes: Tensor, times: Tensor) -> Any:
+    h = torch.zeros(len(codes), 8)
+    for code, time in zip(codes.unbind(1), times.unbind(1), strict=True):
+        h = self.gru(torch.cat([self.embed(code), time[:, None]], -1), h).float()
+    return self.out(h)[:, 0]
 
 
-@fault("A", kind="bad_batch", step=4)
+@fault("bad_batch", seed=362, step=4)
 def date_that_is_missing() -> Case:
     """Nested inputs of a recurrent net: the time of one visit is NaN."""
-    torch.manual_seed(362)
-    model = Visits()
+    model = model_of(visits_forward, embed=nn.Embedding(9, 6), gru=nn.GRUCell(7, 8), out=nn.Linear(8, 1))
 
     def batch(step: int) -> tuple[Any, ...]:
         times = normal(step, 4, 5).abs()
@@ -79,13 +58,8 @@ def date_that_is_missing() -> Case:
             times[3, 0] = float("nan")
         return ((tokens(step, (4, 5), 9), times), {"died": labels(step, 4, 2).float()})
 
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, visits, rows: F.binary_cross_entropy_with_logits(m(*visits), rows["died"]),
-        batch=batch,
-        policy=BF16,
-        steps=4,
+    return case(
+        model, batch, lambda m, visits, rows: F.binary_cross_entropy_with_logits(m(*visits), rows["died"]), policy=BF16
     )
 
 
@@ -130,69 +104,52 @@ class RotaryModel(nn.Module):
         return self.head(h)
 
 
-@fault("A", kind="bad_state", parameter="layers.1.rotary.inv_freq", step=2)
+@fault("bad_state", seed=363, parameter="layers.1.rotary.inv_freq", step=2)
 def uninitialised_buffer() -> Case:
     """A buffer that no checkpoint holds is what the memory held before, once its layer has been moved by hand."""
-    torch.manual_seed(363)
     model = RotaryModel()
-    buffer = model.layers[1].rotary.inv_freq  # type: ignore[union-attr]
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x: F.cross_entropy(m(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
-        batch=lambda k: (tokens(k, (3, 7), 15),),
-        policy=MIXED,
-        steps=2,
-        before=at(2, lambda: buffer[2:].copy_(torch.tensor([float("nan"), 1e-3]))),  # type: ignore[index]
+    buffer: Any = model.layers[1].rotary.inv_freq  # type: ignore[union-attr]
+    return case(
+        model,
+        lambda k: (tokens(k, (3, 7), 15),),
+        lambda m, x: F.cross_entropy(m(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
+        before=at(2, lambda: buffer[2:].copy_(torch.tensor([float("nan"), 1e-3]))),
     )
 
 
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 4)
-        self.criterion = nn.CrossEntropyLoss(weight=torch.ones(4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.criterion(self.body(x), y)
+def weighted_forward(self: Any, x: Tensor, y: Tensor) -> Any:
+    return self.criterion(self.body(x), y)
 
 
-@fault("A", kind="bad_state", parameter="criterion.weight", step=3)
+@fault("bad_state", seed=364, parameter="criterion.weight", step=3)
 def weight_of_an_absent_class() -> Case:
     """The loss is part of the model, its class weights a buffer set by counts between epochs: 0 / 0 for one class."""
-    torch.manual_seed(364)
-    model = Weighted()
+    model = model_of(weighted_forward, body=nn.Linear(6, 4), criterion=nn.CrossEntropyLoss(weight=torch.ones(4)))
     counts = torch.tensor([3.0, 3.0, 0.0, 2.0])
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x, y: m(x, y),
-        batch=lambda k: (normal(k, 8, 6), torch.arange(8) % 4),
-        policy=MIXED,
-        steps=3,
-        before=at(3, lambda: model.criterion.weight.copy_(counts * 0 / counts + 1)),  # type: ignore[union-attr]
+    return case(
+        model,
+        lambda k: (normal(k, 8, 6), torch.arange(8) % 4),
+        lambda m, x, y: m(x, y),
+        before=at(3, lambda: model.criterion.weight.copy_(counts * 0 / counts + 1)),
     )
 
 
-@fault("A", kind="bad_state", parameter="1.2.weight", step=2)
+@fault("bad_state", parameter="1.2.weight", step=2)
 def inf_parameter() -> Case:
     """A weight was multiplied by a factor that overflowed: it is inf, and inf times 0 or a sum of infs follows."""
-    model = net(365)
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 8, 6), labels(k, 8)),
+    model: Any = net(365)
+    return case(
+        model,
+        lambda k: (normal(k, 8, 6), labels(k, 8)),
         policy=BF16,
-        steps=2,
-        before=at(2, lambda: model[1][2].weight[0].mul_(float("inf"))),  # type: ignore[index]
+        before=at(2, lambda: model[1][2].weight[0].mul_(float("inf"))),
     )
 
 
 # ------------------------------------------------------------------ the optimizer
 
 
-@fault("A", kind="bad_state", parameter="3.weight", phase="update", step=3)
+@fault("bad_state", parameter="3.weight", phase="update", step=3)
 def nan_momentum() -> Case:
     """SGD's momentum, restored from a file, has a NaN: gradients are finite, and the update of step 2 is not."""
     model = net(366)
@@ -201,18 +158,10 @@ def nan_momentum() -> Case:
     def restore() -> None:
         optimizer.state[model[3].weight]["momentum_buffer"][1, 5] = float("nan")  # type: ignore[index]
 
-    return Case(
-        model=model,
-        optimizer=optimizer,
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 8, 6), labels(k, 8)),
-        policy=MIXED,
-        steps=3,
-        before=at(2, restore),
-    )
+    return case(model, lambda k: (normal(k, 8, 6), labels(k, 8)), optimizer=optimizer, before=at(2, restore))
 
 
-@fault("A", kind="bad_state", parameter="2.weight", phase="update", step=4)
+@fault("bad_state", parameter="2.weight", phase="update", step=4)
 def negative_second_moment() -> Case:
     """A second moment that came back from compression a little below 0: its root is NaN, though it is finite."""
     model = net(367)
@@ -221,14 +170,8 @@ def negative_second_moment() -> Case:
     def decompress() -> None:
         optimizer.state[model[2].weight]["exp_avg_sq"][7] = -1.0  # type: ignore[index]
 
-    return Case(
-        model=model,
-        optimizer=optimizer,
-        loss_fn=classify,
-        batch=lambda k: (normal(k, 8, 6), labels(k, 8)),
-        policy=BF16,
-        steps=4,
-        before=at(3, decompress),
+    return case(
+        model, lambda k: (normal(k, 8, 6), labels(k, 8)), policy=BF16, optimizer=optimizer, before=at(3, decompress)
     )
 
 
@@ -241,49 +184,40 @@ class Rare(nn.Module):
         return self.out(self.embed(x).mean(1))
 
 
-@fault("A", kind="bad_state", parameter="embed.weight", phase="update", step=2)
+@fault("bad_state", seed=368, parameter="embed.weight", phase="update", step=2)
 def eps_of_zero() -> Case:
     """Adam with eps=0, in fp32: rows of an embedding that no batch has touched are updated by 0 / 0."""
-    torch.manual_seed(368)
     model = Rare()
-    return Case(
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3, eps=0.0),
-        loss_fn=classify,
-        batch=lambda k: (tokens(k, (4, 3), 12 if k > 1 else 8), torch.arange(4)),
+    return case(
+        model,
+        lambda k: (tokens(k, (4, 3), 12 if k > 1 else 8), torch.arange(4)),
         policy=FULL,
-        steps=2,
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3, eps=0.0),
     )
 
 
-@fault("A", kind="bad_state", parameter="embed.weight", phase="update", step=2)
+@fault("bad_state", seed=369, parameter="embed.weight", phase="update", step=2)
 def eps_of_rmsprop() -> Case:
     """RMSprop's eps of 1e-8 is 0 in fp16, so O3 divides 0 by 0 for the rows that nothing has touched."""
-    torch.manual_seed(369)
     model = Rare()
-    return Case(
-        model=model,
-        optimizer=torch.optim.RMSprop(model.parameters(), lr=1e-3, foreach=False),
-        loss_fn=classify,
-        batch=lambda k: (tokens(k, (4, 3), 12 if k > 1 else 8), torch.arange(4)),
+    return case(
+        model,
+        lambda k: (tokens(k, (4, 3), 12 if k > 1 else 8), torch.arange(4)),
         policy=hs.Policy.of("O3", dtype="fp16"),
-        steps=2,
+        optimizer=torch.optim.RMSprop(model.parameters(), lr=1e-3, foreach=False),
     )
 
 
 # ------------------------------------------------------------------ the scale
 
 
-@fault("A", kind="scale_too_high", phase="backward", step=1, cures=("scale",))
+@fault("scale_too_high", seed=370, phase="backward", step=1, cures=("scale",))
 def scale_too_high_for_a_decoder() -> Case:
     """A static loss scale 2**10 times larger than the largest under which a small decoder's step is finite."""
-    torch.manual_seed(370)
     model = RotaryModel()
-    return Case(
-        model=model,
-        optimizer=adam(model),
-        loss_fn=lambda m, x: F.cross_entropy(m(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
-        batch=lambda k: (tokens(k, (3, 7), 15),),
+    return case(
+        model,
+        lambda k: (tokens(k, (3, 7), 15),),
+        lambda m, x: F.cross_entropy(m(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
         policy=hs.Policy.of("pure", dtype="fp16", scale=2.0**28),
-        steps=1,
     )

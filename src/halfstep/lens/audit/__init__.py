@@ -1,1 +1,1 @@
-"""The audit: a few steps looked at operator by operator, beside fp32."""
+"""The audit: a few steps measured operator by operator, beside fp32."""

@@ -1,7 +1,7 @@
-"""Audit: a few training steps under a policy, looked at operator by operator.
+"""Audit: a few training steps under a policy, measured operator by operator.
 
-The caller's model and optimizer are copied and never touched; random number generators are put back. Each batch runs
-twice on the copy's weights: in fp32, and as the policy says. See `record` for what is compared with what.
+The caller's model and optimizer are copied and not changed; random number generators are restored. Each batch runs
+twice on the copy's weights: in fp32, and under the policy. `record` describes what is compared with what.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.lens.audit.run import Batch, Run
 from halfstep.lens.audit.table import Audit
-from halfstep.lens.audit.updates import copied
-from halfstep.lens.generators import unmoved
+from halfstep.lens.audit.updates import copy_of_optimizer
+from halfstep.lens.calls import unmoved
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.scale.scaler import GradScaler
@@ -53,7 +53,7 @@ def audit(
 ) -> Audit:
     """Run a few training steps under `policy` and return what precision did to every operator, weight and gradient.
 
-    Works on a copy of model and optimizer: neither is changed, and random number generators are put back. Under dropout
+    Works on a copy of model and optimizer: neither is changed, and random number generators are restored. Under dropout
     the fp32 run and every shadow draw the same random numbers. Memory: the copy, an fp32 twin of it, and the results of
     all operators of one step in fp32.
 
@@ -67,10 +67,10 @@ def audit(
             weights move from step to step. Without it all steps see the weights as they are.
         steps: how many.
         clip_norm: as in `TrainStep`.
-        accumulate: micro-batches per update, as in `TrainStep`. The first one of a step is looked at operator by
-            operator; of the others it is seen what their gradients add up to.
-        scaler: the GradScaler of the run, for its scale as it is now; it is copied. Default: a new one, as the policy
-            says; then steps are repeated until its scale fits, as at the beginning of any run.
+        accumulate: micro-batches per update, as in `TrainStep`. The first one of a step is measured operator by
+            operator; of the others only the sum of their gradients.
+        scaler: the GradScaler of the run, for its scale as it is now; it is copied. Default: a new one of the policy;
+            then steps are repeated until its scale fits, as at the beginning of any run.
         shadow: "fp32" or "fp64": the format of the shadows that local errors are measured against.
         reference: whether the model also runs in fp32 as a whole, which gives accumulated errors.
 
@@ -119,7 +119,7 @@ def audit(
 def _checked(
     model: nn.Module, batches: Any, loss_fn: object, optimizer: object, steps: int, accumulate: int, shadow: str
 ) -> list[Batch]:
-    """Return the batches as (args, kwargs), or say what cannot be audited."""
+    """Return the batches as (args, kwargs), or raise for what cannot be audited."""
     if not callable(loss_fn):
         raise AuditError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -203,11 +203,11 @@ def _copies(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, O
         raise AuditError(
             f"{type(optimizer).__name__} holds no parameter of the model; build it from model.parameters()"
         )
-    return twin, copied(optimizer, memo)
+    return twin, copy_of_optimizer(optimizer, memo)
 
 
 def _devices(model: nn.Module) -> list[int]:
-    """Return the CUDA devices whose generators must be put back."""
+    """Return the CUDA devices whose generators must be restored."""
     return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 

@@ -1,7 +1,7 @@
-"""Criteria: which of an audit's rows are findings.
+"""Criteria: which rows of an audit are findings, and what would remedy each.
 
-A number alone is no fault: tails of gradients underflow in every fp16 run, fp32 weights swallow updates of elements
-that hardly move. So most rules ask for two things: how many elements are hit, and how much of the whole goes with them.
+A count alone is no fault: the tails of gradients underflow in every fp16 run, and fp32 weights lose updates of elements
+that hardly move. Most rules therefore ask two things: how many elements are hit, and what share of the total they hold.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.audit.remedies import Doctor
-from halfstep.lens.audit.rows import Row
+from halfstep.lens.audit.rows import AuditRow
 from halfstep.lens.finding import KINDS, ROOM, Finding
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["findings_of"]
+__all__ = ["Examination", "findings_of"]
+
 
 LOST = 0.05
 """Share of a weight's gradient whose loss is a fault: Adam gives each element its own pace, however small it is."""
 
 FEW = 0.01
-"""Share of elements below which nothing is said."""
+"""A smaller share of elements is no finding."""
 
 ROUNDINGS = 16
 """Roundings to the format that one operator may err by: a product or a norm errs by about one."""
@@ -47,22 +47,113 @@ SUMMED = 0.02
 """Error of a sum of gradients over micro-batches: in bf16 64 of them make 0.008."""
 
 HALF = 0.5
-"""Share of a term, in elements and in size, without which a sum does not contain it. New models with weights of 0.02
-lose up to a third of a branch in a bf16 stream, and learn."""
+"""A term counts as lost if half of it, in elements and in size, vanishes in the addition. New models with weights of
+0.02 lose up to a third of a branch in a bf16 stream, and learn."""
 
 
-def findings_of(rows: Iterable[Row], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
+class Examination:
+    """The rows of an audit, and the findings and remedies that follow from them.
+
+    Args:
+        rows: of an audit, in the order in which operators ran.
+        policy: the audited policy.
+        plan: the policy resolved for the model.
+        headroom: bits below the largest number of a format that are a risk.
+    """
+
+    def __init__(self, rows: tuple[AuditRow, ...], policy: Policy, plan: Plan, headroom: float) -> None:
+        self.rows, self.policy, self.plan, self.headroom = rows, policy, plan, headroom
+
+    def of(self, *roles: str) -> Iterator[AuditRow]:
+        """Iterate over the rows of some roles."""
+        return (row for row in self.rows if row.role in roles)
+
+    def finding(
+        self, kind: str, row: AuditRow, severity: float, cause: str, remedy: str, policy: Policy | None = None
+    ) -> Finding:
+        """Return a finding in the place of `row`."""
+        diff = "" if policy is None else self.policy.diff(policy)
+        if not diff:
+            policy = None
+        return Finding(
+            kind=kind,
+            module=row.module,
+            op=row.op,
+            role=row.role,
+            parameter=row.parameter,
+            line=row.line,
+            severity=min(max(severity, 0.0), 1.0),
+            cause=cause,
+            remedy=remedy,
+            policy=policy,
+            diff=diff,
+        )
+
+    # ------------------------------------------------------------------ remedies
+
+    def wider(self, row: AuditRow) -> tuple[str, Policy | None]:
+        """Return how to keep an operator out of the low format."""
+        if row.op == "to" and not row.module and self.plan.policy.inputs == "low":
+            return "let the inputs come as they are", self.policy.replace(inputs="keep")
+        if row.op == "to" or row.rule not in {"low", "keep", "widest"}:
+            if format_of(row.format).bits >= FP32.bits:
+                return "its inputs are fp32 already; compute it in float64, or write it in another way", None
+            if row.op != "to" and row.module:
+                policy = self.policy.with_modules({row.module: "fp32"})
+                return f"keep module {row.module!r} in fp32", policy
+            if row.op != "to" and "::" not in row.op:
+                return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
+            return "your code asks for the low format here: leave the cast out, and let the policy decide", None
+        if row.module:
+            return (
+                f"keep module {row.module!r} in fp32, or the operator everywhere: policy.with_ops(fp32=[{row.op!r}])",
+                self.policy.with_modules({row.module: "fp32"}),
+            )
+        return f"give {row.op} fp32", _with_fp32(self.policy, row.op)
+
+    def line_wider(self, row: AuditRow) -> tuple[str, Policy | None]:
+        """Return how to keep all of the line that an operator stands in out of the low format."""
+        if row.module:
+            return f"keep module {row.module!r} in fp32", self.policy.with_modules({row.module: "fp32"})
+        ops = list(dict.fromkeys(r.op for r in self.of("activation") if r.line == row.line and "::" not in r.op))
+        return f"give {', '.join(ops)} fp32, or this line a region in fp32", _with_fp32(self.policy, *ops)
+
+    def scaled(self, row: AuditRow) -> tuple[str, Policy | None]:
+        """Return how to lift gradients into the format."""
+        form = format_of(row.format)
+        if not form.is_narrow:
+            form = format_of(self.plan.policy.dtype)
+        scale = self.plan.policy.scale
+        if not isinstance(scale, ScaleRule):
+            low = self.policy.dtype != "fp32" and form.is_narrow
+            words = "scale the loss: the rule 'halfstep' starts high and adapts" if low else "scale the loss"
+            return words, self.policy.replace(scale="halfstep")
+        return (
+            "the range of these gradients is wider than the format's: use bf16, whose exponents are fp32's, or keep "
+            f"{row.module or row.op!r} in fp32",
+            self.policy.replace(dtype="bf16", scale="auto"),
+        )
+
+
+def _with_fp32(policy: Policy, *ops: str) -> Policy | None:
+    try:
+        return policy.with_ops(fp32=ops)
+    except ValueError:  # no operator of torch: a custom one without a name, a conversion
+        return None
+
+
+def findings_of(rows: Iterable[AuditRow], policy: Policy, plan: Plan, *, headroom: float = ROOM) -> tuple[Finding, ...]:
     """Return what is wrong in `rows`, the gravest kind first and the worst of each kind first.
 
     Args:
         rows: of an audit, in the order in which operators ran.
-        policy: what was audited.
-        plan: what it means for the model.
+        policy: the audited policy.
+        plan: the policy resolved for the model.
         headroom: bits below the largest number of a format that are a risk.
     """
     table = tuple(rows)
-    doctor = Doctor(table, policy, plan, headroom)
-    found = [finding for rule in RULES for finding in rule(doctor)]
+    exam = Examination(table, policy, plan, headroom)
+    found = [finding for rule in RULES for finding in rule(exam)]
     order = list(KINDS)
     return tuple(sorted(found, key=lambda finding: (order.index(finding.kind), -finding.severity)))
 
@@ -78,20 +169,20 @@ def _percent(share: float) -> str:
 # ---------------------------------------------------------------------- rules
 
 
-def _overflow(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("activation"):
+def _overflow(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("activation"):
         if row.overflow > 0:
             form = format_of(row.format)
             beyond = f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}"
             cause = f"{beyond}, and {'would be finite in fp32' if form.has_inf else 'is cut off there'}"
-            remedy, policy = doctor.wider(row)
-            yield doctor.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, remedy, policy)
+            remedy, policy = exam.wider(row)
+            yield exam.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, remedy, policy)
 
 
-def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("activation gradient", "weight gradient"):
+def _gradient_underflow(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("activation gradient", "weight gradient"):
         lost = max(row.underflow, row.missing)
-        form = _narrow(doctor, row)
+        form = _narrow(exam, row)
         if not form.is_narrow or max(lost, row.subnormal) < FEW or row.cancels:
             continue
         off = max((error for error in (row.error, row.accumulated) if not math.isnan(error)), default=0.0)
@@ -108,29 +199,29 @@ def _gradient_underflow(doctor: Doctor) -> Iterator[Finding]:
             if row.missing > row.underflow:
                 below = f"{_percent(row.missing)} of its gradient is zero and is not in fp32"
             cause = f"{below}, {_percent(row.subnormal)} is subnormal (loss scale {row.scale:g})"
-            remedy, policy = doctor.scaled(row)
-            yield doctor.finding("underflow", row, max(lost, row.subnormal), cause, remedy, policy)
+            remedy, policy = exam.scaled(row)
+            yield exam.finding("underflow", row, max(lost, row.subnormal), cause, remedy, policy)
 
 
-def _narrow(doctor: Doctor, row: Row) -> Format:
-    """Return the format that a gradient went through: an fp32 one may have been low on its way."""
+def _narrow(exam: Examination, row: AuditRow) -> Format:
+    """Return the format that a gradient went through: an fp32 one may have been computed in a low format."""
     form = format_of(row.format)
-    low = format_of(doctor.plan.policy.dtype)
+    low = format_of(exam.plan.policy.dtype)
     passed = row.underflow > 0 or row.missing > 0
     return low if passed and low.exponent_bits < form.exponent_bits else form
 
 
-def _activation_underflow(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("activation"):
+def _activation_underflow(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("activation"):
         form = format_of(row.format)
         if row.underflow >= FEW and row.worst >= max(0.02, ROUNDINGS * _unit(form)):
             cause = f"{_percent(row.underflow)} of its result is below {form.smallest_subnormal:.3g} and becomes zero"
-            remedy, policy = doctor.wider(row)
-            yield doctor.finding("underflow", row, row.underflow, cause, remedy, policy)
+            remedy, policy = exam.wider(row)
+            yield exam.finding("underflow", row, row.underflow, cause, remedy, policy)
 
 
-def _swallowed(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("update"):
+def _swallowed(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("update"):
         if row.reason or math.isnan(row.swallowed):  # stochastic rounding is right on average
             continue
         form = format_of(row.format)
@@ -142,22 +233,22 @@ def _swallowed(doctor: Doctor) -> Iterator[Finding]:
             )
             if form.bits >= FP32.bits:
                 remedy, policy = "the learning rate is too small for these weights: raise it", None
-            elif doctor.policy.params == "low":
+            elif exam.policy.params == "low":
                 remedy, policy = (
                     "keep precise weights behind low ones: master='auto'",
-                    doctor.policy.replace(master="auto"),
+                    exam.policy.replace(master="auto"),
                 )
             else:
                 remedy = "these parameters stay low: leave out the rule that keeps them, or load the model in fp32"
                 policy = None
-            yield doctor.finding(
+            yield exam.finding(
                 "swallowed_update", row, max(row.swallowed_mass, min(row.error, 1.0)), cause, remedy, policy
             )
 
 
-def _low_state(doctor: Doctor) -> Iterator[Finding]:
-    trained = {name for p in doctor.plan.parameters for name in (p.name, *p.aliases)}
-    for row in doctor.of("state"):
+def _low_state(exam: Examination) -> Iterator[Finding]:
+    trained = {name for p in exam.plan.parameters for name in (p.name, *p.aliases)}
+    for row in exam.of("state"):
         form = format_of(row.format)
         if row.reason == "stochastic rounding" or form.bits >= FP32.bits:
             continue
@@ -179,81 +270,81 @@ def _low_state(doctor: Doctor) -> Iterator[Finding]:
             continue
         policy = None
         if average and row.parameter in trained:  # a teacher's weights
-            remedy, policy = doctor.wider(row)
+            remedy, policy = exam.wider(row)
         elif average:
             remedy = "keep this buffer in fp32: halfstep never lowers buffers, the model does"
-        elif doctor.policy.params == "low" and doctor.policy.master == "none":
+        elif exam.policy.params == "low" and exam.policy.master == "none":
             remedy = "step fp32 values, whose state is fp32: master='auto'"
-            policy = doctor.policy.replace(master="auto")
+            policy = exam.policy.replace(master="auto")
         else:
             remedy = "keep it in fp32, or let the policy keep it in bf16 with stochastic rounding: state='low'"
         what = "the running average" if average else f"the state {row.op.rpartition('.')[2]} of"
         share = max(row.missing, row.swallowed_mass if stuck else 0.0, 0.5 if slow else 0.0, 0.3)
         kind = "swallowed_update" if average and stuck else "low_state"
-        yield doctor.finding(kind, row, share, f"{what} {row.parameter} is {form.name}: {why}", remedy, policy)
+        yield exam.finding(kind, row, share, f"{what} {row.parameter} is {form.name}: {why}", remedy, policy)
 
 
-def _large_error(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("activation"):
+def _large_error(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("activation"):
         form = format_of(row.format)
-        limit = max(ROUNDINGS * _unit(_low(doctor, form)), 1e-3)
+        limit = max(ROUNDINGS * _unit(_low(exam, form)), 1e-3)
         if row.error < limit or row.underflow >= FEW or row.overflow > 0 or math.isnan(row.error):
             continue
-        roundings = row.error / _unit(_low(doctor, form))
+        roundings = row.error / _unit(_low(exam, form))
         cause = (
             f"on the same inputs its result is {_percent(min(row.error, 9.99))} off what fp32 gives, the error of "
             f"{roundings:.0f} roundings"
         )
-        remedy, policy = doctor.wider(row)
-        yield doctor.finding("rounding", row, row.error, cause, remedy, policy)
+        remedy, policy = exam.wider(row)
+        yield exam.finding("rounding", row, row.error, cause, remedy, policy)
 
 
-def _addends(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("activation"):
+def _addends(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("activation"):
         if row.swallowed >= HALF and row.swallowed_mass >= HALF:
             cause = (
                 f"{_percent(row.swallowed)} of the elements of one of its terms, {_percent(row.swallowed_mass)} of "
                 f"their size, are below half an ulp of the other one in {row.format}: the sum does not contain them"
             )
-            remedy, policy = doctor.wider(row)
-            if doctor.plan.policy.residual == "low" and row.rule != "low":
-                remedy, policy = "keep the stream that is added to in fp32", doctor.policy.replace(residual="fp32")
-            yield doctor.finding("rounding", row, row.swallowed_mass, cause, remedy, policy)
+            remedy, policy = exam.wider(row)
+            if exam.plan.policy.residual == "low" and row.rule != "low":
+                remedy, policy = "keep the stream that is added to in fp32", exam.policy.replace(residual="fp32")
+            yield exam.finding("rounding", row, row.swallowed_mass, cause, remedy, policy)
 
 
-def _summed(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("weight gradient"):
+def _summed(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("weight gradient"):
         if row.summed >= SUMMED:
             cause = (
                 f"the sum of its micro-batches' gradients in {row.format} is {_percent(min(row.summed, 9.99))} off "
                 "their sum in fp32: late ones are small beside the sum"
             )
-            remedy, policy = "sum gradients in fp32: grads='fp32'", doctor.policy
+            remedy, policy = "sum gradients in fp32: grads='fp32'", exam.policy
             if policy.params == "low" and policy.master == "none":  # whose optimizer reads low gradients alone
                 remedy, policy = f"{remedy}, master='stochastic'", policy.replace(master="stochastic")
-            yield doctor.finding("rounding", row, row.summed, cause, remedy, policy.replace(grads="fp32"))
+            yield exam.finding("rounding", row, row.summed, cause, remedy, policy.replace(grads="fp32"))
 
 
-def _low(doctor: Doctor, form: Format) -> Format:
+def _low(exam: Examination, form: Format) -> Format:
     """Return the format whose roundings count: that of an fp32 result may have come from low inputs."""
-    low = format_of(doctor.plan.policy.dtype)
+    low = format_of(exam.plan.policy.dtype)
     return min(form, low, key=lambda each: each.mantissa_bits)
 
 
-def _integers(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("activation"):
+def _integers(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("activation"):
         if row.otherwise >= OTHERWISE:
             cause = (
                 f"{_percent(row.otherwise)} of the integers that are made of its result, and by which other numbers "
                 "are chosen, are not those of fp32"
             )
-            yield doctor.finding("rounding", row, row.otherwise, cause, *doctor.line_wider(row))
+            yield exam.finding("rounding", row, row.otherwise, cause, *exam.line_wider(row))
 
 
-def _drift(doctor: Doctor) -> Iterator[Finding]:
+def _drift(exam: Examination) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
-    said = any(row.overflow > 0 for row in doctor.of("activation"))  # whatever comes after it is off
-    for row in () if said else doctor.of("activation"):
+    found = any(row.overflow > 0 for row in exam.of("activation"))  # all that follows it is wrong
+    for row in () if found else exam.of("activation"):
         if row.numel <= 1 or not row.accumulated >= DRIFT or row.overflow > 0:
             continue
         sudden = row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2
@@ -265,32 +356,32 @@ def _drift(doctor: Doctor) -> Iterator[Finding]:
                 f"{_percent(min(row.accumulated, 9.99))} off: the digits that are left after it were lost before it"
             )
             remedy = "compute what it is given in fp32"
-            policy = doctor.policy.with_modules({row.module: "fp32"}) if row.module else None
-            yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
-            said = True
-        elif not said and row.error < row.accumulated / 2:
+            policy = exam.policy.with_modules({row.module: "fp32"}) if row.module else None
+            yield exam.finding("rounding", row, row.accumulated, cause, remedy, policy)
+            found = True
+        elif not found and row.error < row.accumulated / 2:
             off = _percent(min(row.accumulated, 9.99))
             cause = f"its result is {off} off the fp32 run, by its inputs more than by itself"
             remedy = "look at the rows before it, sorted by error; residual='fp32' keeps the stream precise"
-            policy = doctor.policy.replace(residual="fp32") if doctor.policy.residual == "low" else None
-            yield doctor.finding("rounding", row, row.accumulated, cause, remedy, policy)
-            said = True
+            policy = exam.policy.replace(residual="fp32") if exam.policy.residual == "low" else None
+            yield exam.finding("rounding", row, row.accumulated, cause, remedy, policy)
+            found = True
 
 
-def _saturation(doctor: Doctor) -> Iterator[Finding]:
-    for row in doctor.of("activation"):
+def _saturation(exam: Examination) -> Iterator[Finding]:
+    for row in exam.of("activation"):
         if row.saturated >= MOSTLY:
             what = "rows of this softmax are one-hot" if row.op == "softmax" else f"elements of this {row.op} are 1"
             cause = f"{_percent(row.saturated)} of the {what} in {row.format} and not in fp32: no gradient passes them"
-            remedy, policy = doctor.wider(row)
-            yield doctor.finding("saturation", row, row.saturated, cause, remedy, policy)
+            remedy, policy = exam.wider(row)
+            yield exam.finding("saturation", row, row.saturated, cause, remedy, policy)
 
 
-def _risk(doctor: Doctor) -> Iterator[Finding]:
-    dynamic = isinstance(doctor.plan.policy.scale, ScaleRule)
-    for row in doctor.of("activation", "weight", "activation gradient", "weight gradient"):
+def _risk(exam: Examination) -> Iterator[Finding]:
+    dynamic = isinstance(exam.plan.policy.scale, ScaleRule)
+    for row in exam.of("activation", "weight", "activation gradient", "weight gradient"):
         form = format_of(row.format)
-        if row.headroom >= doctor.headroom or row.overflow > 0 or (row.role.endswith("gradient") and dynamic):
+        if row.headroom >= exam.headroom or row.overflow > 0 or (row.role.endswith("gradient") and dynamic):
             continue
         if not form.has_inf or not form.is_narrow or row.amax == form.max:
             continue  # exactly the largest number is a mask
@@ -298,15 +389,15 @@ def _risk(doctor: Doctor) -> Iterator[Finding]:
         cause = f"its largest number is {row.amax:.6g}, {row.headroom:.2g} bits below {ends}"
         policy: Policy | None
         if row.role.endswith("gradient"):
-            remedy, policy = "let the loss scale adapt: scale='auto'", doctor.policy.replace(scale="halfstep")
+            remedy, policy = "let the loss scale adapt: scale='auto'", exam.policy.replace(scale="halfstep")
         elif row.role == "weight":
-            remedy, policy = "hold it in bf16 or fp32", doctor.policy.replace(dtype="bf16")
+            remedy, policy = "hold it in bf16 or fp32", exam.policy.replace(dtype="bf16")
         else:
-            remedy, policy = doctor.wider(row)
-        yield doctor.finding("overflow_risk", row, 1 - row.headroom / max(doctor.headroom, 1e-9), cause, remedy, policy)
+            remedy, policy = exam.wider(row)
+        yield exam.finding("overflow_risk", row, 1 - row.headroom / max(exam.headroom, 1e-9), cause, remedy, policy)
 
 
-RULES: tuple[Callable[[Doctor], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Examination], Iterator[Finding]], ...] = (
     _overflow,
     _gradient_underflow,
     _activation_underflow,

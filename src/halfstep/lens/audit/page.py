@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, Format, format_of
-from halfstep.lens.audit.rows import Row
-from halfstep.lens.audit.text import COLUMNS, cells, grouped, headline, number, percent
+from halfstep.lens.audit.rows import AuditRow
+from halfstep.lens.audit.table import COLUMNS, Audit, cells, percent, three_digits
 from halfstep.lens.finding import KINDS
 from halfstep.report import (
     Block,
@@ -29,9 +28,6 @@ from halfstep.report import (
     Table,
 )
 
-if TYPE_CHECKING:
-    from halfstep.lens.audit.table import Audit
-
 __all__ = ["audit_page"]
 
 STRIPS = 24
@@ -44,19 +40,19 @@ FEW = 0.01
 """Share of a row's numbers whose loss counts."""
 
 PLACES = 6
-FORMATS = (FP16, BF16, E5M2, E4M3)
+QUESTIONED = (FP16, BF16, E5M2, E4M3)
 GRAVE = frozenset({"overflow", "underflow", "swallowed_update", "low_state"})
 
 METHOD = (
-    "Each batch ran twice on a copy of the model: in fp32, and as the policy says, with the same random numbers.",
+    "Each batch ran twice on a copy of the model: in fp32, and under the policy, with the same random numbers.",
     "Error: every operator that touches a low format was run again by itself in the shadow format on the same inputs, "
     "forward and backward. The norm of the difference over the norm of what should be there: what this operator alone "
     "loses. For gradients: of the gradients that its backward pass makes.",
     "Accumulated: the same against the fp32 run of the whole model.",
     "Underflow: elements that are zero and are not in the shadow. Subnormal: elements with less than full precision.",
     "Headroom: bits between the largest number and the end of the format. Gradients carry the loss scale.",
-    "Swallowed: changes smaller than half an ulp of what they change; a float64 copy of the optimizer says what was "
-    "intended.",
+    "Swallowed: changes smaller than half an ulp of what they change; a float64 copy of the optimizer computes the "
+    "intended ones.",
     "Time: share of all operators' time, measured with instruments on: an indication.",
 )
 
@@ -65,7 +61,7 @@ def audit_page(audit: Audit) -> Document:
     """Return the report of an audit."""
     sections = [_findings(audit), _pictures(audit), _updates(audit), _rows(audit), _what_if(audit), _method(audit)]
     name = f"{audit.policy.name} {audit.plan.policy.dtype}".strip()
-    line = headline(audit)
+    line = audit.headline
     return Document(
         title=f"halfstep audit: {audit.plan.model}, {name}",
         lead=f"{line[0].upper()}{line[1:]}.",
@@ -79,7 +75,7 @@ def audit_page(audit: Audit) -> Document:
 
 def _findings(audit: Audit) -> Section:
     facts = []
-    for finding, places in grouped(audit.findings()):
+    for finding, places in audit.groups():
         more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
         cause = f"{finding.cause[0].upper()}{finding.cause[1:]}."
         words = [f"In {', '.join(places[:PLACES])}{more}.", *([f"At {finding.line}"] if finding.line else [])]
@@ -132,7 +128,7 @@ def _figure(those: Audit, heading: str, caption: str) -> Figure | None:
     )
 
 
-def _names(rows: Iterable[Row]) -> dict[int, str]:
+def _names(rows: Iterable[AuditRow]) -> dict[int, str]:
     """Return id -> name of rows; with the number of the line where one operator is called from several in a module."""
     table = list(rows)
     plain = {id(row): row.parameter or f"{row.module} {row.op}".strip() for row in table}
@@ -145,7 +141,7 @@ def _names(rows: Iterable[Row]) -> dict[int, str]:
     return named
 
 
-def _strip(row: Row, name: str) -> Strip:
+def _strip(row: AuditRow, name: str) -> Strip:
     sketch, form = row.sketch, format_of(row.format)
     total = max(sketch.count, 1)
     return Strip(
@@ -157,7 +153,7 @@ def _strip(row: Row, name: str) -> Strip:
     )
 
 
-def _trouble(row: Row) -> str:
+def _trouble(row: AuditRow) -> str:
     """Return the worst number of a row, for beside its strip."""
     if row.nonfinite and not row.sketch.nonzero and not row.sketch.zeros:
         return ", all nan" if row.sketch.nans and not row.sketch.infs else ", all inf or nan"
@@ -183,7 +179,7 @@ HEADERS = ("operator", "role", "format", "underflow", "subnormal", "error", "acc
            "inf, nan", "time", "casts", "kB", "rule")  # fmt: skip
 
 
-def _words(row: Row, where: str) -> tuple[str, ...]:
+def _words(row: AuditRow, where: str) -> tuple[str, ...]:
     """Return a row, named `where`, for a table that is as wide as a page: what matters most stands first."""
     by_name = dict(zip(COLUMNS, cells(row), strict=True))
     middle = (by_name[name] for name in HEADERS[1:-3])
@@ -227,7 +223,7 @@ def _updates(audit: Audit) -> Section:
                 row.parameter,
                 row.op.partition(".")[2] or row.role,
                 f"{row.format}, stochastic" if row.reason else row.format,
-                number(row.amax),
+                three_digits(row.amax),
                 percent(row.swallowed) or "0 %",
                 percent(row.swallowed_mass) or "0 %",
                 percent(row.error),
@@ -241,11 +237,14 @@ def _updates(audit: Audit) -> Section:
 def _what_if(audit: Audit) -> Section:
     gradients = audit.filter(role="* gradient")
     rows: list[tuple[str, ...]] = []
-    for form in FORMATS:
+    for form in QUESTIONED:
         best = _best_scale(gradients, form)
-        asked = [("activations", audit.filter(role="activation"), 1.0), ("weights", audit.filter(role="weight"), 1.0)]
-        asked += [(f"gradients, scale {scale:g}", gradients, scale) for scale in sorted({1.0, best})]
-        rows += [_answer(form, what, those, scale) for what, those, scale in asked if those.rows]
+        questions = [
+            ("activations", audit.filter(role="activation"), 1.0),
+            ("weights", audit.filter(role="weight"), 1.0),
+        ]
+        questions += [(f"gradients, scale {scale:g}", gradients, scale) for scale in sorted({1.0, best})]
+        rows += [_answer(form, what, those, scale) for what, those, scale in questions if those.rows]
     table = _table(
         "What other formats would do to these numbers",
         ("format", "numbers", "rows hit", "would underflow", "would overflow", "worst row"),

@@ -1,11 +1,11 @@
-"""Record: what an audited step is seen doing, added up in tallies.
+"""Record: how an audit measures operators, and what it compares with what.
 
-The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers, and its results wait for the
-audited run (`Recorder`) to come by the same call of the same operator. Every operator of the audited run that touches
+The fp32 twin (`Reference`) runs first, on the same weights, batch and random numbers. Its results wait until the
+audited run (`AuditRecorder`) reaches the same call of the same operator. Every operator of the audited run that touches
 a low format is run again by itself in the shadow format, on the same inputs, forward and backward (`Shadows`).
 
-Note [order]: gradients arrive by hooks on results. What they are compared with is computed after the backward pass and
-before the update, because the update changes in place what the shadows have saved.
+Note [order]: gradients arrive by hooks on results. They are compared after the backward pass and before the update,
+because the update changes in place what the shadows have saved.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import Format
-from halfstep.lens.audit.integers import Integers
-from halfstep.lens.audit.masks import added_masks
-from halfstep.lens.audit.reference import BELOW_FP32, Kept, Key
+from halfstep.lens.audit.comparison import added_masks
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.shadow import RANDOM, Pair, Shadows, random_state
-from halfstep.lens.audit.signs import SUMS
-from halfstep.lens.audit.watch import Call, Paths, Watch, floats_of, is_index
-from halfstep.lens.values import copied, place
+from halfstep.lens.audit.signs import SUMS, Integers
+from halfstep.lens.audit.watch import (
+    BELOW_FP32,
+    Key,
+    OperatorCall,
+    OperatorWatch,
+    Paths,
+    TwinResult,
+    floats_of,
+    is_index,
+)
+from halfstep.lens.calls import copied, place
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["Recorder"]
+__all__ = ["AuditRecorder"]
 
 STATEFUL = frozenset({"batch_norm", "instance_norm", "rrelu"})
-"""Operators that write into their arguments though their name does not say so."""
+"""Operators that write into their arguments though their names do not end in an underscore."""
 
 CHOOSING = frozenset(
     "embedding embedding_bag gather index_select index_add index_copy index_put take take_along_dim scatter "
@@ -45,11 +52,11 @@ CANCELLED = 2.0**-9
 """Size of a sum over that of its terms: the gradient of a key's bias is zero but for rounding, and so are others."""
 
 
-class Recorder(Watch):
+class AuditRecorder(OperatorWatch):
     """Watches the audited run.
 
     Args:
-        paths: knows the module that runs.
+        paths: gives the module that runs.
         closed: composites with a rule of their own.
         shadow: dtype of the shadows.
         parameters: id -> (name, parameter) of the audited model.
@@ -76,7 +83,9 @@ class Recorder(Watch):
         self.forms: dict[str, Format] = {}
         self.start({})
 
-    def start(self, kept: dict[Key, Kept], integers: dict[Key, Tensor] | None = None, *, backward: bool = True) -> None:
+    def start(
+        self, kept: dict[Key, TwinResult], integers: dict[Key, Tensor] | None = None, *, backward: bool = True
+    ) -> None:
         """Begin a step.
 
         Args:
@@ -87,9 +96,9 @@ class Recorder(Watch):
         self.begin()
         self.shadows.backward = backward
         self.kept = kept
-        self._kept: Kept | None = None  # of the call that is looked at
+        self._kept: TwinResult | None = None  # of the call that is measured
         self._pairs: list[Pair] = []
-        self._arrived: list[tuple[Tally, Tensor, Kept | None]] = []
+        self._arrived: list[tuple[Tally, Tensor, TwinResult | None]] = []
         self._running: Tally | None = None
         self._mark = 0.0
         self.integers = integers or {}
@@ -97,7 +106,7 @@ class Recorder(Watch):
         self._chosen: set[int] = set()  # storages of numbers that were picked by an index
         self._off: dict[int, float] = {}  # storage -> how far its numbers are from the fp32 twin's
 
-    def tally(self, call: Call, role: str, parameter: str = "") -> Tally:
+    def tally(self, call: OperatorCall, role: str, parameter: str = "") -> Tally:
         """Return the tally of a row."""
         line = "" if parameter else call.line
         key = (call.module, call.op, role, parameter, line)
@@ -109,13 +118,15 @@ class Recorder(Watch):
     def tally_of(self, parameter: str, role: str) -> Tally:
         """Return the tally of a parameter's row, in the place of the operator that uses it first."""
         module, op, line = self.users.get(parameter, (parameter.rpartition(".")[0], "", ""))
-        return self.tally(Call(module, op, 0, line), role, parameter)
+        return self.tally(OperatorCall(module, op, 0, line), role, parameter)
 
     # ------------------------------------------------------------------ forward
 
-    def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, measure it, and compare it with its shadow and its fp32 twin."""
-        with torch._C.DisableTorchFunction():  # looking is not for the region's rules, and costs less without them
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # measurements do not follow the region's rules, and cost less without them
             random = random_state() if call.op in RANDOM else None
             given = floats_of((args, kwargs))
             before = (args, kwargs)
@@ -163,7 +174,7 @@ class Recorder(Watch):
 
     def _look(
         self,
-        call: Call,
+        call: OperatorCall,
         tally: Tally,
         run: tuple[Callable[..., Any], Any, Any],
         given: list[Tensor],
@@ -193,7 +204,7 @@ class Recorder(Watch):
             again = self.shadows.run(call, tallies, *run, output, form, random, hidden)
         elif output.dtype is torch.float32:
             tally.local.exact(output.numel())
-        self._chosen.discard(place(output))  # memory that was given back
+        self._chosen.discard(place(output))  # its memory has been freed and used again
         self._kept = self._twin_of(call, output)
         if self._kept is not None:
             off = tally.whole.add(output.detach(), self._kept.value, form, hidden=hidden)
@@ -201,13 +212,13 @@ class Recorder(Watch):
             self._off[place(output)] = off
         return again
 
-    def _twin_of(self, call: Call, output: Tensor) -> Kept | None:
+    def _twin_of(self, call: OperatorCall, output: Tensor) -> TwinResult | None:
         kept = self.kept.pop((call.module, call.op, call.nth), None)
         if kept is None or kept.value.shape != output.shape or kept.value._version != kept.version:
             return None
         return kept
 
-    def _meet_weights(self, call: Call, values: Any, form: Format) -> None:
+    def _meet_weights(self, call: OperatorCall, values: Any, form: Format) -> None:
         """Note which operator uses a parameter, and in which format."""
         for tensor in tensors(values):
             owner = tensor if id(tensor) in self.parameters else tensor._base
@@ -218,7 +229,7 @@ class Recorder(Watch):
 
     # ------------------------------------------------------------------ backward
 
-    def _hook(self, call: Call, output: Tensor, kept: Kept | None, pair: Pair | None) -> None:
+    def _hook(self, call: OperatorCall, output: Tensor, kept: TwinResult | None, pair: Pair | None) -> None:
         tally = self.tally(call, "activation gradient")
 
         def arrive(gradient: Tensor) -> None:
@@ -243,7 +254,7 @@ class Recorder(Watch):
         self._running, self._mark = None, time.perf_counter()
 
     def backward_ends(self, scale: float, named: Mapping[str, nn.Parameter], wanted: Mapping[str, Tensor]) -> None:
-        """Look at all gradients; before the update, which changes what the shadows have saved.
+        """Measure all gradients; before the update, which changes what the shadows have saved.
 
         Args:
             scale: the factor that gradients carry.
@@ -258,7 +269,7 @@ class Recorder(Watch):
             if kept is not None and kept.gradient is not None and kept.gradient.shape == gradient.shape:
                 tally.whole.add(gradient, kept.gradient, form, scale)
                 if form.is_narrow:
-                    tally.want(kept.gradient)
+                    tally.add_wanted(kept.gradient)
         for pair in self._pairs:
             self._compare_backward(pair)
         self._arrived, self._pairs = [], []
@@ -285,10 +296,10 @@ class Recorder(Watch):
         tally.see(values)
         tally.scale = scale
         if wanted is not None and not gradient.is_sparse and wanted.shape == gradient.shape:
-            made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been low on its way
+            made_in = self.forms.get(name, tally.form)  # an fp32 gradient may have been computed in a low format
             tally.whole.add(gradient, wanted, min(made_in, tally.form, key=lambda f: f.exponent_bits), scale)
             if scale != 1.0 or made_in.is_narrow:
-                tally.want(wanted)
+                tally.add_wanted(wanted)
 
 
 def _copy_statistics(tensor: Tensor) -> Tensor:
@@ -315,5 +326,5 @@ class _Casts(TorchDispatchMode):
         return result
 
     def of_arguments(self, output: Tensor) -> list[int]:
-        """Return the bytes of each cast that the policy asked for; widening for a low result is how it is made."""
+        """Return the bytes of each cast of the policy; widening for a low result belongs to the operator."""
         return [size for dtype, size in self.made if not (output.dtype in BELOW_FP32 and dtype not in BELOW_FP32)]

@@ -1,4 +1,4 @@
-"""Rows: what an audit says about one operator of one module in one role, and how that is added up over calls."""
+"""Rows: what an audit measures of one operator of one module in one role, added up over calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import FP32, Format, format_of
-from halfstep.lens.audit.comparison import Comparison
-from halfstep.lens.audit.masks import Hidden, merged
+from halfstep.lens.audit.comparison import ErrorSums, Hidden, merged
 from halfstep.lens.sketch import ExponentSketch, Sketches
 
-__all__ = ["ROLES", "Row", "Tally", "form_of", "row_of"]
+__all__ = ["ROLES", "AuditRow", "Tally", "form_of", "row_of"]
 
 ROLES = ("activation", "activation gradient", "weight", "weight gradient", "update", "state")
+
+UNCHANGED = ("module", "op", "role", "parameter", "line", "calls", "scale", "pace", "cancels", "decides")
+PER_STEP = ("numel", "bytes", "casts", "cast_bytes")
+"""Numbers of a `Tally` that an `AuditRow` has as they are, and divided by the steps."""
 
 
 def form_of(tensor: Tensor, otherwise: Format = FP32) -> Format:
@@ -54,8 +57,8 @@ class Tally:
     scale: float = 1.0
     sketch: Sketches | None = None
     wide: Sketches | None = None
-    local: Comparison = field(default_factory=Comparison)
-    whole: Comparison = field(default_factory=Comparison)
+    local: ErrorSums = field(default_factory=ErrorSums)
+    whole: ErrorSums = field(default_factory=ErrorSums)
     moved: int = 0
     swallowed: int = 0
     mass: float = 0.0
@@ -70,7 +73,7 @@ class Tally:
     cancels: bool = False
     decides: bool = False
     stochastic: bool = False
-    summed: Comparison = field(default_factory=Comparison)
+    summed: ErrorSums = field(default_factory=ErrorSums)
 
     def see(self, tensor: Tensor, form: Format | None = None) -> Hidden | None:
         """Add one tensor; return which of its numbers are masks, which are left out of the sketch."""
@@ -83,17 +86,17 @@ class Tally:
         self.masked += count
         return hidden
 
-    def want(self, tensor: Tensor) -> None:
+    def add_wanted(self, tensor: Tensor) -> None:
         """Add one tensor as it should be."""
         self.wide, _, _ = merged(self.wide, tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class AuditRow:
     """What an audit found about one operator of one module in one role.
 
     Shares are fractions from 0 to 1; errors are relative: the norm of the differences over the norm of what should be
-    there. nan: not known.
+    there. nan: unknown.
 
     Attributes:
         module: dotted name, "" for the root or code outside of it.
@@ -189,27 +192,19 @@ class Row:
         return {name: getattr(self, name) for name in names}
 
 
-def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> Row:
+def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> AuditRow:
     """Return the finished row of `tally` over `steps` steps whose operators took `seconds`."""
     assert tally.sketch is not None
     (sketch,), form = tally.sketch.read(), tally.form
     count = max(sketch.count + tally.masked, 1)
     changes = tally.moved > 0
-    return Row(
-        module=tally.module,
-        op=tally.op,
-        role=tally.role,
-        parameter=tally.parameter,
-        calls=tally.calls,
+    return AuditRow(
+        **{name: getattr(tally, name) for name in UNCHANGED},
+        **{name: round(getattr(tally, name) / steps) for name in PER_STEP},
         dtype=", ".join(sorted(tally.dtypes)),
         format=form.name,
         rule=rule,
         reason=reason,
-        line=tally.line,
-        numel=round(tally.numel / steps),
-        bytes=round(tally.bytes / steps),
-        casts=round(tally.casts / steps),
-        cast_bytes=round(tally.cast_bytes / steps),
         time=tally.seconds / seconds if seconds else 0.0,
         amax=sketch.largest,
         smallest=sketch.smallest if sketch.largest else 0.0,
@@ -228,12 +223,8 @@ def row_of(tally: Tally, steps: int, seconds: float, rule: str, reason: str) -> 
         missing=tally.whole.share(tally.whole.flushed),
         swallowed=tally.swallowed / tally.moved if changes else math.nan,
         swallowed_mass=tally.swallowed_mass / tally.mass if changes and tally.mass else math.nan,
-        pace=tally.pace,
-        cancels=tally.cancels,
-        decides=tally.decides,
         otherwise=tally.otherwise / tally.decided if tally.decided else math.nan,
         saturated=tally.saturated / tally.rows if tally.rows else math.nan,
-        scale=tally.scale,
         sketch=sketch,
         wide=None if tally.wide is None else tally.wide.read()[0],
     )

@@ -1,7 +1,7 @@
 """Run: the steps of one audit: an fp32 twin, the audited step with its instruments, and the update that was meant.
 
-Of a window of micro-batches the first is looked at operator by operator; of the others only what they add to the
-gradients. Shadows go backward in the last step alone: these are half of the time of an audit.
+Of a window of micro-batches the first is measured operator by operator; of the others only the gradients they add.
+Shadows run backward in the last step alone, because they take half of the time of an audit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from torch.optim import SGD, Optimizer
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
-from halfstep.formats import DTYPES, FP32, format_of
-from halfstep.lens.audit.meter import AuditedStep, Meter
-from halfstep.lens.audit.record import Recorder
-from halfstep.lens.audit.reference import BELOW_FP32, Reference
+from halfstep.formats import DTYPES, FP32, LOW_DTYPES, format_of
+from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of, row_of
 from halfstep.lens.audit.table import Audit
-from halfstep.lens.audit.updates import swallow
-from halfstep.lens.audit.watch import Call, Paths
-from halfstep.lens.generators import generators, held_generators
-from halfstep.lens.values import LOWS, copied
+from halfstep.lens.audit.updates import AuditedStep, Meter, swallow
+from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall, Paths, Reference
+from halfstep.lens.calls import copied, generators, generators_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
@@ -67,7 +64,7 @@ class Run:
         self.loss_fn, self.plan, self.policy = loss_fn, plan, policy
         self.notes: list[str] = []
         self.skipped = 0
-        self.unfinished: list[str] = []  # steps that were not finite for another reason than a scale on its way down
+        self.unfinished: list[str] = []  # steps that were not finite for another reason than a falling scale
         self.bad_in_fp32 = 0  # of these, those that are not finite in fp32 either
         self.operators = dict(plan.operators)
         closed = frozenset(self.operators)
@@ -83,7 +80,7 @@ class Run:
                 raise AuditError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to audit")
             optimizer = SGD(trained, lr=0.0)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "policy .* on ")  # the plan's notes say it
+            warnings.filterwarnings("ignore", "policy .* on ")  # it is among the plan's notes
             self.train = AuditedStep(
                 model,
                 optimizer,
@@ -98,7 +95,7 @@ class Run:
         self.looks = True  # at this micro-batch
         self.paths = Paths(model)
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.recorder = Recorder(
+        self.recorder = AuditRecorder(
             self.paths,
             closed,
             shadow=shadow,
@@ -124,7 +121,7 @@ class Run:
             return self.loss_fn(model, *args, **kwargs)
 
     def step(self, window: list[Batch], *, last: bool) -> None:
-        """Run one window of micro-batches; again while a dynamic loss scale is on its way down.
+        """Run one window of micro-batches; again while a dynamic loss scale is falling.
 
         Args:
             window: at least one.
@@ -151,9 +148,9 @@ class Run:
         """Run the micro-batches of a window, and the update."""
         self.meter.begin()
         args, kwargs = window[0]
-        put_back = generators()
+        restore = generators()
         self._run_twin(args, kwargs)
-        put_back()
+        restore()
         kept, integers = ({}, {}) if self.twin is None else (self.twin.kept, self.twin.integers)
         self.recorder.start(kept, integers, backward=last)
         self.looks = True
@@ -215,20 +212,20 @@ class Run:
                 parameter.grad = None
 
     def _first_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """Return the loss of the fp32 twin, once: what a second run is held against."""
+        """Return the loss of the fp32 twin, once: the loss that a second run is compared with."""
         if self._twice:
             return None
         self._twice = True
         self._follow()
-        put_back = generators()
+        restore = generators()
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone())
         try:
             with suspended(), torch.no_grad():
                 loss = float(_loss_of(self.loss_fn(self.fp32, *args, **kwargs)))
-        except Exception:  # the run that follows says so
+        except Exception:  # the following run reports it
             return None
         finally:
-            put_back()
+            restore()
         return loss if math.isfinite(loss) else None
 
     @torch.no_grad()
@@ -236,7 +233,7 @@ class Run:
         """Give the twin the audited model's precise weights, its buffers and the states of its generators."""
         assert self.fp32 is not None
         for theirs, module in zip(self.fp32.modules(), self.train.model.modules(), strict=True):
-            for twin, generator in zip(held_generators(theirs), held_generators(module), strict=True):
+            for twin, generator in zip(generators_of(theirs), generators_of(module), strict=True):
                 twin.set_state(generator.get_state())
         own = dict(self.train.model.named_parameters())
         for name, parameter in self.fp32.named_parameters():
@@ -257,7 +254,7 @@ class Run:
         return {name: copied(value) for name, value in found if value.dtype in BELOW_FP32}
 
     def _compare_averages(self, before: dict[str, Tensor]) -> None:
-        """Look at running averages in low formats: the fp32 twin has made the same step with them in fp32."""
+        """Compare running averages in low formats with those of the fp32 twin, which has made the same step."""
         after = self._averages(self.fp32) if self.fp32 is not None else {}
         found = self._averages(self.train.model) if before else {}
         for name, old in before.items():
@@ -265,7 +262,7 @@ class Run:
             if wanted is None or wanted.shape != old.shape or torch.equal(wanted, old.to(wanted.dtype)):
                 continue
             module = name.rpartition(".")[0]
-            tally = self.recorder.tally(Call(module, "buffer", 0, ""), "state", name)
+            tally = self.recorder.tally(OperatorCall(module, "buffer", 0, ""), "state", name)
             momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
             tally.pace = momentum if isinstance(momentum, float) else 0.0
             swallow(tally, old.double(), wanted.double(), found[name], form_of(old))
@@ -278,7 +275,7 @@ class Run:
         self.recorder.backward_begins()
 
     def backward_ended(self, scale: float) -> None:
-        """Look at gradients, which carry the factor `scale`, and at weights."""
+        """Measure gradients, which carry the factor `scale`, and weights."""
         named = dict(self.train.model.named_parameters())
         self.recorder.backward_ends(scale, named, self.twin.weights if self.twin is not None else {})
         for name, parameter in named.items():
@@ -287,7 +284,7 @@ class Run:
 
     @torch.no_grad()
     def _weigh(self, name: str, parameter: nn.Parameter) -> None:
-        """Look at a weight: as it is stored, and what is lost when its operator uses it."""
+        """Measure a weight as it is stored, and what is lost when its operator uses it."""
         tally = self.recorder.tally_of(name, "weight")
         tally.see(parameter.detach())
         used = self.recorder.forms.get(name, tally.form)
@@ -304,7 +301,7 @@ class Run:
     # ------------------------------------------------------------------ what comes out
 
     def result(self, *, steps: int) -> Audit:
-        """Return what has been seen in `steps` steps."""
+        """Return the audit of `steps` steps."""
         seconds = sum(tally.seconds for tally in self.recorder.tallies.values())
         rows = tuple(
             row_of(tally, steps, seconds, *self._why(tally))
@@ -358,10 +355,10 @@ def _loss_of(returned: Any) -> Tensor:
 def _widened(model: nn.Module) -> nn.Module:
     """Bring low parameters and buffers of `model` to fp32, in place."""
     for parameter in model.parameters():
-        if parameter.dtype in LOWS:
+        if parameter.dtype in LOW_DTYPES:
             parameter.data = parameter.data.float()
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in LOWS:
+            if buffer is not None and buffer.dtype in LOW_DTYPES:
                 module._buffers[name] = buffer.float()
     return model

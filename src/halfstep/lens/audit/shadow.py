@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from halfstep.cast.arithmetic.functions import rules_off
 from halfstep.cast.state import STATE
 from halfstep.formats import FP32, Format
-from halfstep.lens.audit.masks import Hidden
-from halfstep.lens.audit.reference import widened_dtypes
+from halfstep.lens.audit.comparison import Hidden
 from halfstep.lens.audit.rows import Tally
 from halfstep.lens.audit.signs import note_signs
-from halfstep.lens.audit.watch import Call, floats_of
+from halfstep.lens.audit.watch import OperatorCall, floats_of, widened_dtypes
 from halfstep.trees import map_tensors
 
 __all__ = ["RANDOM", "Pair", "Shadows", "random_state"]
@@ -81,7 +80,7 @@ class Shadows:
 
     def run(
         self,
-        call: Call,
+        call: OperatorCall,
         tallies: tuple[Tally, Callable[[], Tally]],
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -147,7 +146,7 @@ class Shadows:
             return None
         tally.local.add(output.detach(), wide.detach(), form, hidden=hidden)
         if form.is_narrow:
-            tally.want(wide.detach() if hidden is None else wide.detach()[~hidden.of(wide.detach())])
+            tally.add_wanted(wide.detach() if hidden is None else wide.detach()[~hidden.of(wide.detach())])
         if form.mantissa_bits < FP32.mantissa_bits:
             note_signs(tally, call.op, args, kwargs, output, wide.detach())
         if differentiable and leaves and wide.requires_grad and len(floats_of(output)) == 1:

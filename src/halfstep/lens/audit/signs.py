@@ -1,27 +1,35 @@
-"""Signs: what an operator can do wrong that its error alone does not show: one-hot softmaxes, terms that vanish."""
+"""Signs: faults of an operator that its error alone does not show.
+
+Softmaxes that only the format made one-hot, terms that vanish in a sum, and integers made of floating numbers (buckets,
+bins, cells of a grid) that come out otherwise than in fp32. Each is counted in the `Tally` of the operator to blame.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.lens.audit.rows import Tally
+from halfstep.lens.audit.watch import is_index
+from halfstep.lens.calls import place
+from halfstep.trees import tensors
 
-__all__ = ["SUMS", "note_signs"]
+__all__ = ["SUMS", "Integers", "note_signs"]
 
 SUMS = frozenset({"add", "sub"})
 """Operators of two terms: one may be too small for the other, or a mask that is written onto it."""
 
 NEAR_ONE = 2.0**-12
-"""A number of fp32 this far below 1 is not yet 1: fp16 and bf16 may say it is."""
+"""A number of fp32 this far below 1 is not yet 1; in fp16 and bf16 it may be."""
 
 
 def note_signs(
     tally: Tally, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, wide: Tensor
 ) -> None:
-    """Look at the result of one call in a low format.
+    """Count the faults in the result of one call in a low format.
 
     Args:
         tally: of its activation.
@@ -38,7 +46,7 @@ def note_signs(
 
 
 def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the dimension of a softmax; -1 where it is not said."""
+    """Return the dimension of a softmax; -1 if it is not given."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return dim if isinstance(dim, int) else -1
 
@@ -60,17 +68,17 @@ def _saturation(tally: Tally, op: str, output: Tensor, wide: Tensor, dim: int) -
 
 
 NOTABLE = 0.1
-"""Share of a sum's elements below which nobody looks at what is lost."""
+"""In a smaller share of a sum's elements a lost term is not counted."""
 
 MASK = -1e4
-"""What is added from here down hides its place on purpose."""
+"""A term from here down is a mask."""
 
 
 def _swallowed_addends(tally: Tally, output: Tensor, args: tuple[Any, ...]) -> None:
     """Count elements of a sum that are exactly one of its terms although the other is not zero.
 
     Of the two terms the one counts that loses more of its size. A term that is computed from the other alone, such as
-    that of a series, says nothing new, and may be lost.
+    that of a series, carries no new information and may be lost.
     """
     terms = [a for a in args[:2] if isinstance(a, Tensor) and a.is_floating_point() and a.numel() > 1]
     if len(terms) < 2:
@@ -111,3 +119,43 @@ def _follows(term: Tensor, other: Tensor) -> bool:
             return False
         todo += [following for following, _ in node.next_functions if following is not None]
     return True
+
+
+class Integers:
+    """Follows integers from the conversion that makes them to what they choose, in one step."""
+
+    def __init__(self) -> None:
+        self._makers: dict[int, Tally] = {}
+        # place -> tensor, kept so that its memory is not given to another; whose numbers it is made of; how many differ
+        self._known: dict[int, tuple[Tensor, Tally, int, int]] = {}
+        self._counted: set[int] = set()
+
+    def made(self, output: Tensor, tally: Tally) -> None:
+        """Note that the numbers of `output` are those of `tally`."""
+        self._makers[place(output)] = tally
+
+    def converted(self, source: Any, result: Tensor, wanted: Tensor | None) -> None:
+        """Compare integers that have been made of `source` with those of the fp32 run."""
+        dense = isinstance(source, Tensor) and source.layout is torch.strided and result.layout is torch.strided
+        if not dense or wanted is None or wanted.shape != result.shape or not result.numel():
+            return
+        tally = self._makers.get(place(source)) if source.is_floating_point() else None
+        if tally is not None:
+            self._known[place(result)] = result, tally, int((result != wanted).sum()), result.numel()
+
+    def follow(self, values: Any, result: Any) -> None:
+        """Follow integers through an operator on integers."""
+        if self._known and isinstance(result, Tensor) and result.layout is torch.strided and is_index(result):
+            for tensor in tensors(values):
+                known = self._known.get(place(tensor)) if tensor.layout is torch.strided else None
+                if known is not None:
+                    self._known.setdefault(place(result), (result, *known[1:]))
+
+    def choose(self, given: Iterable[Tensor]) -> None:
+        """Count integers that choose floating numbers, once."""
+        for tensor in given if self._known else ():
+            known = self._known.get(place(tensor)) if tensor.layout is torch.strided and is_index(tensor) else None
+            if known is not None and place(tensor) not in self._counted:
+                self._counted.add(place(tensor))
+                _, tally, others, count = known
+                tally.otherwise, tally.decided = tally.otherwise + others, tally.decided + count

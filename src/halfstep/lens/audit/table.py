@@ -1,11 +1,11 @@
-"""The audit as a table: rows to sort and to choose from, questions answered from their sketches, findings."""
+"""The audit as a table: rows to sort and filter, questions answered from their sketches, findings, and all as text."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,15 +14,93 @@ from typing import Any
 from halfstep.errors import AuditError, did_you_mean
 from halfstep.formats import Format, format_of
 from halfstep.lens.audit.criteria import findings_of
-from halfstep.lens.audit.rows import ROLES, Row
+from halfstep.lens.audit.rows import ROLES, AuditRow
 from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 
-__all__ = ["Audit", "WhatIf", "badness"]
+__all__ = [
+    "COLUMNS",
+    "Audit",
+    "WhatIf",
+    "badness",
+    "cells",
+    "grouped",
+    "percent",
+    "three_digits",
+]
 
-SORTABLE = tuple(f.name for f in dataclasses.fields(Row) if f.type in {"int", "float"})
+SHOWN = 16
+"""Rows of a printed audit: what loses most."""
+
+PLACES = 4
+"""Places named of each group of findings."""
+
+COLUMNS = ("module", "operator", "role", "format", "amax", "headroom", "zero", "inf, nan", "underflow", "subnormal",
+           "error", "accumulated", "time")  # fmt: skip
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent with two digits; "" for none or unknown."""
+    if math.isnan(share) or share <= 0.0:
+        return ""
+    if share >= 0.0995:
+        return f"{100 * min(share, 99.9):.0f} %"
+    return f"{100 * share:.2g} %" if share >= 1e-5 else "<0.001 %"
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three digits; "" if it is unknown."""
+    if math.isnan(value) or math.isinf(value):
+        return ""
+    return f"{value:.3g}"
+
+
+def cells(row: AuditRow) -> tuple[str, ...]:
+    """Return the row as text, a cell for each of `COLUMNS`."""
+    operator = f"{row.op} {row.parameter.rpartition('.')[2]}" if row.parameter else row.op
+    return (
+        row.module or "(root)",
+        operator,
+        row.role,
+        row.format,
+        three_digits(row.amax),
+        f"{row.headroom:.1f}" if math.isfinite(row.headroom) else "",
+        percent(row.zeros),
+        percent(row.nonfinite),
+        percent(row.underflow),
+        percent(row.subnormal),
+        percent(row.error),
+        percent(row.accumulated),
+        percent(row.time),
+    )
+
+
+def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
+    """Return findings of one kind with one remedy together: the gravest of them, and all their places."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        key = finding.kind, finding.diff or finding.remedy
+        groups.setdefault(key, []).append(finding)
+    return [(members[0], [finding.place for finding in members]) for members in groups.values()]
+
+
+def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table; columns of numbers flush right."""
+    told = [
+        place for place, word in enumerate(table[0]) if word != "inf, nan" or any(line[place] for line in table[1:])
+    ]
+    table = [tuple(line[place] for place in told) for line in table]
+    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+
+    def flush(place: int, word: str) -> str:
+        return word.ljust(widths[place]) if place < 4 else word.rjust(widths[place])
+
+    return ["  ".join(flush(place, word) for place, word in enumerate(line)).rstrip() for line in table]
+
+
+SORTABLE = tuple(f.name for f in dataclasses.fields(AuditRow) if f.type in {"int", "float"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +139,15 @@ class Audit:
         rows: in the order in which operators ran first.
         policy: what was audited.
         plan: what the policy means for this model.
-        steps: how many steps were looked at.
+        steps: how many steps were measured.
         skipped: how many more were skipped because gradients overflowed; they are not in the rows.
-        bad: how many of the steps were not finite, for another reason than a loss scale on its way down.
+        bad: how many of the steps were not finite, for another reason than a falling loss scale.
         bad_in_fp32: how many of these are not finite in fp32 either.
         scale: the loss scale of the last step.
         notes: what the reader should know besides.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[AuditRow, ...]
     policy: Policy
     plan: Plan
     steps: int
@@ -82,14 +160,14 @@ class Audit:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[AuditRow]:
         return iter(self.rows)
 
     # ------------------------------------------------------------------ choosing
 
     def filter(
         self,
-        where: Callable[[Row], bool] | None = None,
+        where: Callable[[AuditRow], bool] | None = None,
         *,
         module: str = "*",
         op: str = "*",
@@ -119,7 +197,7 @@ class Audit:
         """Return the audit with its rows sorted by a number, unknown ones (nan) last.
 
         Args:
-            by: "error", "accumulated", "underflow", "headroom", "time", "bytes", "swallowed": any number of a `Row`.
+            by: "error", "accumulated", "underflow", "headroom", "time", "bytes", "swallowed": any number of a row.
             descending: the largest first.
 
         Raises:
@@ -144,7 +222,7 @@ class Audit:
         ranked = sorted(self.rows, key=badness, reverse=True)
         return dataclasses.replace(self, rows=tuple(ranked[:count]))
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ questions
 
     def findings(self, *, headroom: float = ROOM) -> tuple[Finding, ...]:
         """Return what is wrong, the worst first; () for a healthy run.
@@ -202,27 +280,27 @@ class Audit:
     @property
     def headline(self) -> str:
         """What was audited, in one line."""
-        from halfstep.lens.audit.text import headline
-
-        return headline(self)
+        name = f"{self.policy.name} {self.plan.policy.dtype}".strip()
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        scale = f", loss scale {self.scale:g}" if self.scale != 1.0 else ""
+        skipped = f", {self.skipped} skipped on the way" if self.skipped else ""
+        made = f"{steps}{scale}{skipped}, {len(self)} rows"
+        return f"audit of {self.plan.model} under {name} on {self.plan.device}: {made}"
 
     @property
     def quiet(self) -> str:
-        """What to say where there are no findings, in one line."""
-        from halfstep.lens.audit.text import quiet
-
-        return quiet(self)
+        """One line for an audit without findings; steps may still not be finite."""
+        if self.bad:
+            too = ", in fp32 too" if self.bad_in_fp32 == self.bad else ""
+            return f"no findings of precision, but {self.bad} of {self.steps} steps were not finite{too}"
+        return "no findings: nothing underflows, overflows, is swallowed or far off"
 
     def groups(self) -> list[tuple[Finding, list[str]]]:
         """Return the findings with one kind and one remedy together: the gravest of them, and all their places."""
-        from halfstep.lens.audit.text import grouped
-
         return grouped(self.findings())
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the rows as text for people, the names of the columns first; "" is none or unknown."""
-        from halfstep.lens.audit.text import COLUMNS, cells
-
         return [COLUMNS, *map(cells, self.rows)]
 
     def save_html(self, path: str | Path) -> None:
@@ -238,12 +316,22 @@ class Audit:
 
     def __str__(self) -> str:
         """Return the findings and the rows that lose most, as text."""
-        from halfstep.lens.audit.text import text
+        lines = [self.headline]
+        groups = self.groups()
+        if not groups:
+            lines.append(self.quiet)
+        for finding, places in groups:
+            more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
+            lines.append(f"{finding.kind}: {', '.join(places[:PLACES])}{more}")
+            if finding.line:
+                lines.append(f"  {finding.line}")
+            lines += [f"  {finding.cause}", f"  remedy: {finding.remedy}"]
+            lines += [f"    {line}" for line in finding.diff.splitlines()]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, *_columns(self.worst(SHOWN).table())])
 
-        return text(self)
 
-
-def badness(row: Row) -> float:
+def badness(row: AuditRow) -> float:
     """Return how much a row loses, or is about to lose, from 0 on: what tables and pictures are sorted by."""
     error = 0.0 if math.isnan(row.error) else min(row.error, 1.0)
     swallowed = 0.0 if math.isnan(row.swallowed_mass) or row.reason else row.swallowed_mass
@@ -253,19 +341,19 @@ def badness(row: Row) -> float:
     return max(row.overflow, row.underflow, missing, row.subnormal / 2, error, summed, swallowed, risk)
 
 
-def _is_seed(row: Row) -> bool:
+def _is_seed(row: AuditRow) -> bool:
     """Return whether a row is the gradient of the loss with respect to itself: the loss scale."""
     return row.role == "activation gradient" and row.numel == 1
 
 
-def unscaled(row: Row) -> tuple[ExponentSketch, float]:
+def unscaled(row: AuditRow) -> tuple[ExponentSketch, float]:
     """Return a sketch of the row's numbers and the factor that they carry in it."""
     if row.wide is not None:
         return row.wide, 1.0
     return row.sketch, row.scale
 
 
-def _if(row: Row, form: Format, scale: float) -> WhatIf:
+def _if(row: AuditRow, form: Format, scale: float) -> WhatIf:
     sketch, carried = unscaled(row)
     factor = (scale if row.role.endswith("gradient") else 1.0) / carried
     return WhatIf(

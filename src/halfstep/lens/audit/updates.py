@@ -1,25 +1,31 @@
-"""Updates: what an optimizer step should have changed, and what of that its formats swallowed.
+"""Updates: what an optimizer step should have changed, what its formats lost of that, and what gradients add up to.
 
 Before the step the optimizer is copied onto float64 weights, with its states and the gradients it is about to read. The
-copy's step is the intended one; a change smaller than half an ulp of what it changes is one after which a rounding to
-nearest gives back what was there.
+step of the copy is the intended one. A change is lost if it is smaller than half an ulp of what it changes.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.formats import FP32, Format, format_of
+from halfstep.formats import FP32, LOW_DTYPES, Format, format_of
+from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
+from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall
+from halfstep.step.prepare import store_of
+from halfstep.step.train_step import TrainStep
+from halfstep.weights.states import LowStates
 
-__all__ = ["Intended", "copied", "pace_of", "stored_form", "swallow"]
+__all__ = ["AuditedStep", "Intended", "Listener", "Meter", "copy_of_optimizer", "pace_of", "stored_form", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""
@@ -28,7 +34,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused form that takes float64 on a CPU, in a fifth of the time."""
 
 
-def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Return a copy of `optimizer` without its hooks, over the parameters that `memo` has for its own.
 
     Args:
@@ -51,7 +57,7 @@ AVERAGES = {
     "square_avg": ("alpha", None),
     "momentum_buffer": ("momentum", None),
 }
-"""State of torch's optimizers -> where its group says how slowly it moves."""
+"""State of torch's optimizers -> the option of its group that sets how slowly it moves."""
 
 
 class Intended:
@@ -85,7 +91,7 @@ class Intended:
                     memo[id(value)] = value.detach().double()
                     if isinstance(p, nn.Parameter) and p in old and format_of(value.dtype).bits < FP32.bits:
                         old[p][name] = value.detach().double()
-        wide = copied(optimizer, memo)
+        wide = copy_of_optimizer(optimizer, memo)
         forms = {**FORMS, "fused": _has_fused(wide)}
         for group in (wide.defaults, *wide.param_groups):
             group.update({name: value for name, value in forms.items() if name in group})
@@ -151,3 +157,155 @@ def pace_of(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> float:
             factor = group[option] if place is None else group[option][place]
             return 1.0 - float(factor)
     return 0.0
+
+
+class Listener(Protocol):
+    """Receives the backward passes of an `AuditedStep`.
+
+    Attributes:
+        looks: whether it measures the next one.
+    """
+
+    looks: bool
+
+    def backward_begins(self) -> None:
+        """Start the clock."""
+
+    def backward_ended(self, scale: float) -> None:
+        """Measure gradients, which carry the factor `scale`."""
+
+
+class AuditedStep(TrainStep):
+    """A training step that reports the begin and end of backward passes, and the precise values of its weights."""
+
+    listener: Listener
+
+    def precise(self, parameter: nn.Parameter) -> Tensor:
+        """Return the precise value of `parameter`, for reading: it may be the parameter's own memory."""
+        if (store := store_of(self.model)) is not None and parameter in store:
+            return store.read(parameter)
+        value = parameter.detach()
+        return value.float() if value.dtype in LOW_DTYPES else value
+
+    def is_low(self, parameter: nn.Parameter) -> bool:
+        """Return whether there are precise values behind `parameter`."""
+        return (store := store_of(self.model)) is not None and parameter in store
+
+    def run_backward(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the backward pass as a TrainStep does, and report it to the listener."""
+        if not self.listener.looks:
+            return super().run_backward(loss)
+        self.listener.backward_begins()
+        scale, seed = super().run_backward(loss)
+        self.listener.backward_ended(float(scale) / self.accumulate)
+        return scale, seed
+
+
+class Meter:
+    """Watches the updates of an audited step.
+
+    Args:
+        step: the audited step.
+        recorder: keeps the tallies.
+        names: id -> name of the parameters.
+        moves: whether there is an optimizer to measure.
+
+    Attributes:
+        notes: what could not be measured.
+    """
+
+    def __init__(self, step: AuditedStep, recorder: AuditRecorder, names: dict[int, str], *, moves: bool) -> None:
+        self.train, self.recorder, self.names, self.moves = step, recorder, names, moves
+        self.notes: list[str] = []
+        self._intended: Intended | None = None
+        self._sums: dict[str, Tensor] = {}  # fp32 sums of the gradients of low parameters over a window
+        step.watchers.append(self)
+        if step.accumulate > 1:
+            for name, parameter in step.model.named_parameters():
+                if parameter.requires_grad and parameter.dtype in BELOW_FP32:
+                    parameter.register_hook(partial(self._add, name))
+
+    def begin(self) -> None:
+        """Begin a window of micro-batches."""
+        self._sums = {}
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        if not gradient.is_sparse:
+            total = self._sums.get(name)
+            self._sums[name] = gradient.float() if total is None else total.add_(gradient)
+
+    def wants_update(self) -> bool:
+        """Return True: every update is measured."""
+        return True
+
+    def pass_update(self) -> None:
+        """Do nothing: the audited step captures no graphs."""
+
+    def before_update(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compute the intended update, unless it will be skipped."""
+        self._intended = None
+        step, scale = self.train, float(self.train.record.scale)
+        self._compare_sums(parameters)
+        if not self.moves:
+            return
+        if any(p.is_complex() for p in parameters):
+            self.moves = False
+            self.notes.append("no rows of updates: parameters are complex")
+            return
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for p in parameters:
+            assert p.grad is not None
+            gradients[p] = (p.grad.to_dense() if p.grad.is_sparse else p.grad).to(torch.float64, copy=True)
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values())) / scale
+        if not math.isfinite(norm):
+            return
+        factor = 1.0 if step.clip_norm is None else min(1.0, step.clip_norm / (norm + 1e-6))
+        for gradient in gradients.values() if factor != scale else ():
+            gradient.mul_(factor / scale)
+        try:
+            self._intended = Intended(step.optimizer, {p: step.precise(p).clone() for p in parameters}, gradients)
+        except Exception as error:  # of the user's optimizer
+            self.moves = False
+            name, first = type(step.optimizer).__name__, (str(error).splitlines() or [""])[0]
+            self.notes.append(f"no rows of updates: {name} cannot step in float64: {type(error).__name__}: {first}")
+
+    def _compare_sums(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compare the gradients of a window with fp32 sums of the same gradients."""
+        for p in parameters:
+            name = self.names.get(id(p), "")
+            total = self._sums.get(name)
+            if total is None or p.grad is None or p.grad.is_sparse:
+                continue
+            tally = self.recorder.tally_of(name, "weight gradient")
+            tally.summed.add(p.grad, total, form_of(p.grad))
+
+    def after_update(self, bad: Tensor) -> None:
+        """Compare the update with the intended one."""
+        intended, self._intended = self._intended, None
+        if intended is None or bool(bad):
+            return
+        step = self.train
+        kind = type(step.optimizer).__name__
+        strategy = step.policy.master
+        managed = LowStates.of(step.optimizer) is not None
+        for p, before in intended.before.items():
+            name = self.names.get(id(p), "")
+            module = name.rpartition(".")[0]
+            tally = self.recorder.tally(OperatorCall(module, kind, 0, ""), "update", name)
+            low = step.is_low(p)
+            form = stored_form(p, strategy if low else "none")
+            tally.stochastic = low and strategy == "stochastic"
+            swallow(tally, before, intended.after[p], step.precise(p), form)
+            old, new = intended.states[p]
+            state = step.optimizer.state.get(p, {})
+            for key, value in new.items():
+                found = state.get(key)
+                if isinstance(found, Tensor) and found.is_floating_point():
+                    tally = self.recorder.tally(OperatorCall(module, f"{kind}.{key}", 0, ""), "state", name)
+                    tally.stochastic = managed
+                    tally.pace = pace_of(step.optimizer, p, key)
+                    if key in old:
+                        swallow(tally, old[key], value, found, form_of(found))
+                        tally.whole.add(found, value.float(), form_of(found))
+                    elif found.dtype not in BELOW_FP32:  # nothing to lose
+                        tally.see(found)

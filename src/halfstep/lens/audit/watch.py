@@ -1,8 +1,9 @@
-"""Watch: a function mode that sees every operator a model calls, before any rule, with its module and its line.
+"""Watch: function modes that see every operator a model calls, before any rule, with its module and its line.
 
-It stands above the rules of a region (`STATE.above` keeps it there where regions nest): what it is given are the
-arguments as the user's code has them, and what it gets back is what the policy made of them. Composites such as
-multi_head_attention_forward are opened, so that their parts are seen.
+`OperatorWatch` stands above the rules of a region (`STATE.above` keeps it there where regions nest): it receives the
+arguments as the user's code has them, and the result that the policy made of them. Composites such as
+multi_head_attention_forward are opened, so that their parts are seen. `Reference` watches the fp32 run of the whole
+model and keeps its results for the audited run.
 """
 
 from __future__ import annotations
@@ -23,21 +24,33 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
-from halfstep.lens.sites import line_of, user_frame
+from halfstep.formats import LOW_DTYPES
+from halfstep.lens.calls import line_of, place, user_frame
 from halfstep.policy.operators import known, operator_name
 from halfstep.trees import tensors
 
-__all__ = ["Call", "Paths", "Watch", "floats_of", "is_index"]
+__all__ = [
+    "BELOW_FP32",
+    "Key",
+    "OperatorCall",
+    "OperatorWatch",
+    "Paths",
+    "Reference",
+    "TwinResult",
+    "floats_of",
+    "is_index",
+    "widened_dtypes",
+]
 
 OPENED = {F.multi_head_attention_forward, F.normalize, F.gumbel_softmax}
 """Python functions of torch that report themselves as one operator and are made of several."""
 
 CONVERSIONS = dict.fromkeys(("to", "type", "half", "bfloat16", "long", "int", "short"), "to")
-"""Methods that change a format where a user asks for it: not operators of a policy, but they round."""
+"""Methods by which user code changes a format: no operators of a policy, but they round."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """One call of an operator.
 
     Attributes:
@@ -56,9 +69,9 @@ class Call:
 
 
 class Paths:
-    """Knows which module of a model runs: hooks on every module keep a stack of dotted names.
+    """Follows which module of a model runs: hooks on every module keep a stack of dotted names.
 
-    A module that occurs at several places goes by its first name.
+    A module that occurs at several places has its first name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,11 +102,11 @@ class Paths:
             handle.remove()
 
 
-class Watch(TorchFunctionMode):
-    """Calls `seen` for every operator; subclasses say what becomes of it.
+class OperatorWatch(TorchFunctionMode):
+    """Calls `seen` for every operator; subclasses define what it does.
 
     Args:
-        paths: knows the module that runs.
+        paths: gives the module that runs.
         closed: composites that the policy has a rule for, and which are therefore seen whole.
     """
 
@@ -128,12 +141,12 @@ class Watch(TorchFunctionMode):
         """Return the user's line that calls the operator."""
         return user_line()
 
-    def seen(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func(*args, **kwargs)``, look at it, and return its result."""
+    def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func(*args, **kwargs)``, measure it, and return its result."""
         raise NotImplementedError
 
     def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is no operator: views, factories, questions."""
+        """Run what is no operator: views, factories, queries."""
         return func(*args, **kwargs)
 
     def __torch_function__(
@@ -149,7 +162,7 @@ class Watch(TorchFunctionMode):
             with self:
                 return unreported(func)(*args, **kwargs)
         key = (self.paths.current, op)
-        call = Call(*key, self._counts[key], self.line(), in_place)
+        call = OperatorCall(*key, self._counts[key], self.line(), in_place)
         self._counts[key] += 1
         self._busy = True
         try:
@@ -186,5 +199,82 @@ def is_index(tensor: Tensor) -> bool:
 
 
 def floats_of(values: Any) -> list[Tensor]:
-    """Return the floating tensors among `values` whose numbers can be looked at."""
+    """Return the floating tensors among `values` whose numbers can be read."""
     return [t for t in tensors(values) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
+
+
+BELOW_FP32 = LOW_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
+
+Key = tuple[str, str, int]
+"""Module, operator, which call of it in that module."""
+
+
+@dataclass(slots=True)
+class TwinResult:
+    """A result of the fp32 twin: its value, its version when it was made, and its gradient."""
+
+    value: Tensor
+    version: int
+    gradient: Tensor | None = None
+
+
+class Reference(OperatorWatch):
+    """Watches the fp32 twin: low formats in the user's code are fp32 in it, and its results are kept."""
+
+    def __init__(self, paths: Paths, closed: frozenset[str]) -> None:
+        super().__init__(paths, closed)
+        self.kept: dict[Key, TwinResult] = {}
+        self.integers: dict[Key, Tensor] = {}  # that were made of floating numbers
+        self.weights: dict[str, Tensor] = {}
+
+    def line(self) -> str:
+        """Return "": results are found by module, operator and number."""
+        return ""
+
+    def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep the first floating result."""
+        if call.in_place:
+            self._copy_overwritten(args[:1])
+        result = self._wide(func, args, kwargs)
+        found = floats_of(result)
+        if not found and call.op == "to" and isinstance(result, Tensor) and is_index(result):
+            self.integers[self.integers_of(call.module)] = result.clone()
+        if found and found[0].numel():
+            kept = TwinResult(found[0].detach(), found[0]._version)
+            self.kept[call.module, call.op, call.nth] = kept
+            if found[0].requires_grad:
+
+                def arrive(gradient: Tensor) -> None:
+                    kept.gradient = gradient.detach()
+
+                found[0].register_hook(arrive)
+        return result
+
+    def unseen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it with fp32 in place of low formats."""
+        return self._wide(func, args, kwargs)
+
+    def _wide(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") in {"half", "bfloat16"} and args:
+            return args[0].to(torch.float32)
+        if any(type(a) is torch.dtype for a in args) or "dtype" in kwargs:
+            args, kwargs = widened_dtypes(args, kwargs, torch.float32)
+        return func(*args, **kwargs)
+
+    def _copy_overwritten(self, destinations: tuple[Any, ...]) -> None:
+        """Copy kept results that an operator is about to write into."""
+        places = {place(t) for t in tensors(destinations)}
+        for kept in self.kept.values():
+            if place(kept.value) in places:
+                kept.value = kept.value.clone()
+                kept.version = kept.value._version
+
+
+def widened_dtypes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in which low dtypes are `wide`."""
+    return (
+        tuple(wide if type(a) is torch.dtype and a in BELOW_FP32 else a for a in args),
+        {k: wide if type(v) is torch.dtype and v in BELOW_FP32 else v for k, v in kwargs.items()},
+    )

@@ -1,4 +1,4 @@
-"""Black box: the box of a loop written by hand, and replays from evidence files. `stepbox` says what a box does."""
+"""Black box: the box of a loop written by hand, and replays from evidence files; `stepbox` has what boxes share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import Verdict
+from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import load_evidence, load_weights, window_of
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import LOW_SCALE, MOST_REPLAYS, Box, StepBox, rank
-from halfstep.lens.box.trials import instead, rebound
-from halfstep.lens.box.trouble import Seen
-from halfstep.lens.values import extremes, local
+from halfstep.lens.box.stepbox import LOW_SCALE, MOST_REPLAYS, Box, SkippedStep, StepBox, rank
+from halfstep.lens.calls import extremes, local
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window
@@ -35,15 +34,15 @@ from halfstep.step.train_step import TrainStep
 __all__ = ["BlackBox", "replay"]
 
 LISTED_EVERY = 16
-"""Calls between two looks at which parameters the model has: walking it takes longer than all the rest."""
+"""The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
 
 
 class BlackBox(Box):
     """The black box of a loop written by hand, with halfstep's regions and scalers, with torch's, or with none.
 
-    It calls the loss function in the loop's place, remembers what it was called with, and looks at the gradients once
-    when the backward pass of the loss ends (one reading pass). What it saw is read at the next call, or, with
-    `optimizer`, before that steps, so that weights are still those of the bad step.
+    It calls the loss function in the loop's place, keeps the arguments of the call, and reads the gradients once when
+    the backward pass of the loss ends. The result is read at the next call or, with `optimizer`, before that steps, so
+    that weights are still those of the bad step.
 
     Example:
         >>> box = hs.BlackBox(model, loss_fn, optimizer)
@@ -57,9 +56,9 @@ class BlackBox(Box):
     Args:
         model: the model, prepared or not.
         loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; a region may be inside it, or around
-            the call of the box. Losses of a batch that are reduced later will do; None, and what needs no gradient, is
-            not looked at.
-        optimizer: what steps the model; looked at before it does.
+            the call of the box. Losses of a batch that are reduced later will do; None, and a loss without gradient,
+            is ignored.
+        optimizer: the optimizer of the loop; the box reads its verdict before each of its steps.
         evidence: a folder for evidence files; None for none.
 
     Attributes:
@@ -97,7 +96,7 @@ class BlackBox(Box):
         self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
         self._flag: Tensor | None = None
-        self._for = 0
+        self._explained_step = 0
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
@@ -106,10 +105,10 @@ class BlackBox(Box):
             optimizer.register_step_pre_hook(self._before_update)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Return ``loss_fn(model, *batch, **named)`` and remember the call.
+        """Return ``loss_fn(model, *batch, **named)`` and keep the call.
 
         Raises:
-            StepError: it returned something in which there is no telling what the loss is.
+            StepError: the loss cannot be told in what it returned.
         """
         self._read()
         self.step += 1
@@ -129,12 +128,12 @@ class BlackBox(Box):
         return returned
 
     def explain(self) -> Verdict:
-        """Say why the last step was not finite; ``print(box.explain())`` is a report.
+        """Return why the last step was not finite; ``print(box.explain())`` is a report.
 
         Raises:
             StepError: the last step was finite, or nothing has run backward.
         """
-        if self._for == self.step and self.verdict is not None:
+        if self._explained_step == self.step and self.verdict is not None:
             return self.verdict
         if self._flag is None or not bool(self._flag):
             if self.verdict is not None:
@@ -143,14 +142,14 @@ class BlackBox(Box):
         return self._explained()
 
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
-        """Remember what a backward pass begins with, and look at the gradients when it ends."""
+        """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
             self._added = any(p.grad is not None for p in self._parameters)
             torch.autograd.Variable._execution_engine.queue_callback(self._look)
 
     def _look(self) -> None:
-        """Ask whether loss and gradients are finite; waits for nothing, and raises nothing into the user's backward."""
+        """Note on the device whether loss and gradients are finite; raises nothing into the user's backward pass."""
         try:
             kept = self._memory.window.batches[0]
             with torch.no_grad():
@@ -161,7 +160,7 @@ class BlackBox(Box):
             self._memory.end(self._flag, None)
         except Exception as error:
             self._flag = None
-            self._say(
+            self._warn_once(
                 "failed", f"the gradients of step {self.step} were not looked at: {type(error).__name__}: {error}"
             )
 
@@ -169,9 +168,9 @@ class BlackBox(Box):
         self._read()
 
     def _read(self) -> None:
-        """Look at what the last backward pass left, once."""
+        """Read the flag of the last backward pass, once."""
         flag = self._flag
-        if flag is None or self._for == self.step:
+        if flag is None or self._explained_step == self.step:
             return
         if not bool(flag):
             self._flag = None
@@ -180,11 +179,11 @@ class BlackBox(Box):
         try:
             self._see()
         except Exception as error:
-            self._say("failed", f"step {self.step} was not finite, and {type(error).__name__}: {error}")
+            self._warn_once("failed", f"step {self.step} was not finite, and {type(error).__name__}: {error}")
         self._flag = None
 
     def _see(self) -> None:
-        """Look at a step that is not finite, in its gradients or in its loss alone."""
+        """Examine a step that is not finite, in its gradients or in its loss alone."""
         model, kept = unwrap(self.model), self._memory.window.batches[0]
         finite = kept.loss is None or extremes(kept.loss)[1]
         if not finite and all(extremes(p.grad)[1] for p in model.parameters() if p.grad is not None):
@@ -192,17 +191,14 @@ class BlackBox(Box):
             first = self._trouble.losses == 1
         else:
             self._trouble.skipped()
-            if self._trouble.streak == 1:
-                self._first = None
             scale = self._scale()
-            seen = Seen(
+            seen = SkippedStep(
                 loss_finite=finite,
                 scaling="dynamic" if scale > 1 else "none",
                 scale=scale,
-                floor=0.0,  # whoever scales knows it
+                floor=0.0,  # not known here
                 low=low_of(prepared_policy(model), model),
                 state_finite=finite or self._state_finite(model, self.optimizer),
-                verdict=self._first,
             )
             texts = self._trouble.see(seen)
             first = self._trouble.streak == 1
@@ -212,19 +208,18 @@ class BlackBox(Box):
             self._announce(self._explained())
 
     def _scale(self) -> float:
-        """Return what the backward pass began with, the largest if it is many; 1.0 if it has not begun."""
+        """Return the largest value of the backward pass's seed; 1.0 if it has not begun."""
         seed = self._memory.window.batches[0].seed
         return 1.0 if seed is None else extremes(seed)[0]
 
     def _explained(self) -> Verdict:
         model = unwrap(self.model)
-        seen = self
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
             with ExitStack() as stack:
-                for region in seen._around:
+                for region in self._around:
                     stack.enter_context(region)
-                returned = seen.loss_fn(model, *batch, **named)
+                returned = self.loss_fn(model, *batch, **named)
             return returned[0] if isinstance(returned, tuple) else returned
 
         scale = self._scale()
@@ -244,7 +239,7 @@ class BlackBox(Box):
             normed=False,
             foreign=policy is None,
         )
-        self._for = self.step
+        self._explained_step = self.step
         verdict = self.explain_subject(subject)
         if [p._version for p in self._parameters] != self._versions:
             note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
@@ -256,7 +251,7 @@ class BlackBox(Box):
 
 
 def _regions_here() -> list[AbstractContextManager[Any]]:
-    """Return what opens the region that is open here again: halfstep's or torch's."""
+    """Return contexts that open the region that is open here again: halfstep's or torch's."""
     owner = STATE.frames[-1].owner() if STATE.frames else None
     if isinstance(owner, (autocast, decorated)):
         return [decorated(owner.recipe)]
@@ -268,7 +263,7 @@ def _loss_in(returned: Any) -> Tensor | None:
     """Return the loss in what a loss function returned.
 
     Raises:
-        StepError: it is not to be found.
+        StepError: there is none.
     """
     loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if loss is None or isinstance(loss, Tensor):
@@ -278,7 +273,7 @@ def _loss_in(returned: Any) -> Tensor | None:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient that are here, whatever its layout."""
+    """Return the values of a gradient on this rank, whatever its layout."""
     gradient = local(gradient)
     if gradient.layout is torch.strided:
         return gradient
@@ -286,7 +281,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _not_finite(found: list[Tensor]) -> Tensor:
-    """Return a 0-dim bool: whether a value is not finite. Largest magnitudes say so, and none of them can overflow."""
+    """Return a 0-dim bool: whether a value is not finite. Largest magnitudes show it, and cannot overflow."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in found:
         if tensor.numel():

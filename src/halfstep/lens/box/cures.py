@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from halfstep.errors import HalfstepError
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from halfstep.cast.regions.opening import opened
+from halfstep.cast.rules.recipe import Recipe, recipe_for
+from halfstep.cast.state import STATE
+from halfstep.errors import BindError, HalfstepError
 from halfstep.events import Cure, Verdict
-from halfstep.lens.box.advice import advice
-from halfstep.lens.box.diagnose import Subject, verdict_of
+from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
+from halfstep.lens.box.diagnose import Subject, advice, verdict_of
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.values import extremes
+from halfstep.lens.calls import RUNS_BACKWARD, extremes, region_here, spelled
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
+from halfstep.policy.resolve import default_device_types, resolve, resolved
+from halfstep.step.bind import KEY, Binding, binding_of
+from halfstep.step.prepare import prepare, unprepare
 
-__all__ = ["cures"]
+__all__ = ["cures", "instead", "rebound"]
 
 LONGEST = 4  # rules in one cure
 ENOUGH = 3  # verified cures
 
 
 def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, ...]:
-    """Return the changes under which the step is finite, smallest first; else advice that nobody has tried.
+    """Return the changes under which the step is finite, smallest first; else advice that no replay has verified.
 
     Args:
         subject: the step.
         verdict: the first cause.
-        attempt: the replay it was drawn from.
+        attempt: the replay that led to it.
     """
     if verdict.kind == "scale_too_high":
         return _scales(subject, attempt)
-    if verdict.kind not in {"overflow", "invalid"} or subject.policy is None or attempt.index is None:
+    if subject.policy is None or attempt.index is None:
         return advice(verdict)
     search = _Search(subject, attempt.only)
     base = subject.policy
@@ -55,7 +68,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, .
 
 
 def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -> Cure:
-    """Say how a loop whose loss function opens regions comes by a policy, in a line to paste."""
+    """Return a cure with a line to paste into a loop whose loss function opens the regions."""
     made, where = line, f"in place of {region}"
     preset = base.name if base.name in PRESETS else "torch"
     settings = "" if base.dtype == "auto" else f", dtype={base.dtype!r}"
@@ -66,11 +79,11 @@ def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -
             made = line.replace("policy.", f"hs.Policy.of({preset!r}{settings}).", 1)
     else:
         where += ", `policy` being that of the region"
-    if policy.modules or policy.grads == "fp32":  # a region knows no model
-        door, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
+    if policy.modules or policy.grads == "fp32":  # a region has no model
+        pasted, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
     else:
-        door = f"with hs.autocast(policy={made}):"
-    return Cure(policy=policy, text=f"{words}: {door}\n{where}", verified=True)
+        pasted = f"with hs.autocast(policy={made}):"
+    return Cure(policy=policy, text=f"{words}: {pasted}\n{where}", verified=True)
 
 
 class _Search:
@@ -92,7 +105,7 @@ class _Search:
                     return attempt
                 if any(not extremes(loss)[1] for loss in attempt.losses):
                     return attempt
-                # its gradients overflow: a matter of the scale, which adapts, unless they do without one too
+                # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
                 low = replay.run(factor=1.0 / self.subject.scale, only=self.index)
                 if not low.bad:
                     self.scale = _highest(replay, self.subject.scale, self.index)
@@ -150,7 +163,7 @@ class _Search:
             current = following
 
     def _next(self, policy: Policy, words: str, line: str) -> Verdict | None:
-        """Try `policy`; return what is wrong then, or None if nothing is or nobody knows."""
+        """Try `policy`; return the verdict on what is not finite then, None if nothing is or it is not known."""
         attempt = self._run(policy, traced=True)
         if attempt is None or attempt.odd:
             return None
@@ -200,3 +213,100 @@ def _cure(base: Policy, policy: Policy, words: str, line: str) -> Cure:
 
 def _same(base: Policy, policy: Policy, field: str) -> bool:
     return bool(getattr(base, field) == getattr(policy, field))
+
+
+@contextmanager
+def rebound(model: nn.Module, policy: Policy) -> Iterator[None]:
+    """Bind a prepared model to another policy in a block; its parameters are made anew from their precise values."""
+    binding = binding_of(model)
+    assert binding is not None
+    plan = resolve(policy, model, binding.device_types[0])
+    concrete = resolved(policy, binding.device_types[0])
+    store = binding.store
+    bound = [(module, module.__dict__[KEY]) for module in model.modules() if KEY in module.__dict__]
+    made: dict[int, nn.Parameter] = {}
+    for decision in plan.parameters:
+        parameter = model.get_parameter(decision.name)
+        precise = store.read(parameter) if store is not None and parameter in store else parameter.detach()
+        wanted = DTYPES.get(concrete.dtype, torch.float32) if decision.low else torch.float32
+        if parameter.dtype in POLICY_DTYPES and parameter.dtype is not wanted:
+            made[id(parameter)] = nn.Parameter(precise.to(wanted), requires_grad=parameter.requires_grad)
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        # new parameters take their places: another format in `.data` would remove the hooks of a gradient
+        for module in model.modules():
+            for name, old in list(module._parameters.items()):
+                if old is not None and id(old) in made:
+                    swapped.append((module, name, old))
+                    setattr(module, name, made[id(old)])
+        rules = {m.path: m.rule for m in plan.modules}
+        for module, old in bound:
+            rule = rules.get(old.path, "")
+            parent = rules.get(old.path.rpartition(".")[0], "") if old.path else ""
+            module.__dict__[KEY] = Binding(
+                policy,
+                old.device_types,
+                path=old.path,
+                root=old.root,
+                rule=rule,
+                entrance=bool(rule) and rule != parent,
+            )
+        yield
+    finally:
+        for module, name, parameter in swapped:
+            setattr(module, name, parameter)
+        for module, old in bound:
+            module.__dict__[KEY] = old
+
+
+class _InPlaceOfRegions(TorchFunctionMode):
+    """Opens a region around every operator inside a region of the loss function, torch's or halfstep's.
+
+    It stands above those regions (`STATE.above`); a trace that stands there calls it.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.native = dataclasses.replace(recipe, mode=None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        policy = region_here()
+        on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
+        if not on or (STATE.frames and policy is None) or spelled(func) in RUNS_BACKWARD:
+            return func(*args, **kwargs)
+        recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, which restores the format and no rules
+        with opened(self.native if recomputed else self.recipe):
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def instead(model: nn.Module, policy: Policy) -> Iterator[None]:
+    """Run a step under `policy` whose loss function opens its regions itself.
+
+    Without module rules ``hs.autocast(policy=policy)`` takes the place of each region. With module rules `model` is
+    prepared for the block, and those regions do nothing.
+
+    Raises:
+        HalfstepError: the model cannot be prepared.
+    """
+    by_module = bool(policy.modules)
+    if by_module and any(p.dtype in LOW_DTYPES for p in model.parameters()):
+        raise BindError("hs.prepare would change the formats of its parameters")
+    recipe = recipe_for(policy.replace(modules=()), default_device_types(), enabled=not by_module)
+    mode, before = _InPlaceOfRegions(recipe), STATE.above
+    torch.clear_autocast_cache()
+    try:
+        if by_module:
+            prepare(model, policy=policy)
+        with mode:
+            STATE.above = mode
+            yield
+    finally:
+        STATE.above = before
+        torch.clear_autocast_cache()
+        if by_module and binding_of(model) is not None:
+            unprepare(model)

@@ -1,4 +1,4 @@
-"""Diagnose: from a replay with instruments to a `Verdict`."""
+"""Diagnose: a `Verdict` from a replay with instruments, and advice where no policy helps."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.events import Verdict
-from halfstep.lens.box.origins import Source
+from halfstep.events import Cure, Verdict
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.trace import Trace
-from halfstep.lens.values import extremes
+from halfstep.lens.box.trace import Source, Trace
+from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.record import versions_of
 from halfstep.trees import tensors
 
-__all__ = ["WRITTEN", "Subject", "diagnose", "low_of", "verdict_of"]
+__all__ = ["CURABLE", "Subject", "advice", "diagnose", "low_of", "verdict_of"]
+
+CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
+"""Kinds of verdicts that a change of policy may cure."""
 
 WRITTEN = "a value that is not finite is written here by the program itself"
 
 LARGE = 1e3
-"""Weights beyond it are remarked on: hardly a model has them that an update has not driven there."""
+"""Larger weights get a note: as a rule updates have made them so."""
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
 
 
 @dataclass(eq=False)
 class Subject:
-    """A step to look at.
+    """A step to diagnose.
 
     Attributes:
-        replay: how to run it again.
+        replay: runs it again.
         model: the user's model.
-        optimizer: what would have updated it, or None.
-        policy: the policy it ran under, or None where nobody said.
+        optimizer: the optimizer that would have updated the model, or None.
+        policy: the policy it ran under; None if it is not known.
         under: ``with under(policy):`` replays run under another policy.
         scaling: "none", "static" or "dynamic".
         scale: the loss scale.
         step: its number.
         rank: of this process.
-        notes: what is known beforehand.
-        normed: whether an update is judged by the norm of all gradients.
-        foreign: whether regions are opened by the loss function: then others are tried in their places.
-        region: what opens them.
+        notes: notes for the verdict that are known before the replay.
+        normed: whether an update is skipped when the norm of all gradients is not finite.
+        foreign: whether the loss function opens the regions; then trials open others in their places.
+        region: the name of what opens them.
     """
 
     replay: Replay
@@ -67,7 +69,7 @@ class Subject:
 
     @property
     def low(self) -> str:
-        """The low format, "" if nobody said."""
+        """The low format, "" if it is not known."""
         return low_of(self.policy, self.model)
 
     @property
@@ -119,19 +121,19 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
 
 
 def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
-    """Return what the instruments of a replay that was not finite say."""
+    """Return the verdict that follows from the trace of a replay that was not finite."""
     assert trace.loss is not None
     if not extremes(trace.loss)[1]:
-        return _accusation(trace.origins.accused(trace.loss)[0], "")
+        return _verdict_on(trace.origins.accused(trace.loss)[0], "")
     found: list[tuple[Source, Tensor]] = []
     for leaf, gradient in trace.gradients.items():
         if not extremes(gradient)[1]:
             found += [(source, leaf) for source in trace.origins.accused(gradient)]
     source, leaf = min(found, key=lambda pair: pair[0].rank())
-    return _accusation(source, names.get(id(leaf), ""))
+    return _verdict_on(source, names.get(id(leaf), ""))
 
 
-def _accusation(source: Source, culprit: str) -> Verdict:
+def _verdict_on(source: Source, culprit: str) -> Verdict:
     call = source.call
     kind = {"batch": "bad_batch", "parameter": "bad_state", "buffer": "bad_state", "constant": "bad_state"}.get(
         source.kind
@@ -147,7 +149,7 @@ def _accusation(source: Source, culprit: str) -> Verdict:
     elif source.kind == "deliberate":
         kind = "invalid"
     elif source.kind == "unwritten":
-        notes = ("memory that nothing was written to is read",)
+        notes = ("memory is read to which nothing was written",)
     if call is None:
         return Verdict(kind=kind, parameter=parameter or culprit, detail=detail, notes=notes)
     if call.site.call > 1:
@@ -173,8 +175,8 @@ def _accusation(source: Source, culprit: str) -> Verdict:
 def _of_input(subject: Subject, attempt: Attempt, name: str) -> str:
     """Return how much of an input is not finite, and where."""
     assert attempt.index is not None
-    kept = subject.replay.window[attempt.index]
-    for index, tensor in enumerate(tensors((kept.batch, kept.named))):
+    micro = subject.replay.window[attempt.index]
+    for index, tensor in enumerate(tensors((micro.batch, micro.named))):
         if name == f"input {index}" and tensor.layout is torch.strided and not extremes(tensor)[1]:
             bad = ~torch.isfinite(tensor.detach())
             what = "nan" if bool(torch.isnan(tensor).any()) else "inf"
@@ -191,7 +193,7 @@ def _of_input(subject: Subject, attempt: Attempt, name: str) -> str:
 
 
 def _large(subject: Subject) -> Iterator[str]:
-    """Remark on weights that an update seems to have driven away."""
+    """Yield a note on the largest weight, if it is so large that updates have probably made it so."""
     found = [(extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p)]
     value, name = max(found, default=(0.0, ""))
     if value > LARGE:
@@ -215,14 +217,13 @@ def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
 
 
 def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Verdict, list[str]]:
-    """Find out whether the loss scale alone makes the gradients overflow."""
+    """Return the verdict and notes after a replay at scale 1: the loss scale alone may be the cause."""
     if subject.scale <= 1.0 or subject.scaling == "none":
         return verdict, []
     without = subject.replay.run(factor=1.0 / subject.scale, only=attempt.only)
     if without.bad:
         return verdict, ["it is no scaling problem: with scale 1 it is the same"]
-    ways = "it adapts by itself" if subject.scaling == "dynamic" else "it is fixed"
-    detail = f"it was {subject.scale:g}, and {ways}"
+    detail = f"it was {subject.scale:g}, and it {'adapts by itself' if subject.scaling == 'dynamic' else 'is fixed'}"
     return replace(verdict, kind="scale_too_high", detail=detail), ["at scale 1 the step is finite"]
 
 
@@ -246,7 +247,7 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
 
 
 def _bad_states(subject: Subject) -> list[str]:
-    """Return names of what the optimizer keeps that is not finite."""
+    """Return names of optimizer states that are not finite."""
     found = []
     if subject.optimizer is not None:
         names = subject.names
@@ -259,25 +260,25 @@ def _bad_states(subject: Subject) -> list[str]:
 
 
 def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
-    """Say where the replay is not what the step was."""
-    for index, (kept, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False)):
-        if kept.loss is not None and not torch.equal(kept.loss.cpu(), loss.float().cpu().to(kept.loss.dtype)):
-            if kept.loss.numel() != 1 or loss.numel() != 1:  # reduced outside of the loss function
-                if not torch.equal(kept.loss.cpu().nan_to_num(), loss.float().cpu().to(kept.loss.dtype).nan_to_num()):
+    """Yield in words where the replay differs from the step."""
+    for index, (micro, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False)):
+        if micro.loss is not None and not torch.equal(micro.loss.cpu(), loss.float().cpu().to(micro.loss.dtype)):
+            if micro.loss.numel() != 1 or loss.numel() != 1:  # reduced outside of the loss function
+                if not torch.equal(micro.loss.cpu().nan_to_num(), loss.float().cpu().to(micro.loss.dtype).nan_to_num()):
                     yield f"the losses of micro-batch {index + 1} were others than in the replay"
                 continue
-            first, second = float(kept.loss), float(loss)
+            first, second = float(micro.loss), float(loss)
             if first == first or second == second:
                 yield f"the loss of micro-batch {index + 1} was {first!r} and is {second!r} in the replay"
-    for index, kept in enumerate(subject.replay.window):
-        if versions_of((kept.batch, kept.named)) != kept.versions:
+    for index, micro in enumerate(subject.replay.window):
+        if versions_of((micro.batch, micro.named)) != micro.versions:
             yield f"micro-batch {index + 1} has been written to since its forward pass began"
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
-    """Say what a replay cannot bring back."""
-    for kept in subject.replay.window:
-        for value in (*kept.batch, *kept.named.values()):
+    """Yield in words what a replay cannot restore."""
+    for micro in subject.replay.window:
+        for value in (*micro.batch, *micro.named.values()):
             if isinstance(value, Iterator):
                 yield f"the batch holds a {type(value).__name__}, which can be read once"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -290,3 +291,60 @@ def _reasons(subject: Subject) -> Iterator[str]:
 
 def _compiled(model: nn.Module) -> bool:
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
+
+ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
+ROOT = "add an eps under the root: its gradient at 0 is infinite"
+SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
+NO_LABELS = (
+    "no label counts, and the mean over none is 0/0: skip such a batch, or use reduction='sum' and divide by the "
+    "count, at least 1"
+)
+
+ADVICE = {
+    "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
+    "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
+    "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
+    "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
+}
+
+OVERFLOW = {
+    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
+    "low format by name (.half(), dtype=); scale them down, or take the cast out",
+    "else": "none of the rules that were tried makes it finite; look at the value: scale it down where it is made",
+    "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
+}
+
+INVALID = {
+    "": "keep the argument away from the point where the function has no value, by an eps that the format can hold",
+    "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
+    "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
+    "sqrt": ROOT,
+    "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
+    "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
+    "something, scale queries and keys down, or normalise them",
+    "acos": ENDS,
+    "asin": ENDS,
+    "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
+    "ctc_loss": "a target is longer than its input lets it be (twice as long, if letters repeat): drop that sample, or "
+    "pass zero_infinity=True",
+    "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
+    "std": SPREAD,
+    "var": SPREAD,
+    "cross_entropy": NO_LABELS,
+    "nll_loss": NO_LABELS,
+    "linalg.vector_norm": ROOT,
+    "norm": ROOT,
+}
+
+
+def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
+    """Return what to do where no policy helps; `everywhere`: the step is not finite in fp32 either."""
+    text = ADVICE.get(verdict.kind, "")
+    if verdict.kind == "overflow":
+        text = OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
+    if verdict.kind == "invalid":
+        text = OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
+    return (Cure(policy=None, text=text, verified=False),) if text else ()

@@ -1,4 +1,4 @@
-"""Evidence: a bad step in one file, to be looked at later or elsewhere.
+"""Evidence: a bad step in one file, to be replayed later or elsewhere.
 
 ``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy and seeds, as
 plain containers and tensors (``torch.load(weights_only=True)`` reads it), and ``.txt`` the report. Number and size are
@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.box.diagnose import Subject
-from halfstep.lens.values import PLAIN
+from halfstep.lens.calls import PLAIN_TYPES
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
 
@@ -40,7 +40,7 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
     Args:
         folder: made if it is not there.
         subject: the step.
-        verdict: what it came to.
+        verdict: on the step.
         written: files written so far, the oldest first; beyond `MOST_FILES` the oldest are removed, and in the folder
             those of other runs beyond `MOST_IN_FOLDER`.
     """
@@ -54,13 +54,13 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
         if content is not None:
             torch.save(content, part)
             part.replace(path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError that does not say so
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError without that word
         _remove(part)
         hint = "" if isinstance(error, OSError) else " (is the disk full?)"
-        said = f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}{hint}"
+        outcome = f"evidence of step {subject.step} could not be written to {str(folder)!r}: {error}{hint}"
     else:
         alone = f"evidence of step {subject.step} is its report alone: {notes[-1] if notes else ''}"
-        said = alone if content is None else str(path)
+        outcome = alone if content is None else str(path)
     if path in written:
         written.remove(path)
     written.append(path)  # also where there is no more than the report
@@ -68,11 +68,11 @@ def save_evidence(folder: Path, subject: Subject, verdict: Verdict, written: lis
     for old in [*surplus, *_surplus(folder, rank)]:
         _remove(old)
         _remove(old.with_suffix(".txt"))
-    return said
+    return outcome
 
 
 def _surplus(folder: Path, rank: str) -> list[Path]:
-    """Return the oldest files of a rank in `folder` beyond `MOST_IN_FOLDER`, whoever wrote them."""
+    """Return the oldest files of a rank in `folder` beyond `MOST_IN_FOLDER`, of all runs."""
     name = re.compile(rf"halfstep-blackbox-\d+{rank}\.txt")
     found = []
     try:
@@ -92,7 +92,7 @@ def _remove(path: Path) -> None:
 
 
 def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return what to save, None if the micro-batches alone are too large, and what there is to say of it."""
+    """Return what to save, None if the micro-batches alone are too large, and notes on it."""
     notes: list[str] = []
     window = []
     for kept in subject.replay.window:
@@ -135,10 +135,10 @@ def _cpu(tensor: Tensor | None) -> Tensor | None:
 
 
 def _portable(tree: Any, notes: list[str]) -> Any:
-    """Return `tree` on the CPU, in lists, dicts and tuples; what is no plain value becomes its repr."""
+    """Return `tree` on the CPU, in lists, dicts and tuples; other values become their repr."""
     if isinstance(tree, Tensor):
         return _cpu(tree)
-    if isinstance(tree, PLAIN):
+    if isinstance(tree, PLAIN_TYPES):
         return tree
     if isinstance(tree, (list, tuple)):
         items = [_portable(item, notes) for item in tree]
@@ -187,7 +187,7 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], path: str | Path)
         more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
         what = f"{', '.join(odd[:SHOWN])}{more}; is it the model of that run?"
         raise StepError(f"the weights in {str(path)!r} do not fit the task's {type(model).__name__}: {what}")
-    model.load_state_dict(weights, strict=False)  # what is no tensor was not kept
+    model.load_state_dict(weights, strict=False)  # only tensors were kept
 
 
 def window_of(content: Mapping[str, Any], device: torch.device) -> list[MicroBatch]:

@@ -1,8 +1,8 @@
 """Replay: run kept micro-batches again, exactly, and leave everything as it was.
 
-What a forward or backward pass may change is put back: generators, buffers, plain attributes of modules, gradients.
-Where it can, the backward pass of a replay goes through `torch.autograd.grad`, which touches no ``.grad`` and runs no
-hook that would step an optimizer or reduce over ranks; only re-entrant checkpointing needs ``backward()``.
+A replay restores whatever its passes change: generators, buffers, plain attributes of modules, gradients. Its backward
+pass returns the gradients of leaves, which changes no ``.grad`` and runs no hook that would step an optimizer or reduce
+over ranks; only re-entrant checkpointing needs accumulation into ``.grad``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.cast.rules.recipe import unreported
 from halfstep.errors import StepError
+from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.generators import generators, held_generators
-from halfstep.lens.values import LOWS, PLAIN, extremes
+from halfstep.lens.calls import PLAIN_TYPES, extremes, generators, generators_of
 from halfstep.step.record import MicroBatch, put_random
 from halfstep.trees import map_tensors
 
@@ -34,16 +34,16 @@ REENTRANT = "CheckpointFunctionBackward"
 
 @dataclass(eq=False)
 class Attempt:
-    """What came out of one replay.
+    """The outcome of one replay.
 
     Attributes:
         losses: detached, one for each micro-batch.
-        gradients: of each leaf that got one, summed over the micro-batches.
+        gradients: leaf -> its gradient, summed over the micro-batches.
         bad: whether the loss or a gradient is not finite.
         index: the first micro-batch that is not finite, or None.
         culprits: leaves whose gradient is not finite.
-        trace: the instruments, if there were any: of the micro-batch `index`.
-        odd: in words, why nothing can be said of it: what came out is no loss.
+        trace: the instruments of micro-batch `index`; None in a replay without.
+        odd: why the replay shows nothing, in words: the loss function returned no loss.
         added: the leaf whose gradients are finite in each micro-batch and whose sum is not, or None.
     """
 
@@ -58,7 +58,7 @@ class Attempt:
 
     @property
     def only(self) -> int | None:
-        """The micro-batch that shows what is wrong by itself; None if it takes all of them."""
+        """The micro-batch that is not finite by itself; None if it takes the sum of all."""
         return None if self.added is not None else self.index
 
 
@@ -68,10 +68,10 @@ class Replay:
 
     Args:
         model: the user's model, unwrapped.
-        forward: ``forward(batch, named) -> loss`` in its region, or something else that shows what went wrong.
+        forward: ``forward(batch, named) -> loss``, in its region.
         window: the micro-batches.
-        buffers: values of buffers before the window, as `Memory` keeps them.
-        around: what surrounds a backward pass.
+        buffers: values of buffers before the window, as `step.record` keeps them.
+        around: returns the context of a backward pass.
         wide: whether gradients of micro-batches are added in fp32, whatever the format of their parameter.
     """
 
@@ -86,29 +86,29 @@ class Replay:
         """Run the window once more.
 
         Args:
-            traced: whether to look on; the trace is of the first micro-batch that is not finite.
-            factor: what every seed is multiplied by; None: as it was.
+            traced: whether with instruments; the trace is that of the first micro-batch that is not finite.
+            factor: factor of every seed; None for 1.
             only: the only micro-batch to run.
         """
         attempt = Attempt()
-        with self._undone() as modules:
+        with self._restoring() as modules:
             for module, name, value in self.buffers:
                 buffer = module._buffers.get(name)
                 if buffer is not None and buffer.shape == value.shape:
                     with torch.no_grad():
                         buffer.copy_(value)
-            for index, kept in enumerate(self.window):
+            for index, micro in enumerate(self.window):
                 if only is None or index == only:
-                    self._one(attempt, index, kept, modules, traced=traced, factor=factor)
+                    self._one(attempt, index, micro, modules, traced=traced, factor=factor)
                     if attempt.bad and attempt.trace is not None:
                         break
         return attempt
 
     def _one(
-        self, attempt: Attempt, index: int, kept: MicroBatch, modules: _Modules, *, traced: bool, factor: float | None
+        self, attempt: Attempt, index: int, micro: MicroBatch, modules: _Modules, *, traced: bool, factor: float | None
     ) -> None:
-        put_random(kept.random)
-        batch, named = map_tensors((kept.batch, kept.named), _own)
+        put_random(micro.random)
+        batch, named = map_tensors((micro.batch, micro.named), _own_copy)
         trace = Trace(self.model) if traced else None
         with ExitStack() as stack:
             if trace is not None:
@@ -119,7 +119,7 @@ class Replay:
                 attempt.odd = f"the loss function returned {type(loss).__name__} in the replay"
                 return
             with torch.no_grad():
-                seed = torch.ones_like(loss) if kept.seed is None else kept.seed.to(loss.dtype).reshape(loss.shape)
+                seed = torch.ones_like(loss) if micro.seed is None else micro.seed.to(loss.dtype).reshape(loss.shape)
                 if factor is not None:
                     seed = seed * factor
             with self.around():
@@ -134,21 +134,21 @@ class Replay:
                 trace.gradients = gradients
                 return
         for leaf, gradient in gradients.items():
-            held = attempt.gradients.get(leaf)
-            if self.wide and len(self.window) > 1 and gradient.dtype in LOWS:
+            total = attempt.gradients.get(leaf)
+            if self.wide and len(self.window) > 1 and gradient.dtype in LOW_DTYPES:
                 gradient = gradient.float()
-            attempt.gradients[leaf] = gradient if held is None else held + gradient
+            attempt.gradients[leaf] = gradient if total is None else total + gradient
         if not attempt.bad:
             sums = [leaf for leaf in gradients if not extremes(attempt.gradients[leaf])[1]]
             if sums:
                 attempt.bad, attempt.index, attempt.culprits, attempt.added = True, index, sums, sums[0]
 
     @contextmanager
-    def _undone(self) -> Iterator[_Modules]:
-        """Put back what a replay changes."""
+    def _restoring(self) -> Iterator[_Modules]:
+        """Restore what the block changes."""
         modules = _Modules()
         modules.keep(self.model)
-        put_back = generators()
+        restore_generators = generators()
         with ExitStack() as stack:
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -156,14 +156,14 @@ class Replay:
             warnings.simplefilter("ignore")
             stack.enter_context(torch.enable_grad())
             if _several_ranks():
-                stack.enter_context(_Alone())
+                stack.enter_context(_RefuseCollectives())
             # other models that the loss function calls: a critic, a teacher
             stack.callback(register_module_forward_pre_hook(lambda module, args: modules.keep(module)).remove)
             try:
                 yield modules
             finally:
-                modules.put_back()
-                put_back()
+                modules.restore()
+                restore_generators()
 
 
 def _several_ranks() -> bool:
@@ -171,8 +171,8 @@ def _several_ranks() -> bool:
     return here and torch.distributed.get_world_size() > 1
 
 
-class _Alone(TorchDispatchMode):
-    """Refuses what would wait for other ranks, which run no replay, or another one: a gathered batch, SyncBatchNorm."""
+class _RefuseCollectives(TorchDispatchMode):
+    """Refuses collectives (of SyncBatchNorm, of a gathered batch): the other ranks run no replay, or another one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
@@ -196,44 +196,44 @@ class _Modules:
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
     def keep(self, module: nn.Module) -> None:
-        """Remember `module` and all below, unless it is known."""
+        """Note the state of `module` and of all below, once."""
         if module in self._kept:
             return
         for part in module.modules():
             if part not in self._kept:
-                plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN)}
+                plain = {name: value for name, value in vars(part).items() if isinstance(value, PLAIN_TYPES)}
                 self._kept[part] = dict(part._buffers), plain
-                self._generators += [(generator, generator.get_state()) for generator in held_generators(part)]
+                self._generators += [(generator, generator.get_state()) for generator in generators_of(part)]
                 self._buffers += [(b, b.detach().clone()) for b in part._buffers.values() if b is not None]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of all of them."""
+        """Iterate over the parameters of all of them."""
         for module in self._kept:
             yield from (p for p in module.parameters(recurse=False) if p.requires_grad)
 
-    def put_back(self) -> None:
-        """Make all of them as they were."""
+    def restore(self) -> None:
+        """Make all of them as they were before."""
         with torch.no_grad():
             for buffer, kept in self._buffers:
                 if not torch.equal(buffer, kept) or not extremes(kept)[1]:
                     buffer.copy_(kept)
         for generator, state in self._generators:
             generator.set_state(state)
-        for module, (held, plain) in self._kept.items():
-            module._buffers.update(held)
+        for module, (buffers, plain) in self._kept.items():
+            module._buffers.update(buffers)
             for name, value in plain.items():
                 if vars(module).get(name) is not value:
                     vars(module)[name] = value
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Return a copy that a replay may write to."""
+def _own_copy(tensor: Tensor) -> Tensor:
+    """Return a copy, to which a replay may write."""
     copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad and tensor.is_leaf else copy
 
 
 def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves `loss` depends on, and whether re-entrant checkpoints lie between."""
+    """Return the leaves that `loss` depends on, and whether re-entrant checkpoints lie between."""
     found: dict[Tensor, None] = {}
     reentrant = False
     seen, todo = set[Any](), [loss.grad_fn]
@@ -251,15 +251,15 @@ def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
 
 
 def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Tensor]:
-    """Return the gradients of all leaves; theirs are as before afterwards."""
+    """Return the gradients of all leaves, and leave their ``.grad`` as it is."""
     leaves, reentrant = _leaves_of(loss)
     if not leaves and not reentrant:
         return {}
     if not reentrant:
-        found = unreported(torch.autograd.grad)(loss, leaves, grad_outputs=seed, allow_unused=True)
+        found = _run_backward(loss, seed, *leaves)
         return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
     leaves = list(dict.fromkeys([*leaves, *modules.parameters()]))
-    held = [(leaf, leaf.grad) for leaf in leaves]
+    before = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [h for h in (getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves) if h]
     copies = [dict(h) for h in hooks]
     try:
@@ -267,10 +267,19 @@ def _gradients(loss: Tensor, seed: Tensor, modules: _Modules) -> dict[Tensor, Te
             hook.clear()
         for leaf in leaves:
             leaf.grad = None
-        unreported(torch.autograd.backward)(loss, seed)
+        _run_backward(loss, seed)
         return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     finally:
-        for leaf, gradient in held:
+        for leaf, gradient in before:
             leaf.grad = gradient
         for hook, copy in zip(hooks, copies, strict=True):
             hook.update(copy)
+
+
+def _run_backward(loss: Tensor, seed: Tensor, *leaves: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `leaves`; without leaves accumulate those of all.
+
+    torch's public functions for this pass modes as one operator, which would hide the operators inside.
+    """
+    found = _engine_run_backward((loss,), (seed,), False, False, leaves, True, accumulate_grad=not leaves)
+    return found or ()

@@ -1,8 +1,10 @@
-"""Monitor: on every N-th update it looks at gradients, weights and activations, and at nothing in between.
+"""Monitor: samples gradients, weights and activations of every N-th update of a run.
+
+Inputs: a `TrainStep`, or a model and its optimizer. Outputs: `MonitorRecord`s, and `Finding`s drawn from them.
 
 Between samples nothing is attached but one entry in `TrainStep.watchers` (or a step hook of an optimizer), which counts
-updates. A sample is counted on the device and nobody waits for it; `poll` begins to copy what has gathered to the host
-and hands it out once it has arrived. So sketches of a thousand steps take no more memory than those of one.
+updates. A sample is counted on the device, without a wait; `poll` begins to copy the counts to the host and returns
+them once they have arrived. Sketches of a thousand steps take no more memory than those of one.
 """
 
 from __future__ import annotations
@@ -17,13 +19,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StepError
-from halfstep.formats import Format, format_of
+from halfstep.formats import LOW_DTYPES, Format, format_of
 from halfstep.lens.finding import Finding
-from halfstep.lens.monitor.readings import Load, Readings
-from halfstep.lens.monitor.records import MonitorRecord
+from halfstep.lens.monitor.records import Load, MonitorRecord, Readings
 from halfstep.lens.monitor.sampler import Sampler
 from halfstep.lens.monitor.symptoms import symptoms
-from halfstep.lens.values import LOWS
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
@@ -35,7 +35,7 @@ class Monitor:
     """Samples a long run: sketches of gradients, weights and activations, and what updates did to weights.
 
     Between samples it costs a count. A sample costs a pass over the gradients, and with `weights` a copy of the weights
-    and some passes over them. It changes nothing in training and never waits for the device, but where it is read.
+    and some passes over them. It changes nothing in training and waits for the device only where it is read.
 
     Attributes:
         every: updates from one sample to the next.
@@ -129,7 +129,7 @@ class Monitor:
         self.after_update(None if found is None else found.reshape(()) != 0)
 
     def wants_update(self) -> bool:
-        """Say whether the next update is one to sample."""
+        """Return whether the next update is one to sample."""
         return (self._updates + 1) % self.every == 0
 
     def pass_update(self) -> None:
@@ -182,12 +182,12 @@ class Monitor:
     def poll(self) -> list[MonitorRecord]:
         """Return the records that have arrived since the last call, oldest first; never waits.
 
-        A call after a sample sends what has gathered on its way; on a CPU it has arrived at once.
+        A call after a sample begins to copy the counts to the host; on a CPU they have arrived at once.
         """
         return self._read(wait=False)
 
     def flush(self) -> list[MonitorRecord]:
-        """Return all there is, also what is still on its way; waits for the device. For the end of a run."""
+        """Return all records, also those still being copied; waits for the device. For the end of a run."""
         return self._read(wait=True)
 
     def findings(self) -> tuple[Finding, ...]:
@@ -262,8 +262,8 @@ def _validate(target: object, optimizer: object, every: object, scaler: object) 
             f"Monitor(model, optimizer), not {type(optimizer).__name__}"
         )
     if isinstance(target, nn.Module) and isinstance(optimizer, Optimizer):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in unwrap(target).parameters()):
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in stepped for p in unwrap(target).parameters()):
             raise StepError(
                 f"{type(optimizer).__name__} holds no parameter of {type(unwrap(target)).__name__}, so its steps would "
                 "say nothing; pass the optimizer that trains this model"
@@ -278,7 +278,7 @@ def _low_format(model: nn.Module) -> Format:
         first = next(unwrap(model).parameters(), None)
         return format_of(resolved(policy, "cpu" if first is None else first.device.type).dtype)
     for parameter in unwrap(model).parameters():
-        if parameter.dtype in LOWS:
+        if parameter.dtype in LOW_DTYPES:
             return format_of(parameter.dtype)
     raise StepError("which low format? The model is not prepared and its parameters are fp32: pass format='fp16'")
 

@@ -1,19 +1,24 @@
-"""Records: what `Monitor` has seen, as plain values."""
+"""Records: what `Monitor` has seen, as plain values, and how they are made of what a sampler has gathered."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from halfstep.formats import Format
+from halfstep.lens.monitor.sampler import GOOD, MOVABLE, RATIO, STATES, UNMOVED, Sampler, format_name
 from halfstep.lens.sketch import Bounds, ExponentSketch
+from halfstep.weights import WeightStore
 
-__all__ = ["ActivationRecord", "MonitorRecord", "ParameterRecord"]
+__all__ = ["ActivationRecord", "Load", "MonitorRecord", "ParameterRecord", "Readings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterRecord:
-    """One parameter over the samples of a record. nan: not asked for, or not to be had.
+    """One parameter over the samples of a record. nan: not sampled, or not available.
 
     Attributes:
         name: dotted name.
@@ -21,7 +26,7 @@ class ParameterRecord:
         precise: format of the value that the optimizer moves: "fp32" where masters or halves stand behind low weights.
         gradient: sketch of the gradient as the backward pass left it, with the loss scale in it.
         weight: sketch of the precise value before the update; None if weights are not watched.
-        format: the low format that shares speak of.
+        format: the low format of shares.
         update_ratio: norm of the update over norm of the weight, mean over samples.
         swallowed: share of elements with a gradient whose precise value an update did not change: it was smaller than
             half an ulp. nan under stochastic rounding, which makes up for it, and at a learning rate of 0.
@@ -135,3 +140,105 @@ class MonitorRecord:
                 parts.append(f"swallowed {p.swallowed:.1%}")
             lines.append(f"  {p.name} ({p.dtype}): {', '.join(parts)}")
         return "\n".join(lines)
+
+
+@dataclass
+class Load:
+    """The tensors of a record, while they are copied to the host."""
+
+    step: int
+    samples: int
+    paces: dict[int, tuple[float, float]]
+    parts: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+
+
+class Readings:
+    """Makes records.
+
+    Args:
+        sampler: what has gathered the samples.
+        store: the precise values behind low parameters, or None.
+        format: the low format of shares.
+    """
+
+    def __init__(self, sampler: Sampler, store: WeightStore | None, format: Format) -> None:
+        self._sampler, self._store, self._format = sampler, store, format
+        self._largest: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
+
+    def record(self, load: Load) -> MonitorRecord:
+        """Return the record of `load`, whose tensors have arrived."""
+        sampler, states = self._sampler, self._sampler.low_states()
+        parameters: dict[int, ParameterRecord] = {}
+        outputs: dict[int, ExponentSketch] = {}
+        scale = 1.0
+        for numbers, (gradients, weights, sums, returned, *rest) in load.parts:
+            seen: list[ExponentSketch | None] = [*ExponentSketch.from_rows(weights)] or [None] * len(numbers)
+            found = zip(numbers, ExponentSketch.from_rows(gradients), seen, sums.tolist(), strict=True)
+            for number, sketch, weight, totals in found:
+                if sketch.count:
+                    pace = load.paces.get(number, (0.0, 1.0))
+                    low = bool(states.get(number))
+                    silent = self._silence(sampler.names[number], sketch, load.samples, totals)
+                    parameters[number] = self._parameter(number, (sketch, weight), totals, pace, low, silent)
+            for number, sketch in enumerate(ExponentSketch.from_rows(returned)):
+                outputs.setdefault(number, ExponentSketch()).merge_(sketch)
+            scale = float(rest[0]) if rest else scale
+        activations = (
+            ActivationRecord(
+                module=sampler.leaves[n][0],
+                kind=type(sampler.leaves[n][1]).__name__,
+                dtype=sampler.dtypes[n],
+                sketch=sketch,
+            )
+            for n, sketch in sorted(outputs.items())
+            if sketch.count
+        )
+        return MonitorRecord(
+            step=load.step,
+            samples=load.samples,
+            scale=scale,
+            parameters=tuple(parameters[n] for n in sorted(parameters)),
+            activations=tuple(activations),
+        )
+
+    def _silence(self, name: str, gradient: ExponentSketch, samples: int, sums: list[float]) -> int:
+        """Return for how many samples in a row all of a gradient has been zero, of those that were applied."""
+        applied = int(sums[GOOD]) if self._sampler.weights else samples
+        self._silent[name] = self._silent.get(name, 0) + applied if gradient.zeros == gradient.count else 0
+        return self._silent[name]
+
+    def _parameter(
+        self,
+        number: int,
+        sketches: tuple[ExponentSketch, ExponentSketch | None],
+        sums: list[float],
+        pace: tuple[float, float],
+        low_state: bool,
+        silent: int,
+    ) -> ParameterRecord:
+        gradient, weight = sketches
+        name, parameter = self._sampler.names[number], self._sampler.parameters[number]
+        store = self._store if self._store is not None and parameter in self._store else None
+        stochastic = store is not None and store.name == "stochastic"
+        dtype = format_name(parameter.dtype)
+        before, now = self._largest.get(name, 0.0), gradient.largest
+        self._largest[name] = now
+        good, movable = sums[GOOD], sums[MOVABLE]
+        return ParameterRecord(
+            name=name,
+            dtype=dtype,
+            precise=dtype if store is None or stochastic else "fp32",
+            gradient=gradient,
+            weight=weight,
+            format=self._format,
+            update_ratio=sums[RATIO] / good if good else math.nan,
+            swallowed=sums[UNMOVED] / movable if movable and not stochastic else math.nan,
+            frozen_state=max(sums[STATES:]) / movable if movable and low_state else math.nan,
+            decay=pace[0] if good else 0.0,
+            pace=pace[1],
+            drift=math.log2(now / before) if now and before else math.nan,
+            stochastic=stochastic,
+            silent=silent,
+        )

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.cast.state import STATE
-from halfstep.formats import FORMATS
+from halfstep.formats import FORMATS, LOW_DTYPES
+from halfstep.lens.calls import local
 from halfstep.lens.sketch import Sketches
-from halfstep.lens.values import LOWS, local
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "name_of"]
+__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "format_name"]
 
 RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
 """Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose
@@ -60,7 +60,7 @@ class Sampler:
     """Gathers samples of one model and its optimizer; waits for nothing.
 
     Attributes:
-        names: of the parameters that can have gradients, as the model says.
+        names: dotted names of the parameters that can have gradients.
         parameters: these.
         leaves: (path, module) of every module without children.
         dtypes: format of each leaf's last output.
@@ -71,8 +71,8 @@ class Sampler:
     Args:
         model: the user's model.
         optimizer: what trains it.
-        store: what stands behind its low parameters, or None.
-        weights: whether to look at weights and updates.
+        store: the precise values behind its low parameters, or None.
+        weights: whether to sample weights and updates.
         activations: whether leaves may be hooked.
     """
 
@@ -117,12 +117,12 @@ class Sampler:
 
     def _hook(self, number: int) -> Any:
         def look(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or STATE.above is not None:  # a replay of the black box is no training
+            if torch.compiler.is_compiling() or STATE.above is not None:  # a replay of the black box is not sampled
                 return
             for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
-                    self.dtypes[number] = name_of(tensor.dtype)
-                    with torch._C.DisableTorchFunction(), torch.no_grad():  # a region's rules are not for this
+                    self.dtypes[number] = format_name(tensor.dtype)
+                    with torch._C.DisableTorchFunction(), torch.no_grad():  # without the region's rules
                         self._shelf(tensor.device).outputs.add_([tensor], first=number)
 
         return look
@@ -181,13 +181,13 @@ class Sampler:
         value, gradient = self._precise(self.parameters[number]), self.parameters[number].grad
         assert gradient is not None
         gradient = local(gradient.to_dense() if gradient.is_sparse else gradient)
-        old, held = before
+        old, old_states = before
         start = _parts(old).float()
         change = torch.linalg.vector_norm(_parts(value).float() - start)
         ratio = change / torch.linalg.vector_norm(start).clamp(min=torch.finfo(torch.float32).tiny)
         active = gradient != 0
         parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
-        parts += [(active & (one == other)).sum() for one, other in zip(states, held, strict=False)]
+        parts += [(active & (one == other)).sum() for one, other in zip(states, old_states, strict=False)]
         parts += [zero] * (STATES + KEPT - len(parts))
         return torch.stack([part.to(torch.float64) for part in parts])
 
@@ -205,7 +205,7 @@ class Sampler:
         for parameter, state in self._optimizer.state.items():
             number = self._places.get(id(parameter))
             if number is not None:
-                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOWS]
+                low = [v for v in state.values() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES]
                 found[number] = [local(v) for v in low if v.shape == parameter.shape][:KEPT]
         return found
 
@@ -230,7 +230,7 @@ def _parts(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def name_of(dtype: torch.dtype) -> str:
+def format_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype's format: that of the parts of a complex one, and "fp32" for what is wider still."""
     if dtype.is_complex:
         dtype = dtype.to_real()

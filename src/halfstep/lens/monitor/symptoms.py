@@ -1,6 +1,6 @@
-"""Symptoms: what in a record of `Monitor` says that precision is being lost, and what to do about it.
+"""Symptoms: the findings in a record of `Monitor`: where precision is being lost, and what to do about it.
 
-Thresholds are for shares that a healthy run does not reach; each says why it is where it is.
+Thresholds are shares that a healthy run does not reach; each has its reason beside it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _of(parameter: ParameterRecord, kind: str, role: str, severity: float, cause
 
 
 def _of_bad_gradient(parameter: ParameterRecord, record: MonitorRecord) -> Iterator[Finding]:
-    """Name a gradient that is not finite at a scale that lifts nothing; a higher one is on its way down."""
+    """Yield a gradient that is not finite at a scale of 1 or less; a higher scale falls by itself."""
     weights = (p.weight for p in record.parameters if p.weight is not None)
     if not parameter.nonfinite or record.scale > 1.0 or any(w.infs or w.nans for w in weights):
         return  # weights that are not finite are the graver finding, and the reason

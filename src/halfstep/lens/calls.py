@@ -1,0 +1,336 @@
+"""Calls of operators: where a call stands in the user's program, what its tensors hold, how to compute it again.
+
+Shared by black box, monitor and audit. Computing again leaves the generators of random numbers as they were.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from halfstep.cast.regions.autocast import autocast, decorated
+from halfstep.cast.state import STATE
+from halfstep.errors import PolicyError
+from halfstep.policy.operators import canonical, known, operator_name
+from halfstep.policy.policy import Policy
+from halfstep.step.record import put_random, random_states
+from halfstep.trees import map_tensors, tensors
+
+__all__ = [
+    "PLAIN_TYPES",
+    "RUNS_BACKWARD",
+    "TAG",
+    "Site",
+    "constants",
+    "copied",
+    "described",
+    "extremes",
+    "floats",
+    "generators",
+    "generators_of",
+    "has_storage",
+    "in_float64",
+    "line_of",
+    "local",
+    "name_of_node",
+    "ours",
+    "place",
+    "pointwise",
+    "public",
+    "read",
+    "region_here",
+    "spelled",
+    "storage",
+    "tag",
+    "unmoved",
+    "user_frame",
+    "writes",
+]
+
+TAG = "halfstep.site"
+TORCH = str(Path(torch.__file__).parent) + os.sep
+HERE = str(Path(__file__).parent.parent) + os.sep
+OWN = tuple(HERE + part for part in ("cast", "compat", "kernels", "lens", "policy", "scale", "step", "weights"))
+ENGINE = "_engine_run_backward"
+
+RUNS_BACKWARD = frozenset({"backward", "grad"})
+"""Functions of torch.autograd that report themselves to modes as operators do, and call everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an operator was called: its public short name, the module, the user's line, the phase."""
+
+    op: str
+    module: str
+    line: str
+    phase: str = "forward"
+    call: int = 0  # how often the module had been entered, for modules called several times
+
+
+@lru_cache(maxsize=4096)
+def spelled(func: Callable[..., Any]) -> str:
+    """Return the public short name of a function that a mode received."""
+    name = operator_name(func)
+    if name is not None:
+        return name
+    raw = getattr(func, "__name__", str(func))
+    if raw.startswith("__i") and raw.endswith("__"):
+        raw = raw[3:-2]
+    return public(raw)
+
+
+@cache
+def public(raw: str) -> str:
+    """Return the operator that an in-place, private or aten name belongs to."""
+    for word in (raw, raw.strip("_"), raw.strip("_").removesuffix("_backward")):
+        if word in known():
+            return word
+        try:
+            return canonical(word)
+        except PolicyError:  # no operator of this name
+            continue
+    return raw.strip("_") or raw
+
+
+@lru_cache(maxsize=1024)
+def pointwise(op: str) -> bool:
+    """Return whether each element of the operator's result comes from the elements in its place alone."""
+    packet = getattr(torch.ops.aten, op, None)
+    if packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
+
+
+def region_here() -> Policy | None:
+    """Return the policy of the `hs.autocast` that is the innermost region here, None if another is or none."""
+    owner = STATE.frames[-1].owner() if STATE.frames else None
+    return owner.recipe.policy if isinstance(owner, (autocast, decorated)) else None
+
+
+@cache
+def ours(filename: str) -> bool:
+    """Return whether a file belongs to torch or to halfstep."""
+    return filename.startswith((TORCH, "<frozen")) or filename.startswith(OWN) or filename == HERE + "trees.py"
+
+
+def user_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+    """Return the innermost frame of the user above `frame`, and whether the autograd engine lies between."""
+    engine = False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not ours(name):
+            return frame, engine
+        engine = engine or frame.f_code.co_name == ENGINE
+        frame = frame.f_back
+    return None, engine
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Return where a frame is: "file.py:12 text"."""
+    if frame is None:
+        return ""
+    filename, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(filename, number).strip()
+    return f"{os.path.basename(filename)}:{number} {text}".rstrip()
+
+
+def name_of_node(name: str) -> str:
+    """Return what an autograd node belongs to: "MulBackward0" -> "mul"; a custom Function's name stays."""
+    stem = name.rsplit("::", 1)[-1].rstrip("0123456789")
+    stem = stem.removesuffix("Backward")
+    word = "".join(("_" if c.isupper() and i else "") + c.lower() for i, c in enumerate(stem))
+    name = public(word)
+    return name if name in known() else stem
+
+
+def tag(tensor: Tensor, site: Site) -> None:
+    """Write `site` into the autograd nodes that lead to `tensor` and that no earlier call made."""
+    todo: list[Any] = [tensor.grad_fn]  # torch types a node's metadata as a method
+    while todo:
+        node = todo.pop()
+        if node is None or TAG in node.metadata or node.name().endswith("AccumulateGrad"):
+            continue
+        node.metadata[TAG] = site
+        todo += [following for following, _ in node.next_functions]
+
+
+PLAIN_TYPES = (int, float, bool, str, bytes, type(None), Tensor)
+"""Types of values that are kept as they are."""
+
+STATISTICS = ("running_mean", "running_var")
+BUILTIN_NORM = ("input", "weight", "bias", *STATISTICS, "training")
+
+
+def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
+    """Return (largest finite magnitude, all finite, any nan) of a tensor's values; integers are finite and 0.0."""
+    if is_functorch_wrapped_tensor(tensor):  # inside torch.func; the kernels below see what is in it
+        return 0.0, True, False
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
+    values = local(values)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point() or not values.numel():
+        return 0.0, True, False
+    if values.element_size() == 1:
+        values = values.float()
+    low, high = map(float, torch.aminmax(values))
+    if math.isfinite(low) and math.isfinite(high):
+        return max(-low, high) + 0.0, True, False  # no -0.0
+    nan = math.isnan(low)
+    finite = values[torch.isfinite(values)]
+    return (float(finite.abs().max()) if finite.numel() else 0.0), False, nan
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank has; of any other all of it."""
+    own = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
+    return tensor if own is None else own()
+
+
+def floats(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree that may hold what is not finite."""
+    return [t for t in tensors(tree) if t.is_floating_point() or t.is_complex()]
+
+
+def read(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the floating tensors among the arguments of `func` that its result depends on.
+
+    That is all of them but the running statistics of a norm in training, which are written to alone.
+    """
+    found = floats((args, kwargs))
+    name = str(func) if isinstance(func, torch._ops.OpOverload) else getattr(func, "__name__", "")
+    if "batch_norm" not in name and "instance_norm" not in name:
+        return found
+    if isinstance(func, torch._ops.OpOverload):
+        names: Sequence[str] = [argument.name for argument in func._schema.arguments]
+    else:
+        names = tuple(inspect.signature(func).parameters) if isinstance(func, FunctionType) else BUILTIN_NORM
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    training = "cudnn" in name or any(given.get(flag) is True for flag in ("training", "train", "use_input_stats"))
+    unread = {id(given.get(statistic)) for statistic in STATISTICS} if training else set()
+    return [tensor for tensor in found if id(tensor) not in unread]
+
+
+def described(found: list[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Return the formats and the shapes of tensors."""
+    return tuple(str(t.dtype).removeprefix("torch.") for t in found), tuple(tuple(t.shape) for t in found)
+
+
+def constants(values: Iterable[Any]) -> Iterator[float]:
+    """Iterate over the floats among arguments, and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, float):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from constants(value)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Return whether `tensor` has a storage of its own, by which its values are known."""
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
+def storage(tensor: Tensor) -> int:
+    """Return what tensors that share memory have in common, as long as one of them, or a weak reference, lives."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
+
+
+def place(tensor: Tensor) -> int:
+    """Return the address of the memory of a dense tensor; another tensor may get it once this one is freed."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Return whether `func` changes an argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name == "__setitem__"
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.is_mutable
+    return name.endswith("_")
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy outside autograd."""
+    return tensor.detach().clone()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
+
+
+def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what `func` gives in float64 without casts, or None if it cannot; generators go on as if it had not."""
+    saved = random_states()
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    for device in devices:
+        torch.set_autocast_enabled(device, False)
+    try:
+        with torch.no_grad():
+            wide_args = map_tensors(list(args), _widened)
+            wide_kwargs = {k: map_tensors(v, _widened) for k, v in kwargs.items() if k != "dtype"}
+            wide_args = [torch.float64 if isinstance(a, torch.dtype) else a for a in wide_args]
+            return func(*wide_args, **wide_kwargs)
+    except Exception:  # no float64 kernel, or an argument that names a format
+        return None
+    finally:
+        put_random(saved)
+        for device in devices:
+            torch.set_autocast_enabled(device, True)
+
+
+def generators(*models: nn.Module) -> Callable[[], None]:
+    """Note the states of the generators of torch, Python and NumPy, and of those that modules of `models` hold.
+
+    Returns:
+        A function that restores them.
+    """
+    states, python = random_states(), random.getstate()
+    numpy = sys.modules.get("numpy.random")  # code that draws from it has imported it
+    array = None if numpy is None else numpy.get_state()
+    own = [(g, g.get_state()) for model in models for module in model.modules() for g in generators_of(module)]
+
+    def restore() -> None:
+        put_random(states)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(array)
+        for generator, state in own:
+            generator.set_state(state)
+
+    return restore
+
+
+@contextmanager
+def unmoved(*models: nn.Module) -> Iterator[None]:
+    """Restore `generators` after a block that draws from them."""
+    restore = generators(*models)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def generators_of(module: nn.Module) -> list[torch.Generator]:
+    """Return the generators that are attributes of `module`."""
+    return [value for value in vars(module).values() if isinstance(value, torch.Generator)]
