@@ -24,28 +24,19 @@ PAGE = ROOT / "docs" / "reading.md"
 LINES_A_MINUTE = 45
 
 HOUR: Sequence[tuple[str, str]] = (
-    ("formats.py", "which numbers exist, how far apart they are, and what rounding means"),
     ("policy/policy.py", "every field of a `Policy`, and how each is checked"),
     ("policy/presets.py", "the presets: values of `Policy`"),
-    ("policy/scale_rule.py", "the numbers of a loss scale's rule, and those of its peers"),
     ("policy/resolve.py", "how a policy becomes decisions for one model on one device, each with its reason"),
-    ("kernels/reference/primitives.py", "what each numeric primitive means, in plain PyTorch"),
     ("cast/state.py", "what is stored for each thread: its regions, and the low copies in them"),
-    ("cast/rules/recipe.py", "a policy compiled for devices: torch.autocast below, rules on top"),
-    ("cast/regions/autocast.py", "`hs.autocast` and `hs.suspended`, eager and compiled"),
     ("cast/rules/dispatch.py", "how an operator finds its handler, and its arguments their format"),
     ("cast/rules/handlers.py", "what a rule does with one operator"),
     ("scale/rule.py", "the loss scale as a pure function on device tensors (`advance`), and its in-place form"),
-    ("scale/scaler.py", "`GradScaler`: unscale, step, update, alarm"),
-    ("step/tail.py", "one pass over the gradients: norm, check, clip, update as one divisor"),
-    (
-        "step/train_step.py",
-        "one training step: where casting, scaling and weights meet, and what a bad step leaves alone",
-    ),
+    ("step/moments.py", "which parts take part in a step, when each is called, and what an exception leaves"),
+    ("step/train_step.py", "one training step: where casting, scaling and weights meet"),
 )
 """File -> what a reader knows afterwards, in the order to read."""
 
-HOUR_MINUTES = 85
+HOUR_MINUTES = 60
 """The most minutes that the files of `HOUR` may take."""
 
 PARTS = sorted((name for name, layer in LAYERS.items() if layer <= 3 or name == "lens"), key=lambda name: LAYERS[name])

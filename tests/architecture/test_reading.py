@@ -12,7 +12,7 @@ def test_the_lists_are_those_of_the_files() -> None:
     text = CONTRIBUTING.read_text(encoding="utf-8")
     assert contributing(text) == text, "run `make tables`"
     assert page() == PAGE.read_text(encoding="utf-8"), "run `make tables`"
-    assert "| `src/halfstep/formats.py` |" in text and "| `step` |" in text
+    assert "| `src/halfstep/policy/policy.py` |" in text and "| `step` |" in text
 
 
 def test_the_first_hour_is_an_hour_in_the_order_of_the_layers() -> None:

@@ -34,9 +34,9 @@ class Limit:
 
 
 LIMITS: Mapping[str, Limit] = {
-    "a good step": Limit(24, 73),
-    "TOML to cast": Limit(16),
-    "NaN to verdict": Limit(39),
+    "a good step": Limit(12, 40),
+    "TOML to cast": Limit(8),
+    "NaN to verdict": Limit(20),
 }
 """Walk -> its limits."""
 
