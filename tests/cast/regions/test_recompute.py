@@ -145,7 +145,7 @@ def test_without_the_rules_gradients_differ(kind: str, monkeypatch: pytest.Monke
 
     plain = gradients(by_hand, POLICIES["O1 bf16"], FUNCTIONS["softmax"], None)
     assert not torn()
-    monkeypatch.setattr(recompute._Again, "__call__", lambda self, *args, **kwargs: self.function(*args, **kwargs))
+    monkeypatch.setattr(recompute, "rules_on", lambda mode, bound: contextlib.nullcontext())
     assert torn()
 
 
