@@ -399,7 +399,7 @@ def test_a_policy_file_is_read_each_time(tmp_path: Path) -> None:
                 assert mm_dtype() is want
 
 
-def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_units_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.cast.rules import recipe
     from halfstep.policy.units import cpu_units
 

@@ -96,7 +96,7 @@ def test_memory_shared_with_numpy_is_read_again() -> None:
         assert not layer(x).any()
 
 
-def test_a_copy_that_was_written_into_is_not_handed_out_again() -> None:
+def test_a_copy_that_was_written_into_is_not_used_again() -> None:
     weight, x = nn.Parameter(torch.randn(5, 5)), torch.randn(2, 5)
     with hs.autocast(policy=MIXED.with_ops(low=["dropout"])):
         before = nn.functional.linear(x, weight)

@@ -100,7 +100,7 @@ def test_a_subclass_and_a_layer_with_children_keep_the_mode() -> None:
     assert not unruled(parametrised, nn.Linear, handlers("mixed"))
 
 
-def test_the_mode_does_not_see_a_convolution_and_sees_what_stands_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_does_not_see_a_convolution_and_sees_the_operators_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     own = RuleMode.__torch_function__
 

@@ -32,7 +32,7 @@ from torch.nn.modules.conv import _ConvNd
 from halfstep.cast.arithmetic.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.arithmetic.norms import NORMS
 from halfstep.cast.losses.linear_loss import linear_cross_entropy
-from halfstep.cast.rules.dispatch import NATIVELY, Handler, Lowering, RuleMode
+from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode
 from halfstep.cast.rules.handlers import (
     IN_PLACE,
     INPUT,
@@ -54,7 +54,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules, require_engine, resolve_dtype
 from halfstep.policy.units import units
 
-__all__ = ["Recipe", "call_traced", "compile_rules", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
+__all__ = ["Recipe", "call_traced", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -180,9 +180,7 @@ def _native(name: str, rule: str, devices: tuple[str, ...]) -> bool:
     return rule in {"low", "fp32"} and all(_torch_rule(name, device) == rule for device in devices)
 
 
-def compile_rules(
-    policy: Policy, devices: tuple[str, ...], how: Lowering = NATIVELY
-) -> Mapping[Callable[..., Any], Handler]:
+def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
     """Compile `policy` for `devices` into the table callable -> handler.
 
     Args:
