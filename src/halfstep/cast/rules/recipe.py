@@ -85,7 +85,7 @@ def recipe_for(
     """Compile `policy` for `device_types`.
 
     Args:
-        policy: what is wanted.
+        policy: the policy to compile.
         device_types: the devices entered.
         enabled: False makes a region in which nothing is cast.
         cache: whether weight casts may be cached; None: as torch does outside.
@@ -184,7 +184,7 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
     """Compile `policy` for `devices` into the table callable -> handler.
 
     Args:
-        policy: what is wanted.
+        policy: the policy to compile.
         devices: device types of the region, e.g. ("cuda", "cpu"); a rule is handled if torch differs on any of them.
         how: how low operators are carried out.
 
@@ -199,7 +199,7 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
         if decision.rule == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
             rules[name] = "low"
         elif policy.table == "torch" and decision.origin == "table":
-            continue  # the real autocast region underneath is the table
+            continue  # the torch.autocast region underneath has that table
         elif not _native(name, decision.rule, devices) or (name == "cross_entropy" and decision.rule == "fp32"):
             rules[name] = decision.rule
     if policy.table != "torch":
