@@ -107,7 +107,7 @@ def test_parameters_are_bit_for_bit_those_of_torch_amp(policy: str, width: int) 
 
 def test_images_and_their_memory_format_give_the_bits_of_torch_amp() -> None:
     net = nn.Sequential(nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3))
-    net = net.to(memory_format=torch.channels_last)
+    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     inputs = [torch.randn(2, 32, 8, 8).to(memory_format=torch.channels_last) for _ in range(4)]
     assert trained_as_by_torch_amp(net, inputs).copies.bytes > 2 * 64 * 128 * 9
 
