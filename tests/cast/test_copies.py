@@ -19,16 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.cast import copies
-from halfstep.step import update
 
 WIDTH = 128
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def torchs_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are compared bit for bit with a loop of torch's, so both are stepped by torch's optimizer."""
-    monkeypatch.setattr(update, "refusal", lambda *args: "to compare")
 
 
 class WeightCasts(TorchDispatchMode):
@@ -67,7 +60,8 @@ def square(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def stepper(net: nn.Module, *, policy: str = "mixed", accumulate: int = 2, loss_fn: Any = square) -> hs.TrainStep:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    """Return a step whose weights are compared bit for bit with torch's, so torch's optimizer makes the update."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
     return hs.TrainStep(net, optimizer, loss_fn, policy=hs.Policy.of(policy, dtype="bf16"), accumulate=accumulate)
 
 
@@ -77,7 +71,7 @@ def batches(count: int) -> list[Tensor]:
 
 def by_hand(net: nn.Module, inputs: list[Tensor], accumulate: int, loss_fn: Any = square) -> None:
     """torch.amp: what the numbers have to be."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
     for i, x in enumerate(inputs):
         with torch.autocast("cpu", dtype=BF16):
             loss = loss_fn(net, x)
@@ -91,37 +85,32 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+def trained_as_by_torch_amp(
+    net: nn.Module, inputs: list[Tensor], loss_fn: Any = square, *, by_hand_loss: Any = None, policy: str = "mixed"
+) -> hs.TrainStep:
+    """Train `net` by a step, and a copy of it as torch.amp does, to the same bits; return the step."""
+    twin = copy.deepcopy(net)
+    step = stepper(net, policy=policy, loss_fn=loss_fn)
+    for x in inputs:
+        step(x)
+    by_hand(twin, inputs, 2, by_hand_loss or loss_fn)
+    assert equal(net, twin)
+    return step
+
+
 @pytest.mark.parametrize("policy", ["torch", "mixed", "O1"])
 @pytest.mark.parametrize("width", [WIDTH, 264])  # of the second, gradients are large enough to be added by the edge
 def test_parameters_are_bit_for_bit_those_of_torch_amp(policy: str, width: int) -> None:
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=False))
-    twin = copy.deepcopy(net)
-    step = stepper(net, policy=policy)
-    inputs = list(torch.randn(6, 8, width).unbind())
-    for x in inputs:
-        step(x)
+    step = trained_as_by_torch_amp(net, list(torch.randn(6, 8, width).unbind()), policy=policy)
     assert step.copies.bytes >= 2 * 2 * width * width
-    by_hand(twin, inputs, 2)
-    assert equal(net, twin)
 
 
 def test_images_and_their_memory_format_give_the_bits_of_torch_amp() -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3))
-        for p in layers.parameters():
-            if p.dim() == 4:
-                p.data = p.data.contiguous(memory_format=torch.channels_last)
-        return layers
-
-    net, twin = build(), build()
-    step = stepper(net)
+    net = nn.Sequential(nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3))
+    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     inputs = [torch.randn(2, 32, 8, 8).to(memory_format=torch.channels_last) for _ in range(4)]
-    for x in inputs:
-        step(x)
-    assert step.copies.bytes > 2 * 64 * 128 * 9
-    by_hand(twin, inputs, 2)
-    assert equal(net, twin)
+    assert trained_as_by_torch_amp(net, inputs).copies.bytes > 2 * 64 * 128 * 9
 
 
 @pytest.mark.parametrize(("policy", "filled"), [("mixed", 2), ("torch", 2)])
@@ -143,7 +132,7 @@ def test_small_steps_leave_small_weights_to_torch() -> None:
     assert step.copies.bytes == 0
 
 
-def test_the_bytes_are_told_and_given_back() -> None:
+def test_copies_report_their_bytes_and_are_freed() -> None:
     net = Twice()
     step = stepper(net)
     step(batches(1)[0])
@@ -229,7 +218,7 @@ def test_a_write_in_forward_before_the_weight_is_used_is_seen(
 
 
 @pytest.mark.parametrize("policy", ["torch", "mixed"])
-def test_a_write_between_two_uses_in_one_forward_reaches_the_second_and_spares_the_first(policy: str) -> None:
+def test_a_write_between_two_uses_in_one_forward_reaches_the_second_and_not_the_first(policy: str) -> None:
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -295,13 +284,7 @@ def test_a_first_use_without_gradients_serves_a_later_one_with_them(grad: Any) -
             net(x)
         return square(net, x)
 
-    net, twin = Twice(), Twice()
-    twin.load_state_dict(net.state_dict())
-    step, inputs = stepper(net, loss_fn=loss), batches(4)
-    for x in inputs:
-        step(x)
-    by_hand(twin, inputs, 2)
-    assert equal(net, twin)
+    trained_as_by_torch_amp(Twice(), batches(4), loss, by_hand_loss=square)
 
 
 def test_weights_given_to_functional_call_are_used() -> None:
@@ -310,26 +293,12 @@ def test_weights_given_to_functional_call_are_used() -> None:
         out: Tensor = torch.func.functional_call(net, scaled, (x,))
         return out.float().square().mean()
 
-    net, twin = Twice(), Twice()
-    twin.load_state_dict(net.state_dict())
-    step, inputs = stepper(net, loss_fn=loss), batches(4)
-    for x in inputs:
-        step(x)
-    by_hand(twin, inputs, 2, loss)
-    assert equal(net, twin)
+    trained_as_by_torch_amp(Twice(), batches(4), loss)
 
 
 def test_a_parametrised_weight_is_computed_in_every_forward() -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
-
-    net, twin = build(), build()
-    step, inputs = stepper(net), batches(4)
-    for x in inputs:
-        step(x)
-    by_hand(twin, inputs, 2)
-    assert equal(net, twin)
+    net = nn.Sequential(weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    trained_as_by_torch_amp(net, batches(4))
 
 
 def test_a_weight_frozen_between_steps_keeps_its_value_and_lets_gradients_through() -> None:
@@ -358,7 +327,7 @@ def test_hooks_of_a_parameter_see_every_gradient(hook: str) -> None:
     assert seen == [torch.float32] * 3
 
 
-def test_a_gradient_asked_for_inside_the_backward_pass_is_handed_over() -> None:
+def test_a_gradient_computed_inside_the_backward_pass_is_returned() -> None:
     class Adjoint(torch.autograd.Function):
         """Computes its parameter's gradient with a graph of its own, as adjoint methods do."""
 
@@ -381,12 +350,7 @@ def test_a_gradient_asked_for_inside_the_backward_pass_is_handed_over() -> None:
         return out.square().mean()
 
     net = nn.Sequential(nn.Linear(264, 264, bias=False))
-    twin = copy.deepcopy(net)
-    step, inputs = stepper(net, loss_fn=loss), list(torch.randn(4, 8, 264).unbind())
-    for x in inputs:
-        step(x)
-    by_hand(twin, inputs, 2, loss)
-    assert equal(net, twin)
+    trained_as_by_torch_amp(net, list(torch.randn(4, 8, 264).unbind()), loss)
 
 
 def test_a_penalty_on_the_gradient_is_differentiated_through_the_copy() -> None:
@@ -396,12 +360,7 @@ def test_a_penalty_on_the_gradient_is_differentiated_through_the_copy() -> None:
         return value + gradient.square().sum()
 
     net = nn.Sequential(nn.Linear(264, 264), nn.ReLU(), nn.Linear(264, 264))
-    twin = copy.deepcopy(net)
-    step, inputs = stepper(net, loss_fn=loss), list(torch.randn(4, 8, 264).unbind())
-    for x in inputs:
-        step(x)
-    by_hand(twin, inputs, 2, loss)
-    assert equal(net, twin)
+    trained_as_by_torch_amp(net, list(torch.randn(4, 8, 264).unbind()), loss)
 
 
 def test_the_first_gradient_of_a_window_is_not_added_to_the_last_windows() -> None:

@@ -1,7 +1,7 @@
 """Which operators are emulated on devices without units for their format, and how.
 
-`rounded` does the arithmetic: low inputs, fp32 compute, one rounding of the result. Here torch's operators are brought
-to it, with torch's arguments.
+`rounded` does the arithmetic: low inputs, fp32 compute, one rounding of the result. Here are functions with the
+arguments of torch's operators that call it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.cast.arithmetic.rounded import add_product, convolve, linear, prod
 from halfstep.formats import LOW_DTYPES
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["EMULATED", "RECURRENT", "REFLECTED", "WIDENED", "emulation_of", "widened"]
+__all__ = ["EMULATED", "RECURRENT", "WIDENED", "emulation_of", "widened"]
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def _mm(input: Tensor, mat2: Tensor) -> Tensor:
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    """torch.matmul: the shapes of neural networks take the saved-low path, the rest is recomputed."""
+    """torch.matmul: the shapes of neural networks save low operands, all others are recomputed."""
     if input.is_nested or other.is_nested:
         return rounded(torch.matmul(input.float(), other.float()), input)
     if input.dim() == 2 == other.dim():
@@ -36,10 +36,6 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
         shape = (*input.shape[:-1], other.shape[-1])
         return product(input.flatten(0, -3), other.flatten(0, -3)).reshape(shape)
     return recomputed(torch.matmul, input, other)
-
-
-def _rmatmul(input: Tensor, other: Tensor) -> Tensor:
-    return _matmul(other, input)
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -203,16 +199,11 @@ WIDENED = RECURRENT | {
 }
 """Operators emulated by `widened`: recurrent ones and rare products."""
 
-REFLECTED: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    torch.Tensor.__rmatmul__: _rmatmul,
-}
-"""Callables whose operands come in reverse order."""
-
 
 def emulation_of(name: str, func: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return what emulates the operator `name` when it is called as `func`, or None if its low kernels serve."""
-    if func in REFLECTED:
-        return REFLECTED[func]
+    if func is Tensor.__rmatmul__:
+        return lambda input, other: _matmul(other, input)
     if name in WIDENED:
         return widened(func)
     return EMULATED.get(name)

@@ -18,7 +18,7 @@ from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statist
 from halfstep.cast.arithmetic.simulate import rounded_to, simulated
 from halfstep.cast.losses.cross_entropy import cross_entropy
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
-from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, Target, cast, run, tensors_of
+from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, Target, cast, cast_tensor, run, tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
 from halfstep.formats import LOW_DTYPES, Format
@@ -37,11 +37,11 @@ __all__ = [
     "target_of",
 ]
 
-MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels take low inputs with fp32 weights, and give low
-MANY_LOGITS = 1 << 20  # where a Function of our own begins to be faster on a CPU; below it some MiB are at stake
+MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels: low inputs, fp32 weights, low outputs
+MANY_LOGITS = 1 << 20  # from here the Function is faster than torch on a CPU; below, it would save a few MiB
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
-INPUT = "input"  # not a rule of the policy: torch has one and the policy has none, so inputs stay as they are
+INPUT = "input"  # no rule of a policy: torch has a rule and the policy has none, so inputs stay as they are
 
 
 def _handler(target: Target, *, gathers: bool = False) -> Handler:
@@ -68,14 +68,14 @@ def _handler(target: Target, *, gathers: bool = False) -> Handler:
 
 
 def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Low for a norm: on CPU its weights stay as they are, which is more precise and saves two casts each way."""
+    """Make a norm low: on a CPU its weights stay fp32, which is more precise and saves two casts in each pass."""
     values = args[:1] or (kwargs.get("input"),)
     tensors = tensors_of(values, mode.devices)
     if not tensors or tensors[0].device.type != "cpu":
         return _LOW(mode, func, args, kwargs)
     if mode.active(tensors) is None:
         return func(*args, **kwargs)
-    low = cast(tensors[0], torch.get_autocast_dtype("cpu"), mode)
+    low = cast_tensor(tensors[0], torch.get_autocast_dtype("cpu"), mode)
     if args:
         return run("cpu", func, (low, *args[1:]), kwargs)
     return run("cpu", func, args, {**kwargs, "input": low})

@@ -32,7 +32,7 @@ from torch.nn.modules.conv import _ConvNd
 from halfstep.cast.arithmetic.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.arithmetic.norms import NORMS
 from halfstep.cast.losses.linear_loss import linear_cross_entropy
-from halfstep.cast.rules.dispatch import NATIVELY, Handler, Lowering, RuleMode
+from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode
 from halfstep.cast.rules.handlers import (
     IN_PLACE,
     INPUT,
@@ -52,7 +52,7 @@ from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules, resolved, surprise
 
-__all__ = ["Recipe", "call_traced", "compile_rules", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
+__all__ = ["Recipe", "call_traced", "composites", "recipe_for", "run_eagerly", "unreported", "unruled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ def recipe_for(
     """Compile `policy` for `device_types`.
 
     Args:
-        policy: what is wanted.
+        policy: the policy to compile.
         device_types: the devices entered.
         enabled: False makes a region in which nothing is cast.
         cache: whether weight casts may be cached; None: as torch does outside.
@@ -169,13 +169,11 @@ def _native(name: str, rule: str, devices: tuple[str, ...]) -> bool:
     return rule in {"low", "fp32"} and all(_torch_rule(name, device) == rule for device in devices)
 
 
-def compile_rules(
-    policy: Policy, devices: tuple[str, ...], how: Lowering = NATIVELY
-) -> Mapping[Callable[..., Any], Handler]:
+def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
     """Compile `policy` for `devices` into the table callable -> handler.
 
     Args:
-        policy: what is wanted.
+        policy: the policy to compile.
         devices: device types of the region, e.g. ("cuda", "cpu"); a rule is handled if torch differs on any of them.
         how: how low operators are carried out.
 
@@ -190,7 +188,7 @@ def compile_rules(
         if decision.rule == "low" and (how.simulated or (how.emulating and (name in EMULATED or name in WIDENED))):
             rules[name] = "low"
         elif policy.table == "torch" and decision.origin == "table":
-            continue  # the real autocast region underneath is the table
+            continue  # the torch.autocast region underneath has that table
         elif not _native(name, decision.rule, devices) or (name == "cross_entropy" and decision.rule == "fp32"):
             rules[name] = decision.rule
     if policy.table != "torch":

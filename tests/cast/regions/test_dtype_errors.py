@@ -104,7 +104,7 @@ def test_a_low_tensor_for_numpy() -> None:
     assert 'outputs="fp32"' in str(better) and "x.float().numpy()" in str(better)
 
 
-def test_float64_weights_and_float64_inputs_have_words_of_their_own() -> None:
+def test_float64_weights_and_float64_inputs_have_messages_of_their_own() -> None:
     error = raised(lambda: F.linear(FP32.double(), BF16, BF16[0]))
     assert "if it came from numpy" in str(explained(error, FP32.double()))
     assert "model.float() if it is a weight" in str(explained(error, FP32))

@@ -1,9 +1,10 @@
-"""Weight casts of operators that halfstep carries out itself: one for a value and a region, never stale."""
+"""Cached casts: one for a weight and a region, one for an activation that several layers read, none of them stale."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,23 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 
-FP16 = torch.float16
+FP16, BF16 = torch.float16, torch.bfloat16
 MIXED = hs.Policy.of("mixed", dtype="fp16", emulate="always")
 
 
 class Casts(TorchDispatchMode):
     """Counts casts of tensors of one shape."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float16) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.shape, self.count = shape, 0
+        self.shape, self.dtype, self.count = shape, dtype, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (
             func._schema.name in ("aten::_to_copy", "aten::to")
             and tuple(args[0].shape) == self.shape
-            and out.dtype is FP16
+            and out.dtype is self.dtype
         ):
             self.count += 1
         return out
@@ -95,7 +96,7 @@ def test_memory_shared_with_numpy_is_read_again() -> None:
         assert not layer(x).any()
 
 
-def test_a_copy_that_was_written_into_is_not_handed_out_again() -> None:
+def test_a_copy_that_was_written_into_is_not_used_again() -> None:
     weight, x = nn.Parameter(torch.randn(5, 5)), torch.randn(2, 5)
     with hs.autocast(policy=MIXED.with_ops(low=["dropout"])):
         before = nn.functional.linear(x, weight)
@@ -137,3 +138,73 @@ def test_a_weight_used_many_times_is_cast_once() -> None:
         for _ in range(3):
             x = layer(x)
     assert seen.count == 1
+
+
+# ------------------------------------------------------------------ shared activations
+
+
+class Heads(nn.Module):
+    """An fp32 activation that three layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(64, 64)
+        self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).float().sin()
+        a, b, c = (head(hidden) for head in self.heads)
+        out: Tensor = a * b + c
+        return out.float().square().mean()
+
+
+@pytest.mark.parametrize("policy", ["torch", "mixed"])
+def test_an_activation_that_three_layers_read_is_cast_once_with_the_gradients_of_torch_amp(policy: str) -> None:
+    net, x = Heads(), torch.randn(1024, 64)
+    twin = copy.deepcopy(net)
+    hs.prepare(net, policy=hs.Policy.of(policy, dtype="bf16"))
+    with Casts((1024, 64), BF16) as ours:
+        loss = net(x)
+    loss.backward()
+    with Casts((1024, 64), BF16) as theirs, torch.autocast("cpu", dtype=BF16):
+        expected = twin(x)
+    expected.backward()
+    assert (ours.count, theirs.count) == (2, 4)
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_changed_activation_is_cast_again() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.sin() * 1.0
+            before = self.linear(hidden)
+            hidden.mul_(2)
+            return self.linear(hidden) - 2 * before  # type: ignore[no-any-return]
+
+    net = hs.prepare(Net(), policy=hs.Policy.of("mixed", dtype="bf16"))
+    assert not net(torch.randn(1024, 64, requires_grad=True)).any()
+
+
+def test_an_activation_is_not_held_for_the_next_layer() -> None:
+    gone: list[bool] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.sin()
+            out = self.linear(hidden)
+            seen = weakref.ref(hidden)
+            del hidden
+            gone.append(seen() is None)
+            return out  # type: ignore[no-any-return]
+
+    hs.prepare(Net(), policy=hs.Policy.of("mixed", dtype="bf16"))(torch.randn(1024, 64, requires_grad=True))
+    assert gone == [True]

@@ -1,4 +1,4 @@
-"""What activation checkpointing computes again follows the rules it followed first, whoever opened the region."""
+"""What activation checkpointing computes again follows the rules it followed first, however the region was opened."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_without_the_rules_gradients_differ(kind: str, monkeypatch: pytest.Monke
 
     plain = gradients(by_hand, POLICIES["O1 bf16"], FUNCTIONS["softmax"], None)
     assert not torn()
-    monkeypatch.setattr(recompute._Again, "__call__", lambda self, *args, **kwargs: self.function(*args, **kwargs))
+    monkeypatch.setattr(recompute, "rules_on", lambda mode, bound: contextlib.nullcontext())
     assert torn()
 
 
@@ -296,7 +296,7 @@ def test_a_rule_for_an_operator_of_ones_own_holds_again(kind: str) -> None:
         assert same(loss_of(product, kind, region=opened), loss_of(product, "", region=opened))
 
 
-def test_a_checkpoint_of_an_unknown_torch_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_unknown_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than computed again by other rules."""
 
     def pack(x: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ def test_an_error_in_the_backward_pass_takes_the_mode_off() -> None:
     assert _len_torch_function_stack() == 0
 
 
-def test_rules_sleep_in_a_backward_pass_that_computes_nothing_again() -> None:
+def test_rules_do_nothing_in_a_backward_pass_without_recomputation() -> None:
     recipe = recipe_for(hs.Policy.of("mixed", dtype="bf16"), ("cpu",))
     x = torch.randn(3, 3)
     with recomputing(recipe):

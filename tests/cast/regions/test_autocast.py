@@ -178,14 +178,14 @@ def test_one_object_in_several_threads() -> None:
     assert sorted(found, key=str) == [BF16] * 4 + [FP32] * 4
 
 
-def test_wrong_nesting_names_both_places_and_heals() -> None:
+def test_wrong_nesting_names_both_places_and_restores_the_state() -> None:
     a = hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16"))
     b = hs.autocast(policy=hs.Policy.of("O1", dtype="fp16"))
     a.__enter__()
     b.__enter__()
-    with pytest.raises(RegionError, match=r"test_region\.py:\d+.*test_region\.py:\d+.*yield or await") as caught:
+    with pytest.raises(RegionError, match=r"test_autocast\.py:\d+.*test_autocast\.py:\d+.*yield or await") as caught:
         a.__exit__(None, None, None)
-    assert str(caught.value).count("test_region.py") == 2
+    assert str(caught.value).count("test_autocast.py") == 2
     assert F.linear(X, W).dtype is HALF  # b is still open
     b.__exit__(None, None, None)
 
@@ -399,7 +399,7 @@ def test_a_policy_file_is_read_each_time(tmp_path: Path) -> None:
                 assert mm_dtype() is want
 
 
-def test_missing_units_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_units_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.cast.rules import recipe
     from halfstep.policy.resolve import cpu_units
 
@@ -519,7 +519,7 @@ def test_a_generator_closed_in_a_region_of_torch_does_not_switch_it_off() -> Non
     generator = suspended_region()
     next(generator)
     with torch.autocast("cpu", dtype=BF16):
-        with pytest.warns(RuntimeWarning, match=r"region entered at .*test_region\.py:\d+.*torch.autocast was entered"):
+        with pytest.warns(RuntimeWarning, match=r"entered at .*test_autocast\.py:\d+.*torch.autocast was entered"):
             generator.close()
         assert F.linear(X, W).dtype is BF16
     torch.set_autocast_enabled("cpu", False)  # torch puts back what it found when it was entered

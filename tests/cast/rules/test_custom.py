@@ -296,7 +296,7 @@ def test_errors_name_value_and_remedy(make: Callable[[], Any], text: str) -> Non
         make()
 
 
-def test_third_parties_see_the_truth() -> None:
+def test_torchs_queries_return_the_state_of_the_region() -> None:
     def asked() -> tuple[bool, torch.dtype]:
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 

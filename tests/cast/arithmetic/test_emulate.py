@@ -200,7 +200,7 @@ def test_attention_with_dropout_is_seeded_and_differentiable() -> None:
     assert torch.isfinite(torch.autograd.grad(outs[0].float().sum(), q)[0]).all()
 
 
-def test_inside_somebodys_region_backward_stays_fp32() -> None:
+def test_inside_a_region_of_the_user_backward_stays_fp32() -> None:
     """A backward pass run inside a region must not have its fp32 products lowered again."""
     x, w = make(64, 64), make(64, 64, seed=1)
     want = exact(F.linear, [x, w], {})[2]

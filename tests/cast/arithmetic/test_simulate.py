@@ -65,7 +65,7 @@ def test_an_embedding_rounds_the_rows_it_gathers() -> None:
 
 
 @pytest.mark.parametrize(("name", "worst"), [("tf32", 0.02), ("fp8_e4m3", 0.1), ("e3m2", 0.4)])
-def test_a_model_trains_and_feels_the_format(name: str, worst: float) -> None:
+def test_a_model_trains_with_the_error_of_the_format(name: str, worst: float) -> None:
     def train(dtype: str) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
