@@ -345,7 +345,7 @@ from halfstep.kernels import choose
 tensors = [torch.arange(9.0), torch.ones(3, dtype=torch.bfloat16)]
 for changes in json.loads(sys.argv[1]):
     os.environ.update(changes)
-    choose._loaded.cache_clear()
+    choose._loaded.cache_clear(), choose._registered.cache_clear()
     reason = load_kernels("cpu")
     assert reason == load_kernels("cpu") == choose.why_no_kernels(tensors[0])
     assert torch.equal(norms_for(tensors), eager_norms.norms(tensors))

@@ -19,16 +19,22 @@ def f32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-@dataclass
-class Torch:
-    """``_amp_update_scale_``: fp32 scale, double factor."""
+@dataclass(kw_only=True)
+class Peer:
+    """What all peers have."""
 
     scale: float = 65536.0
     growth: float = 2.0
-    backoff: float = 0.5
     interval: int = 2000
-    tracker: int = 0
     alarm: bool = False
+
+
+@dataclass(kw_only=True)
+class Torch(Peer):
+    """``_amp_update_scale_``: fp32 scale, double factor."""
+
+    backoff: float = 0.5
+    tracker: int = 0
 
     def step(self, bad: bool) -> None:
         if bad:
@@ -40,16 +46,12 @@ class Torch:
             self.scale, self.tracker = grown if math.isfinite(grown) else self.scale, 0
 
 
-@dataclass
-class Apex:
+@dataclass(kw_only=True)
+class Apex(Peer):
     """amp.scaler.LossScaler on a Python float."""
 
-    scale: float = 65536.0
-    growth: float = 2.0
-    interval: int = 2000
     ceiling: float = 2.0**24
     unskipped: int = 0
-    alarm: bool = False
 
     def step(self, bad: bool) -> None:
         if bad:
@@ -62,16 +64,14 @@ class Apex:
             self.unskipped = 0
 
 
-@dataclass
-class ApexFp16Utils:
+@dataclass(kw_only=True)
+class ApexFp16Utils(Peer):
     """fp16_utils.DynamicLossScaler on a Python float."""
 
     scale: float = 2.0**32
-    growth: float = 2.0
     interval: int = 1000
     iteration: int = 0
     last_bad: int = -1
-    alarm: bool = False
 
     def step(self, bad: bool) -> None:
         if bad:
@@ -82,19 +82,16 @@ class ApexFp16Utils:
         self.iteration += 1
 
 
-@dataclass
-class DeepSpeed:
+@dataclass(kw_only=True)
+class DeepSpeed(Peer):
     """DynamicLossScaler with delayed shift, on a Python float."""
 
-    scale: float = 65536.0
-    growth: float = 2.0
     interval: int = 1000
     minimum: float = 1.0
     shift: int = 2
     consecutive: bool = False
     iteration: int = 0
     last_bad: int = -1
-    alarm: bool = False
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,18 +117,16 @@ class DeepSpeed:
         self.iteration += 1
 
 
-@dataclass
-class Megatron:
+@dataclass(kw_only=True)
+class Megatron(Peer):
     """DynamicGradScaler: scale and factors are fp32 tensors."""
 
     scale: float = 2.0**32
-    growth: float = 2.0
     backoff: float = 0.5
     interval: int = 1000
     minimum: float = 1.0
     hysteresis: int = 2
     tracker: int = 0
-    alarm: bool = False
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,20 +145,17 @@ class Megatron:
             self.scale = f32(self.scale * f32(self.growth))
 
 
-@dataclass
-class Fairseq:
+@dataclass(kw_only=True)
+class Fairseq(Peer):
     """DynamicLossScaler on a Python float; what follows a raise is not modelled."""
 
     scale: float = 2.0**15
-    growth: float = 2.0
-    interval: int = 2000
     tolerance: float = 0.0
     minimum: float = 1e-4
     iteration: int = 0
     last_bad: int = -1
     last_rescale: int = -1
     bad_since: int = 0
-    alarm: bool = False
 
     def step(self, bad: bool) -> None:
         if bad:
@@ -181,15 +173,12 @@ class Fairseq:
         self.iteration += 1
 
 
-@dataclass
-class MindSporeScaler:
+@dataclass(kw_only=True)
+class MindSporeScaler(Peer):
     """amp.DynamicLossScaler: fp32, divides, keeps the scale when a growth is not finite."""
 
     scale: float = 2.0**24
-    growth: float = 2.0
-    interval: int = 2000
     counter: int = 0
-    alarm: bool = False
 
     def step(self, bad: bool) -> None:
         if bad:
@@ -201,16 +190,13 @@ class MindSporeScaler:
         self.counter = (self.counter + 1) % self.interval
 
 
-@dataclass
-class MindSporeCell:
+@dataclass(kw_only=True)
+class MindSporeCell(Peer):
     """nn.DynamicLossScaleUpdateCell: fp32, multiplies by the fp32 reciprocal, sticks at inf."""
 
     scale: float = 2.0**24
-    growth: float = 2.0
-    interval: int = 2000
     current: int = 1
     last: int = 0
-    alarm: bool = False
 
     def step(self, bad: bool) -> None:
         if bad:
@@ -224,18 +210,15 @@ class MindSporeCell:
         self.current += 1
 
 
-@dataclass
-class MindSporeManager:
+@dataclass(kw_only=True)
+class MindSporeManager(Peer):
     """amp.DynamicLossScaleManager on a Python float; raises after too many bad steps in a row."""
 
     scale: float = 2.0**24
-    growth: float = 2.0
-    interval: int = 2000
     patience: int = 1000
     current: int = 1
     last: int = 0
     bad_steps: int = 0
-    alarm: bool = False
 
     def step(self, bad: bool) -> None:
         if bad:
@@ -250,16 +233,13 @@ class MindSporeManager:
         self.current += 1
 
 
-@dataclass
-class MegEngine:
+@dataclass(kw_only=True)
+class MegEngine(Peer):
     """amp.GradScaler on a Python float."""
 
     scale: float = 16.0
-    growth: float = 2.0
     backoff: float = 0.5
-    interval: int = 2000
     tracker: int = 0
-    alarm: bool = False
 
     def step(self, bad: bool) -> None:
         if bad:

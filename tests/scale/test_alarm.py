@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,21 @@ from tests.scale import loops
 from tests.scale.loops import OPTIMIZERS, one_step, parameters
 
 
+def overflow(scaler: Any, optimizer: torch.optim.Optimizer, times: int) -> None:
+    """Make bad steps; warnings do not matter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(times):
+            one_step(scaler, optimizer, bad=True)
+
+
 def test_torchs_scale_dies_and_takes_the_weights_along() -> None:
     """What the floor is for: 200 overflows, then one good batch."""
     weights = {}
     for make in (torch.amp.GradScaler, GradScaler):
         scaler, params = make("cpu"), parameters(1)
         optimizer = torch.optim.SGD(params, lr=0.1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for _ in range(200):
-                one_step(scaler, optimizer, bad=True)
+        overflow(scaler, optimizer, 200)
         one_step(scaler, optimizer)
         weights[make] = (scaler.get_scale(), bool(params[0].isfinite().all()))
     assert weights == {torch.amp.GradScaler: (0.0, False), GradScaler: (2.0**-14, True)}
@@ -32,11 +38,8 @@ def test_torchs_scale_dies_and_takes_the_weights_along() -> None:
 def test_even_without_a_floor_a_dead_scale_skips() -> None:
     scaler, params = GradScaler(rule="torch"), parameters(1)
     optimizer = torch.optim.SGD(params, lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(170):
-            one_step(scaler, optimizer, bad=True)
-        one_step(scaler, optimizer)
+    overflow(scaler, optimizer, 170)
+    one_step(scaler, optimizer)
     assert scaler.get_scale() == 0.0 and params[0].isfinite().all() and scaler.skipped(optimizer)
 
 

@@ -280,7 +280,7 @@ def test_clipping_by_value_and_held_fp32_values_go_the_generic_way() -> None:
     assert store is not None
     held = store.master(next(step.model.parameters()))
     step(*batch(0))
-    assert "holds fp32 values" in step.generic
+    assert "fp32 values of low weights are in use" in step.generic
     assert torch.equal(held.detach(), store.read(next(step.model.parameters())))
     del held
     step(*batch(1))

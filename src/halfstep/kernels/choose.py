@@ -81,7 +81,7 @@ OPERATORS: Mapping[str, Implementations] = MappingProxyType(
 KERNEL_TYPES = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})
 """Exact tensor types that kernels take; other subclasses may be sharded, or consist of several tensors."""
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 # ------------------------------------------------------------------ loading
@@ -94,12 +94,17 @@ def load_kernels(device: str) -> str:
     """
     if device == "cpu" and os.environ.get("HALFSTEP_NATIVE") == "0":
         return "the environment variable HALFSTEP_NATIVE is 0"
-    with _LOCK:
-        return _loaded(device)
+    return _loaded(device)
 
 
 @cache
 def _loaded(device: str) -> str:
+    with _LOCK:  # only here: an interrupt at the end of a `with` can leave its lock taken
+        return _registered(device)
+
+
+@cache
+def _registered(device: str) -> str:
     if device == "cpu":
         try:
             kernels = Kernels(library())

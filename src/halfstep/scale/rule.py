@@ -1,11 +1,11 @@
 """The scale rule as a function: (state, found_inf) -> state on 0-dim device tensors.
 
-`advance` is the meaning: pure, without a read of the device and without a Python branch on a tensor's value, so it can
-be captured in a CUDA graph and traced by ``torch.compile(fullgraph=True)``. Python branches only on the rule's numbers.
+`advance` defines the rule: a pure function that reads nothing from the device and has no Python branch on a tensor's
+value, so it can be captured in a CUDA graph and traced by ``torch.compile(fullgraph=True)``.
 `advance_` does the same in place, in one kernel and a clamp where the rule is torch's own kind.
 
-The peers' formulas are one machine: "(step - last bad step) % window == 0" is the same as counting good
-steps in a row and starting over after a growth, so no step numbers are kept.
+The peers' formulas need no step numbers: "(step - last bad step) % window == 0" is the same as counting good steps in a
+row and starting over after a growth.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "fp32",
     "initial_host",
     "initial_state",
-    "representable",
     "load_host",
+    "representable",
     "set_scale_",
     "state_to_host",
 ]
