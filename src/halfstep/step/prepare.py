@@ -89,7 +89,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     check_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not is_done(m, wanted, concrete)]
-    store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
+    store = _lower(fresh, concrete)  # raises before it changes anything
     for model, plan in fresh:
         unwatch_copies(model.parameters())
         _bind(model, wanted, devices, plan, store)
@@ -147,10 +147,13 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
 
 
 def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]) -> None:
-    """Let autograd add up the gradients of `parameters` in `dtype`; None: in the format they come in."""
+    """Make autograd accumulate the gradients of `parameters` in `dtype`; None: in the format they come in."""
     for parameter in parameters:
-        if dtype is not None or parameter.grad_dtype is torch.float32:  # which the policy before may have left
-            gradient, parameter.grad = parameter.grad, None  # torch sets no format beside a gradient of another one
+        if dtype is not None or parameter.grad_dtype is torch.float32:  # left by an earlier policy
+            gradient, parameter.grad = (
+                parameter.grad,
+                None,
+            )  # torch refuses to set it beside a gradient of another format
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype or parameter.dtype)
 
@@ -187,7 +190,7 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
 
 
 def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -> None:
-    """Let `optimizer` step the masters of `model` if it has parameters of it, also if these are not low (yet)."""
+    """Make `optimizer` step the masters of `model` if it has parameters of it, also if these are not low (yet)."""
     if store is None or store.attached(optimizer):
         return
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -203,7 +206,7 @@ def _module(model: object, what: str) -> nn.Module:
 
 
 def _stepped(optimizer: Optimizer, store: WeightStore | None) -> list[torch.Tensor]:
-    """Return the parameters of `optimizer` that no precise weights stand in for when it steps."""
+    """Return the parameters of `optimizer` that have no precise weights."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     return own if store is None else [p for p in own if p not in store]
 
@@ -273,13 +276,13 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         return
     swapped = low_places(inner, store)
     editing = store.editing
-    masters, counts, held = [], [], []  # masters are held: some strategies make them for whoever does
+    masters, counts, data = [], [], []  # references to masters: some strategies make them only while one exists
     try:
         store.editing = editing or bool(swapped)
         for module, name, parameter in swapped:
             masters.append(store.master(parameter))
             counts.append(masters[-1]._version)
-            held.append(masters[-1].data)
+            data.append(masters[-1].data)
             module._parameters[name] = masters[-1]
         store.exposed += 1
         yield model
@@ -290,7 +293,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
             put_back(swapped)
             store.editing = editing
         resized = ""
-        for (_, name, parameter), master, values in zip(swapped, masters, held, strict=False):
+        for (_, name, parameter), master, values in zip(swapped, masters, data, strict=False):
             if master.shape != parameter.shape:
                 shapes = tuple(parameter.shape), tuple(master.shape)
                 resized = f"{name} of shape {shapes[0]} was given data of shape {shapes[1]}"
@@ -298,10 +301,10 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         touched = [
             parameter
             for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=False)
-            if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
+            if master.device.type == "cpu" or master._version != count  # on another device, comparing values waits
         ]
         lost = store.undo_beyond(touched)
-        store.write_back(parameter for _, _, parameter in swapped[: len(held)])
+        store.write_back(parameter for _, _, parameter in swapped[: len(data)])
         if resized:
             raise WeightsError(
                 f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "
