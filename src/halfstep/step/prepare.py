@@ -94,18 +94,7 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
         unwatch_copies(model.parameters())
         _bind(model, wanted, devices, plan, store)
     for model in model_list:
-        binding = binding_of(unwrap(model))
-        assert binding is not None
-        binding.become_root()  # also where it is a part of another that was bound before
-        if binding.store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
-            binding.store.unify(model)
-        if concrete.state == "low":
-            LowStates.want(model.parameters(), getattr(binding.store, "draws", None))
-        for optimizer in optimizer_list:
-            _attach(optimizer, model, binding.store)
-            keep_working_form(optimizer, _stepped(optimizer, binding.store))
-            if concrete.state == "low" and LowStates.of(optimizer) is None:
-                LowStates(optimizer, getattr(binding.store, "draws", None))
+        _attach(model, optimizer_list, low_states=concrete.state == "low")
     if optimizers is None:
         return models
     scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
@@ -150,10 +139,8 @@ def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]
     """Make autograd accumulate the gradients of `parameters` in `dtype`; None: in the format they come in."""
     for parameter in parameters:
         if dtype is not None or parameter.grad_dtype is torch.float32:  # left by an earlier policy
-            gradient, parameter.grad = (
-                parameter.grad,
-                None,
-            )  # torch refuses to set it beside a gradient of another format
+            # torch refuses to set it beside a gradient of another format
+            gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype or parameter.dtype)
 
@@ -189,13 +176,28 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
         bind_class(module, on=True)
 
 
-def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -> None:
-    """Make `optimizer` step the masters of `model` if it has parameters of it, also if these are not low (yet)."""
-    if store is None or store.attached(optimizer):
-        return
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(id(p) in mine for p in model.parameters()):
-        store.attach(optimizer)
+def _attach(model: nn.Module, optimizers: list[Optimizer], *, low_states: bool) -> None:
+    """Make a bound model a root, and make optimizers step its precise weights and keep `low_states`."""
+    binding = binding_of(unwrap(model))
+    assert binding is not None
+    binding.become_root()  # also where it is a part of another that was bound before
+    store = binding.store
+    draws = getattr(store, "draws", None)
+    if store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
+        store.unify(model)
+    if low_states:
+        LowStates.want(model.parameters(), draws)
+    own = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if store is not None:
+            # also if the parameters of `model` in it are not low (yet)
+            if not store.attached(optimizer) and any(id(p) in own for p in stepped):
+                store.attach(optimizer)
+            stepped = [p for p in stepped if p not in store]
+        keep_working_form(optimizer, stepped)
+        if low_states and LowStates.of(optimizer) is None:
+            LowStates(optimizer, draws)
 
 
 def _module(model: object, what: str) -> nn.Module:
@@ -203,12 +205,6 @@ def _module(model: object, what: str) -> nn.Module:
         return unwrap(model)
     many = "; call it for each model" if isinstance(model, (list, tuple)) else ""
     raise BindError(f"{what} takes a model, a torch Module, not {type(model).__name__}{many}")
-
-
-def _stepped(optimizer: Optimizer, store: WeightStore | None) -> list[torch.Tensor]:
-    """Return the parameters of `optimizer` that have no precise weights."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    return own if store is None else [p for p in own if p not in store]
 
 
 def store_of(model: nn.Module) -> WeightStore | None:
@@ -274,37 +270,33 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     if store is None:
         yield model
         return
-    swapped = low_places(inner, store)
+    places = low_places(inner, store)
     editing = store.editing
-    masters, counts, data = [], [], []  # references to masters: some strategies make them only while one exists
+    shown: list[tuple[str, nn.Parameter, torch.Tensor, int, torch.Tensor]] = []
     try:
-        store.editing = editing or bool(swapped)
-        for module, name, parameter in swapped:
-            masters.append(store.master(parameter))
-            counts.append(masters[-1]._version)
-            data.append(masters[-1].data)
-            module._parameters[name] = masters[-1]
+        store.editing = editing or bool(places)
+        for module, name, parameter in places:
+            master = store.master(parameter)  # referenced in `shown`: some strategies make it only while it is
+            shown.append((name, parameter, master, master._version, master.data))
+            module._parameters[name] = master
         store.exposed += 1
         yield model
     finally:
         try:
-            put_back(swapped)
+            put_back(places)
         finally:
-            put_back(swapped)
+            put_back(places)
             store.editing = editing
-        resized = ""
-        for (_, name, parameter), master, values in zip(swapped, masters, data, strict=False):
+        resized, touched = "", []
+        for name, parameter, master, version, values in shown:
             if master.shape != parameter.shape:
                 shapes = tuple(parameter.shape), tuple(master.shape)
                 resized = f"{name} of shape {shapes[0]} was given data of shape {shapes[1]}"
                 master.data = values
-        touched = [
-            parameter
-            for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=False)
-            if master.device.type == "cpu" or master._version != count  # on another device, comparing values waits
-        ]
+            if master.device.type == "cpu" or master._version != version:  # on other devices, looking at values waits
+                touched.append(parameter)
         lost = store.undo_beyond(touched)
-        store.write_back(parameter for _, _, parameter in swapped[: len(data)])
+        store.write_back(parameter for _, parameter, *_ in shown)
         if resized:
             raise WeightsError(
                 f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "

@@ -41,7 +41,7 @@ class Ranks:
         own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
 
     Raises:
-        UnbuiltError: the policy needs this, and a communication hook or a static graph rules it out.
+        UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: Policy) -> None:
@@ -121,7 +121,7 @@ class Ranks:
         """Average all gradients over the ranks; collective. Return whether it waited for the device.
 
         Args:
-            store: the precise weights behind low parameters, or None.
+            store: what stands behind low parameters, or None.
         """
         self._store = store
         if getattr(self._ddp, "_comm_hooks", ()):  # registered since
