@@ -272,7 +272,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
         return
     places = low_places(inner, store)
     editing = store.editing
-    shown: list[tuple[str, nn.Parameter, torch.Tensor, int, torch.Tensor]] = []
+    shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []
     try:
         store.editing = editing or bool(places)
         for module, name, parameter in places:
