@@ -37,7 +37,6 @@ from halfstep.policy.scale_rule import SCALE_RULES
 
 __all__ = [
     "Decision",
-    "Plan",
     "Units",
     "check_device_type",
     "custom_decisions",

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.kernels.watched import unwatch_copies
+from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import Plan, device_types_of
+from halfstep.policy.resolve import device_types_of
 from halfstep.scale.forms import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
