@@ -1,8 +1,7 @@
-"""What happened: the records that travel up from the engine.
+"""Events: what a training step returns, and what the black box finds.
 
-`StepResult` is a handle on device tensors (reading it waits for nothing); `StepResult.host` is the plain frozen copy.
-`WEIGHTS_ATTRIBUTE` is the one agreement between siblings of layer 2: an optimizer that carries it steps precise
-weights behind low parameters, so a scaler may leave fp32 gradients on them.
+`StepResult` is a handle on device tensors, `StepResult.host` its frozen copy in Python numbers. A `Verdict` explains a
+step that is not finite, by its cause and its `Cure` list. `StepWatcher` is the protocol of what observes updates.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 __all__ = ["WEIGHTS_ATTRIBUTE", "Cure", "HostStepResult", "StepResult", "StepWatcher", "Verdict"]
 
 WEIGHTS_ATTRIBUTE = "_halfstep_weights"
+"""An optimizer with this attribute steps precise weights behind low parameters, which may have fp32 gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,22 +88,22 @@ class StepResult:
 
 
 class StepWatcher(Protocol):
-    """Who looks on while a training step updates its parameters; it changes nothing and waits for nothing.
+    """Observer of a training step's updates; it changes nothing and waits for nothing.
 
-    A captured step (``cuda_graph=True``) runs eagerly where a watcher wants to look, and is replayed where none does.
+    A captured step (``cuda_graph=True``) runs eagerly if a watcher wants to see the update, and else is replayed.
     """
 
     def wants_update(self) -> bool:
-        """Say whether the next update is one to look at; the same answer until that update."""
+        """Return whether to call `before_update` and `after_update` at the next update; constant until then."""
 
     def pass_update(self) -> None:
-        """Take note of an update that this watcher did not want to look at, and did not see."""
+        """Count an update that was not to be seen."""
 
     def before_update(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Look at what is about to be updated: parameters with their gradients, which are scaled."""
+        """Read the parameters about to be updated, with their scaled gradients."""
 
     def after_update(self, bad: torch.Tensor) -> None:
-        """Look at what became of them, gradients still there; `bad`, a 0-dim bool: the update was not applied."""
+        """Read them after the update, gradients included; `bad`, a 0-dim bool: it was not applied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ class Cure:
 
     Attributes:
         policy: the whole policy with the change made, an `hs.Policy`; None where the change is none of a policy.
-        text: the change in words and as a line that can be pasted.
+        text: the change in words and as a line of code.
         verified: whether the step was replayed with it and was finite.
     """
 
@@ -140,8 +140,8 @@ class Verdict:
         rank: rank of the process it happened on.
         step: the step of the TrainStep or BlackBox, from 1.
         cures: changes under which the step is finite, smallest first; then unverified advice.
-        detail: what belongs into the headline beside the place.
-        notes: what else was seen on the way.
+        detail: the part of the headline that follows the place.
+        notes: other observations.
     """
 
     kind: str

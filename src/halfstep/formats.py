@@ -8,10 +8,10 @@ subnormals has no number between 0 and ``2**(1 - bias)``.
 
 Overflow: rounding is done as if exponents went on, and what then lies beyond `max` becomes inf; a format without inf
 saturates instead, infinities too. So do torch's casts (fp8_e4m3 since torch 2.12, pytorch#178817; before, it became
-nan). nan stays nan in every format, so that trouble stays in sight.
+nan). nan stays nan in every format.
 
-Any such format has a name that says it all: ``e3m4`` is 3 exponent and 4 mantissa bits with inf, nan and subnormals,
-``e3m4-noinf-nonan-nosub`` is without. None is wider than fp32, which carries the others' values.
+Any such format has a name: ``e3m4`` is 3 exponent and 4 mantissa bits with inf, nan and subnormals,
+``e3m4-noinf-nonan-nosub`` is without. None is wider than fp32, which represents the values of all others.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Format:
     has_subnormals: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse bits that fp32 cannot carry."""
+        """Refuse more bits than fp32 has."""
         for what, bits, least, most in (
             ("exponent", self.exponent_bits, 2, 8),
             ("mantissa", self.mantissa_bits, 0, 23),

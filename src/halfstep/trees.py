@@ -1,8 +1,7 @@
-"""Trees: containers of tensors, opened and closed again without losing their type.
+"""Trees: containers of tensors, flattened and rebuilt with their type.
 
-What models take and return: lists, tuples, named tuples, mappings of every kind (an OrderedDict, a defaultdict, a
-Hugging Face ModelOutput), dataclasses and whatever is registered with torch.utils._pytree. torch's own custom_fwd turns
-an OrderedDict into a dict and cannot take a named tuple (torch 2.13).
+Containers are what models take and return: lists, tuples, named tuples, mappings of every kind (an OrderedDict, a
+defaultdict, a Hugging Face ModelOutput), dataclasses, and types registered with torch.utils._pytree.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Rebuild = Callable[[Sequence[Any]], Any]
 
 
 def opened(value: Any) -> tuple[list[tuple[str, Any]], Rebuild] | None:
-    """Return what a container holds, each with how one would write the way to it, and a function that closes it again.
+    """Return the items of a container with their subscripts, and a function that makes a container of other items.
 
     Args:
-        value: anything.
+        value: any object.
 
     Returns:
-        ``([("[0]", item), ...], rebuild)``; ``rebuild(items)`` is a new container of the same type with other items.
-        None if `value` is no container (text is none).
+        ``([("[0]", item), ...], rebuild)``; ``rebuild(items)`` is a new container of the same type. None if `value` is
+        no container; text is none.
     """
     kind = type(value)
     if isinstance(value, (list, tuple)):
@@ -71,15 +70,15 @@ def _refielded(record: Any, fields: Sequence[str], items: Sequence[Any]) -> Any:
     for name, value in getattr(record, "__dict__", {}).items():
         object.__setattr__(result, name, value)
     for name, item in zip(fields, items, strict=True):
-        object.__setattr__(result, name, item)  # a frozen one too: nobody has seen the copy yet
+        object.__setattr__(result, name, item)  # also of a frozen dataclass: the copy is new
     return result
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return `tree` with every tensor replaced by ``function(tensor)``.
 
-    Containers come back as their own type, and a container in which nothing changed is returned itself; whatever is
-    neither container nor tensor stays. The input is not changed.
+    Containers keep their type; one in which nothing changed is returned itself, and so is an object that is neither
+    container nor tensor. The input is not changed.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -88,7 +87,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
         return tree
     named, rebuild = node
     items = [map_tensors(item, function) for _, item in named]
-    if torch.compiler.is_compiling():  # Dynamo cannot ask whether two tensors are one
+    if torch.compiler.is_compiling():  # Dynamo cannot compare the identity of tensors
         return rebuild(items)
     if all(map(is_, items, [old for _, old in named])):
         return tree

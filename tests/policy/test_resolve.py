@@ -375,6 +375,10 @@ class TestPlan:
         assert plan.masters.startswith("split in a TrainStep") and "master in a loop" in plan.masters
         assert resolved(policy, "cpu").master == plan.policy.master == "master"
         assert resolved(policy, "cpu", one_pass=True).master == "split"
+        for one_pass, master in ((True, "split"), (False, "master")):
+            plan = resolve(policy, net, "cpu", one_pass=one_pass)
+            assert plan.policy == resolved(policy, "cpu", one_pass=one_pass)
+            assert plan.policy.master == master and f"master {master}" in str(plan)
         for wanted in (policy.replace(master="kahan"), policy.replace(dtype="fp16"), Policy.of("mixed", dtype="bf16")):
             plan = resolve(wanted, net, "cpu")
             assert plan.masters == "" and f"master {plan.policy.master}" in str(plan)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError, PolicyError, WeightsError
+from halfstep.step.bind import binding_of
 from halfstep.step.prepare import store_of
 from tests.stepping import without_collector
 
@@ -810,3 +811,13 @@ def test_a_frozen_parameter_may_hold_infinities() -> None:
     model = nn.Linear(2, 2)
     model.mask = nn.Parameter(torch.tensor([0.0, float("-inf")]), requires_grad=False)
     assert hs.prepare(model, policy=hs.Policy.of("mixed", dtype="bf16")) is model
+
+
+def test_a_binding_has_the_policy_as_wanted_and_as_it_is_carried_out() -> None:
+    wanted, model = hs.Policy.of("O2", dtype="bf16"), nn.Linear(2, 2)
+    hs.prepare(model, torch.optim.AdamW(model.parameters()), policy=wanted)
+    step = hs.TrainStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).sum())
+    binding, store = binding_of(model), store_of(model)
+    assert binding is not None and store is not None
+    assert binding.wanted == hs.prepared_policy(model) == wanted
+    assert step.policy is binding.policy and step.policy.master == store.name == "master"  # as prepare made it

@@ -7,9 +7,10 @@ natively (`Units`). Operators have one name each: `operator_names` lists those t
 """
 
 from halfstep.policy.operators import operator_name, operator_names
+from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
-from halfstep.policy.resolve import Plan, Units, resolve, units
+from halfstep.policy.resolve import Units, resolve, units
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
 __all__ = [

@@ -108,7 +108,7 @@ SYNONYMS: Mapping[str, str] = {
     "upsample_bilinear": "interpolate",
     "upsample_nearest": "interpolate",
 }
-"""Other names -> the name. Only true synonyms and private halves of a public operator: one rule must fit both."""
+"""Other name -> the name. Only synonyms, and private halves of a public operator: one rule must fit both."""
 
 PRIVATE_HALVES = (
     (re.compile(r"_?upsample_\w+"), "interpolate"),
@@ -143,7 +143,7 @@ NOT_OPERATORS = re.compile(
 """Schemas of these look like an operator's, but they copy, create, convert, or are one vendor's kernel."""
 
 ALSO_OPERATORS = frozenset({"equal", "lu", "view_as_complex"})
-"""Operators without a schema that shows it; their arguments have to meet in one format all the same."""
+"""Operators without a schema that shows it; their arguments need one format all the same."""
 
 LINEAR_LOSS = "linear_cross_entropy"
 """Known on every version of torch: halfstep has one where torch.nn.functional has none."""

@@ -53,7 +53,7 @@ class ParameterDecision:
     Attributes:
         name: dotted name, the first one of a parameter that several modules share.
         format: "fp32", "bf16" or "fp16".
-        low: whether the policy lowers it, so that `Policy.master` says where its fp32 value is.
+        low: whether the policy lowers it, so that its fp32 value is where `Policy.master` puts it.
         numel: number of its elements.
         reason: why, in words.
         aliases: its other dotted names.

@@ -21,8 +21,8 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
         "mixed": Policy(name="mixed", table="mixed", outputs="fp32"),
         # Apex O2: low weights with fp32 masters, norms' parameters fp32, the model's stream low, fp32 at its end.
         "O2": Policy(name="O2", params="low", table="mixed", residual="low", inputs="low", outputs="fp32"),
-        # As O2, with norms' parameters low too. Outputs are fp32 where a model is called outside a step: a loss there
-        # would be computed in the low format, or meet an fp32 target, and the policy says fp32.
+        # As O2, with norms' parameters low too. Outputs are fp32 where a model is called outside a step, so that a
+        # loss there is computed in fp32.
         "pure": Policy(
             name="pure", params="low", norms="low", table="mixed", residual="low", inputs="low", outputs="fp32"
         ),

@@ -1,7 +1,7 @@
 """Resolve: what a policy means on a device (`resolved`), and for a model (`resolve`: a Plan, with reasons).
 
-Here, once, is decided which low format a device takes, whether fp16 is emulated, which scale rule holds, what stands
-behind low parameters, and whether halfstep can carry the policy out. All else reads the resolved policy.
+These functions alone decide which low format a device takes, whether fp16 is emulated, which scale rule applies, which
+fp32 values are behind low parameters, and whether halfstep can carry the policy out. Other modules read the result.
 
 Order of operator rules, strongest last: table, the fields `residual` and `loss`, `ops` in order. Order of module rules:
 a pattern matches modules and all below them; the last pattern that matches wins.
@@ -37,7 +37,6 @@ from halfstep.policy.scale_rule import SCALE_RULES
 
 __all__ = [
     "Decision",
-    "Plan",
     "Units",
     "check_device_type",
     "custom_decisions",
@@ -68,7 +67,7 @@ BF16_FROM = (8, 0)
 """CUDA compute capability of the first tensor cores for bf16 (Ampere)."""
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "xla", "ipu")
-"""Device types to suggest in errors; whether torch.autocast exists for a device is asked of torch."""
+"""Device types to suggest in errors; torch decides whether torch.autocast exists for a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Units:
     """Low formats that have arithmetic units on a device.
 
     Attributes:
-        device: the device type asked about.
+        device: the device type.
         bf16: whether products of bf16 numbers have units.
         fp16: whether products of fp16 numbers have units.
         reason: how this is known, in words for a note or an error.
@@ -92,7 +91,7 @@ class Units:
 def units(device_type: str) -> Units:
     """Return which low formats have arithmetic units on `device_type` here.
 
-    On the CPU the instruction set is asked: bf16 needs avx512_bf16, amx_bf16 or ARM's bf16 extension, fp16 needs
+    On the CPU the instruction set decides: bf16 needs avx512_bf16, amx_bf16 or ARM's bf16 extension, fp16 needs
     avx512_fp16, amx_fp16 or ARM's fp16 arithmetic. On CUDA bf16 needs compute capability 8.0 on every visible GPU and
     fp16 is always there. Elsewhere torch's default format for autocast is taken to be the one with units.
 
@@ -113,7 +112,7 @@ def units(device_type: str) -> Units:
 
 
 def check_device_type(device_type: str) -> None:
-    """Raise PolicyError unless `device_type` is a bare device type that torch.autocast knows, such as "cuda"."""
+    """Raise PolicyError unless `device_type` is a bare device type with torch.autocast, such as "cuda"."""
     try:
         known = ":" not in device_type and torch.amp.is_autocast_available(device_type)
     except (RuntimeError, TypeError):  # not even a device type
@@ -133,7 +132,7 @@ def device_types_of(models: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def default_device_types() -> tuple[str, ...]:
-    """Return the device types a region enters unless told: the accelerator, if there is one, then the CPU."""
+    """Return the device types a region enters by default: the accelerator, if there is one, then the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
         return ("cpu",)
@@ -234,7 +233,7 @@ def resolved(policy: Policy, device_type: str, *, one_pass: bool = False) -> Pol
             weights as fast as masters, and these take 2 bytes less: then ``master="auto"`` is split in bf16.
 
     Raises:
-        UnbuiltError: halfstep cannot carry it out; the message says what comes nearest.
+        UnbuiltError: halfstep cannot carry it out; the message names what comes nearest.
         PolicyError: a field rules out another one, or torch.autocast does not exist for this device type.
     """
     dtype, _ = resolve_dtype(policy, device_type)
@@ -298,7 +297,7 @@ def _refuse_contradictions(policy: Policy, dtype: str) -> None:
 
 
 def reduces_itself(concrete: Policy) -> bool:
-    """Return whether a policy (resolved) asks for averages over processes that DistributedDataParallel does not make.
+    """Return whether a resolved policy needs averages over processes that DistributedDataParallel does not make.
 
     It averages each gradient in the format of its parameter.
     """
@@ -441,7 +440,7 @@ def _parameters(
 def _parameter(
     concrete: Policy, parameter: nn.Parameter, owner: nn.Module, rule: tuple[str, str] | None
 ) -> tuple[bool, str, str]:
-    """Return (lowered, format, reason) of a parameter as one of its owners wants it."""
+    """Return (lowered, format, reason) of a parameter as one of its owners needs it."""
     now = DTYPE_NAMES[parameter.dtype]
     if rule is not None and rule[1] == "fp32":
         return False, "fp32", f"modules: {rule[0]!r} = 'fp32'"

@@ -87,7 +87,7 @@ class ScaleRule:
         """Make numbers of numpy and torch plain, and validate every value and how they go together."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if type(value) not in _PLAIN:
+            if type(value) not in _PYTHON_TYPES:
                 object.__setattr__(self, name, plain(value))
         for name in ("interval", "hysteresis", "delay", "patience"):
             object.__setattr__(self, name, whole(getattr(self, name)))
@@ -138,7 +138,11 @@ class ScaleRule:
 
 def plain(value: Any) -> Any:
     """Return the Python number or bool in a numpy scalar or a 0-dim array or tensor (waits for its device), else it."""
-    if type(value) not in _PLAIN and getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+    if (
+        type(value) not in _PYTHON_TYPES
+        and getattr(value, "ndim", None) == 0
+        and callable(getattr(value, "item", None))
+    ):
         return value.item()
     return value
 
@@ -148,7 +152,7 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_PLAIN = frozenset({int, float, bool, str})
+_PYTHON_TYPES = frozenset({int, float, bool, str})
 
 
 def _number(name: str, value: object, *, low: float, high: float, meaning: str) -> None:

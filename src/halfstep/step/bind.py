@@ -515,7 +515,7 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
 def _rebuild_by(
     binding: Binding | None, precise: dict[str, nn.Parameter], make: Callable[..., Any], args: tuple[Any, ...]
 ) -> nn.Module:
-    """Make a module the way its class does, and bind it with `binding`."""
+    """Make a module as its class does, and bind it with `binding`."""
     module: nn.Module = make(*args)
     make_precise(module, precise)
     if binding is not None:

@@ -32,7 +32,7 @@ SHARDED = {
     "without it",
 }
 
-Ruled = tuple[str, nn.Module, str, bool]
+RuledModule = tuple[str, nn.Module, str, bool]
 """Path, module, its rule or "", and whether it is the outermost one that has the rule."""
 
 
@@ -42,7 +42,7 @@ def is_stateless(module: nn.Module) -> bool:
     return not module._modules and all(value is None for value in kept)
 
 
-def ruled(model: nn.Module, plan: Plan) -> Iterator[Ruled]:
+def ruled(model: nn.Module, plan: Plan) -> Iterator[RuledModule]:
     """Iterate over the modules of `model` with the rules of its `plan`."""
     rules = {m.path: m.rule for m in plan.modules}
     for path, module in list(model.named_modules()):
@@ -51,7 +51,7 @@ def ruled(model: nn.Module, plan: Plan) -> Iterator[Ruled]:
         yield path, module, rule, bool(rule) and rule != parent
 
 
-def _refuse_other_rules(model: nn.Module, policy: Policy, modules: Iterable[Ruled]) -> None:
+def _refuse_other_rules(model: nn.Module, policy: Policy, modules: Iterable[RuledModule]) -> None:
     """Refuse rules for guests (see note [guests] of bind.py) that serve another prepared model under other rules.
 
     Raises:

@@ -1,14 +1,14 @@
 """compile=: `loss_fn` through torch.compile, forward and backward, in the region of the training step.
 
-Note [compiled region]: the region is opened outside the compiled function, and Dynamo traces `loss_fn` under the
-torch.autocast state and the function mode that it finds there, and guards on both. So a graph break of the user's own
-is harmless: what lies between two graphs runs in the same region. (A region opened inside would be left in the middle
-of a `with`, which Dynamo cannot resume under a function mode.)
+Note [compiled region]: the region is opened outside the compiled function. Dynamo traces `loss_fn` under the
+torch.autocast state and the function mode around it, and guards on both. So a graph break in the user's code is
+harmless: the code between two graphs runs in the same region. A region opened inside would be left in the middle of a
+`with`, which Dynamo cannot resume under a function mode.
 
-Note [compiled backward]: by default torch traces a backward pass under the autocast state that it finds around the
-compiled function, and a product that ran in fp32 inside, by a module rule or the user's own autocast(enabled=False),
-gets low gradients (2e-3 off, relative). Outside a compiler a backward pass runs in no region, so
-that is switched off while anything may be compiled.
+Note [compiled backward]: by default torch traces a backward pass under the autocast state around the compiled
+function, and a product that ran in fp32 inside, by a module rule or the user's own autocast(enabled=False), gets low
+gradients (2e-3 off, relative). An eager backward pass runs in no region, so this default is switched off while anything
+may be compiled.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _uses_graphs(options: Mapping[str, Any]) -> bool:
 def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `loss_fn` with a code object of its own.
 
-    A plain function is copied, not called by another one: it stays the outermost frame, which Dynamo can resume after a
-    graph break, and whose globals it need not look up by a module's name.
+    A plain function is copied and not wrapped: it stays the outermost frame, which Dynamo can resume after a graph
+    break, and whose globals need no lookup by module name.
     """
     if type(loss_fn) is FunctionType:
         code, names = loss_fn.__code__.replace(), loss_fn.__globals__
@@ -100,8 +100,8 @@ def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 class CompiledLoss:
     """A loss function compiled by torch.compile, to be called in an open region.
 
-    Each has a code object of its own, by which Dynamo counts recompilations: training steps with one loss function do
-    not use up each other's.
+    Each has a code object of its own, by which Dynamo counts recompilations: training steps with the same loss function
+    have a limit of recompilations each.
 
     Args:
         loss_fn: the user's.

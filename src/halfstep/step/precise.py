@@ -1,16 +1,16 @@
-"""What a bound module shows of its weights: `state_dict`, copies, pickles and files that a library saves hold fp32.
+"""Precise: `state_dict`, copies, pickles and ``save_pretrained`` of a bound module contain fp32 values.
 
-Methods of bound classes, and nothing else: `methods_of` returns them for one class.
+`methods_of` returns the methods that do this, for the bound class of one class.
 
 Note [copies]: a copy lacks the optimizers of the original, so it has no masters: its own parameters are the fp32
-values. Parameters keep their identity, since an optimizer that is copied along holds them; only their values change.
+values. Parameters keep their identity, because an optimizer copied along refers to them; only their values change.
 
-Note [parts made later]: a parametrization that is registered on a bound module, or a module that is put into it, is not
-bound. It may hold low parameters, so what saves or copies a module first binds such children of it.
+Note [parts made later]: a parametrization registered on a bound module, or a module added to it, is not bound. It may
+have low parameters, so saving or copying a module binds such children first.
 
 Note [whole models]: ``torch.load(weights_only=True)`` fills an instance only if its class is allowed by name. A script
-allows its own classes; what a bound model needs beside them is allowed here. The bound class of an allowed class is
-allowed when an instance of it is rebuilt, under a name of ours that no file can ask for by accident.
+allows its own classes; what a bound model needs besides is allowed here. The bound class of an allowed class is allowed
+when an instance of it is rebuilt, under a name that no file contains by accident.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def low_places(model: nn.Module, store: WeightStore) -> list[Place]:
 
 
 def put_back(places: list[Place]) -> None:
-    """Put parameters back where fp32 values were shown in their place; called twice, for Ctrl-C may end the first."""
+    """Put parameters back in place of the fp32 values; called twice, because Ctrl-C may end the first call."""
     for module, name, parameter in places:
         module._parameters[name] = parameter
 
 
 def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: Late) -> dict[str, Any]:
-    """Return the methods by which an instance of the bound class of `original` shows fp32 weights.
+    """Return the methods by which an instance of the bound class of `original` gives fp32 weights.
 
     Args:
         original: the user's class.
@@ -187,7 +187,7 @@ def make_precise(module: nn.Module, precise: Mapping[str, Tensor]) -> None:
 
 
 def copy_parametrized(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a parametrized module as torch does, which forbids to pickle such: everything that is in it."""
+    """Copy a parametrized module with all its attributes, as torch does, which forbids to pickle it."""
     twin = memo[id(module)] = type(module).__new__(type(module))
     twin.__dict__ = copy.deepcopy(module.__dict__, memo)
     return twin
@@ -209,7 +209,7 @@ def _as_reduced(module: nn.Module, original: type[nn.Module], memo: dict[int, An
 def _saving(own: Callable[..., Any], late: Late) -> Callable[..., Any]:
     """Return `own`, the ``save_pretrained`` of a library, run while the parameters are the fp32 values.
 
-    Such a method writes `state_dict`, and what it says of its format it reads from the parameters.
+    Such a method writes `state_dict`, and reads the format that it records from the parameters.
     """
 
     @functools.wraps(own)
@@ -217,7 +217,7 @@ def _saving(own: Callable[..., Any], late: Late) -> Callable[..., Any]:
         for module in self.modules():  # parents first: they bind what the iteration comes to next
             late(module)
         low = [(module, *entry) for module in self.modules() for entry in low_parameters(module)]
-        # all are made before any is shown; a parameter that is shared stays one parameter
+        # all are made before the first is placed; a shared parameter stays one parameter
         shown = {id(parameter): store.value(parameter) for _, _, parameter, store in low}
         places = [(module, name, parameter) for module, name, parameter, _ in low]
         try:
@@ -237,7 +237,7 @@ class _Carried(NamedTuple):
     """The state of a module with low parameters while it is pickled.
 
     Attributes:
-        state: what its class says; the low parameters in it are those an optimizer holds, and stay the same objects.
+        state: that of its class; the low parameters in it stay the same objects, which an optimizer may refer to.
         precise: the fp32 values they take in the copy, by name.
     """
 
@@ -246,7 +246,7 @@ class _Carried(NamedTuple):
 
 
 def allow_in_files(*allowed: Any) -> None:
-    """Let files that are loaded with ``weights_only=True`` name our own classes and functions; see note [whole models].
+    """Allow files loaded with ``weights_only=True`` to name halfstep's classes and functions; see note [whole models].
 
     Args:
         allowed: classes and functions, or (class, name in files).

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.kernels.watched import unwatch_copies
+from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import Plan, device_types_of
+from halfstep.policy.resolve import device_types_of
 from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
@@ -89,23 +90,12 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     check_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not is_done(m, wanted, concrete)]
-    store = _lower(fresh, concrete)  # what it refuses it refuses before it changes anything
+    store = _lower(fresh, concrete)  # raises before it changes anything
     for model, plan in fresh:
         unwatch_copies(model.parameters())
         _bind(model, wanted, devices, plan, store)
     for model in model_list:
-        binding = binding_of(unwrap(model))
-        assert binding is not None
-        binding.become_root()  # also where it is a part of another that was bound before
-        if binding.store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
-            binding.store.broadcast(model)
-        if concrete.state == "low":
-            LowStates.keep_low(model.parameters(), getattr(binding.store, "draws", None))
-        for optimizer in optimizer_list:
-            _attach(optimizer, model, binding.store)
-            keep_working_form(optimizer, _stepped(optimizer, binding.store))
-            if concrete.state == "low" and LowStates.of(optimizer) is None:
-                LowStates(optimizer, getattr(binding.store, "draws", None))
+        _attach(model, optimizer_list, low_states=concrete.state == "low")
     if optimizers is None:
         return models
     scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
@@ -147,10 +137,11 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
 
 
 def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]) -> None:
-    """Let autograd add up the gradients of `parameters` in `dtype`; None: in the format they come in."""
+    """Make autograd accumulate the gradients of `parameters` in `dtype`; None: in the format they come in."""
     for parameter in parameters:
-        if dtype is not None or parameter.grad_dtype is torch.float32:  # which the policy before may have left
-            gradient, parameter.grad = parameter.grad, None  # torch sets no format beside a gradient of another one
+        if dtype is not None or parameter.grad_dtype is torch.float32:  # left by an earlier policy
+            # torch refuses to set it beside a gradient of another format
+            gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype or parameter.dtype)
 
@@ -186,13 +177,28 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
         bind_class(module, on=True)
 
 
-def _attach(optimizer: Optimizer, model: nn.Module, store: WeightStore | None) -> None:
-    """Let `optimizer` step the masters of `model` if it has parameters of it, also if these are not low (yet)."""
-    if store is None or store.attached(optimizer):
-        return
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(id(p) in mine for p in model.parameters()):
-        store.attach(optimizer)
+def _attach(model: nn.Module, optimizers: list[Optimizer], *, low_states: bool) -> None:
+    """Make a bound model a root, and make optimizers step its precise weights and keep `low_states`."""
+    binding = binding_of(unwrap(model))
+    assert binding is not None
+    binding.become_root()  # also where it is a part of another that was bound before
+    store = binding.store
+    draws = getattr(store, "draws", None)
+    if store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
+        store.broadcast(model)
+    if low_states:
+        LowStates.keep_low(model.parameters(), draws)
+    own = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if store is not None:
+            # also if the parameters of `model` in it are not low (yet)
+            if not store.attached(optimizer) and any(id(p) in own for p in stepped):
+                store.attach(optimizer)
+            stepped = [p for p in stepped if p not in store]
+        keep_working_form(optimizer, stepped)
+        if low_states and LowStates.of(optimizer) is None:
+            LowStates(optimizer, draws)
 
 
 def _module(model: object, what: str) -> nn.Module:
@@ -200,12 +206,6 @@ def _module(model: object, what: str) -> nn.Module:
         return unwrap(model)
     many = "; call it for each model" if isinstance(model, (list, tuple)) else ""
     raise BindError(f"{what} takes a model, a torch Module, not {type(model).__name__}{many}")
-
-
-def _stepped(optimizer: Optimizer, store: WeightStore | None) -> list[torch.Tensor]:
-    """Return the parameters of `optimizer` that no precise weights stand in for when it steps."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    return own if store is None else [p for p in own if p not in store]
 
 
 def store_of(model: nn.Module) -> WeightStore | None:
@@ -271,37 +271,33 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     if store is None:
         yield model
         return
-    swapped = low_places(inner, store)
+    places = low_places(inner, store)
     editing = store.editing
-    masters, counts, held = [], [], []  # masters are held: some strategies make them for whoever does
+    shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []
     try:
-        store.editing = editing or bool(swapped)
-        for module, name, parameter in swapped:
-            masters.append(store.master(parameter))
-            counts.append(masters[-1]._version)
-            held.append(masters[-1].data)
-            module._parameters[name] = masters[-1]
+        store.editing = editing or bool(places)
+        for module, name, parameter in places:
+            master = store.master(parameter)  # referenced in `shown`: some strategies make it only while it is
+            shown.append((name, parameter, master, master._version, master.data))
+            module._parameters[name] = master
         store.exposed += 1
         yield model
     finally:
         try:
-            put_back(swapped)
+            put_back(places)
         finally:
-            put_back(swapped)
+            put_back(places)
             store.editing = editing
-        resized = ""
-        for (_, name, parameter), master, values in zip(swapped, masters, held, strict=False):
+        resized, touched = "", []
+        for name, parameter, master, version, values in shown:
             if master.shape != parameter.shape:
                 shapes = tuple(parameter.shape), tuple(master.shape)
                 resized = f"{name} of shape {shapes[0]} was given data of shape {shapes[1]}"
                 master.data = values
-        touched = [
-            parameter
-            for (_, _, parameter), master, count in zip(swapped, masters, counts, strict=False)
-            if master.device.type == "cpu" or master._version != count  # looking elsewhere waits
-        ]
+            if master.device.type == "cpu" or master._version != version:  # on other devices, looking at values waits
+                touched.append(parameter)
         lost = store.undo_beyond(touched)
-        store.write_back(parameter for _, _, parameter in swapped[: len(held)])
+        store.write_back(parameter for _, parameter, *_ in shown)
         if resized:
             raise WeightsError(
                 f"{resized} in hs.edit_weights, which edits values: it stays as it was; hs.unprepare(model), "

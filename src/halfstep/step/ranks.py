@@ -1,11 +1,11 @@
-"""Ranks: averages over the processes of DistributedDataParallel that it does not make itself.
+"""Ranks: averages over processes that DistributedDataParallel does not make.
 
 DDP averages gradients during the last backward pass of a window, each in the format of its parameter. Two averages are
-made here instead, after the window: of what an unfinished window holds (`flush`), and of all windows where a policy
-wants another format (``reduce``, or ``grads="fp32"`` over low parameters). For the latter every micro-batch runs in
-DDP's `no_sync`, so nothing is sent while the backward pass runs.
+made here instead, after the window: of an unfinished window (`flush`), and of every window where the policy needs
+another format (``reduce``, or ``grads="fp32"`` over low parameters). In the second case every micro-batch runs in DDP's
+`no_sync`, so nothing is sent during the backward pass.
 
-Note [mean]: every micro-batch counts the same, whichever rank it was on: the gradient of a flush is the sum over all
+Note [mean]: every micro-batch has the same weight on every rank: the gradient of a flush is the sum over all
 micro-batches of all ranks, divided by their number. With windows of equal length that is DDP's mean over ranks of each
 rank's mean. A rank without micro-batches adds zeros. A parameter that no rank used keeps no gradient.
 """
@@ -64,7 +64,7 @@ class Ranks:
     def postpones(self, *, last: bool) -> bool:
         """Return whether DDP must not average in the backward pass of the next micro-batch.
 
-        In its first one a static graph is found out, which torch does only where it averages.
+        DDP records a static graph in its first backward pass, and only if it averages there.
         """
         ddp = self._ddp
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
@@ -73,12 +73,12 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of the host's numbers are sent from."""
+        """The device for tensors of host numbers that are sent."""
         device: torch.device = next(self._ddp.module.parameters()).device
         return device
 
     def agree(self, count: int, scale: Tensor) -> tuple[float, Tensor]:
-        """Learn what all ranks have in their unfinished windows; collective, and waits for the device.
+        """Return the mean window and the scale of all ranks' unfinished windows; collective, and waits for the device.
 
         Args:
             count: micro-batches in this rank's window.
@@ -109,9 +109,9 @@ class Ranks:
         return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=self.device)
 
     def _keep_up(self) -> None:
-        """Communicate as the first forward pass of a window does, in which other ranks may be ahead of this one.
+        """Communicate as the first forward pass of a window does, which other ranks may have made already.
 
-        DDP lays its buckets out anew once, and sends buffers from one rank to the others.
+        DDP rebuilds its buckets once, and sends buffers from one rank to the others.
         """
         if self._ddp.reducer._rebuild_buckets():
             self._ddp._has_rebuilt_buckets = True
@@ -143,7 +143,7 @@ class Ranks:
                 self._average_sparse(parameter)
         for bucket in self._buckets([p for p in parameters if id(p) not in sparse]):
             self._average(bucket)
-        if not all(there):  # a rank that has all gradients need not ask
+        if not all(there):  # a rank that has all gradients needs no answer
             for parameter, ranks in zip(parameters, used.tolist(), strict=True):
                 if not ranks:
                     parameter.grad = None
@@ -188,7 +188,7 @@ class Ranks:
     # ------------------------------------------------------------------ sums
 
     def _buckets(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Cut `parameters` into lists that are sent at once: of one device and one pair of formats each."""
+        """Split `parameters` into lists that are sent at once: one device and one pair of formats each."""
         kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.device, self._given(parameter), self._sent(parameter)), []).append(parameter)
@@ -230,7 +230,7 @@ class Ranks:
         self._put(parameter, mean.coalesce())
 
     def _refuse_hook(self, why: str) -> None:
-        """Refuse to pass over a communication hook; DDP's log names those of C++ too."""
+        """Refuse a communication hook that would be bypassed; DDP's log names those of C++ too."""
         hook = self._ddp._get_ddp_logging_data().get("comm_hook", "")
         if hook:
             raise UnbuiltError(
@@ -245,17 +245,17 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _sparse(model: nn.Module) -> set[int]:
-    """Return ids of the parameters whose gradients are sparse: those of the layers that DDP looks at too."""
+    """Return ids of the parameters whose gradients are sparse: those of the layers that DDP checks too."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
 
 
 def _asked(policy: Policy) -> str:
-    """Return the field for which DDP's own average does not do."""
+    """Return the field that DDP's own average does not satisfy."""
     return f"reduce={policy.reduce!r}" if policy.reduce != "grad" else f"grads={policy.grads!r} over low parameters"
 
 
-# ------------------------------------------------------------------ whose
+# ------------------------------------------------------------------ which ranks, and refusals
 
 
 def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
@@ -280,7 +280,7 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
 
 
 def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
-    """Refuse a forward pass of a loop of one's own whose gradients will be averaged in another format than `policy`'s.
+    """Refuse a forward pass in the user's own loop if DDP or fully_shard would average its gradients in another format.
 
     Args:
         model: the prepared model, called outside of a `TrainStep`.
@@ -302,11 +302,11 @@ def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
 
 
 def _refuse_sharded(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model whose gradients are averaged by what has sharded it."""
+    """Refuse a model whose gradients are averaged by the library that sharded it."""
     sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     if sharded or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise UnbuiltError(
-            f"policy {policy.name!r}: {_asked(policy)} is carried out under DistributedDataParallel only; what shards "
-            "a model says itself in which format gradients are summed: fully_shard(..., "
+            f"policy {policy.name!r}: {_asked(policy)} is carried out under DistributedDataParallel only; fully_shard "
+            "has its own setting for the format gradients are summed in: fully_shard(..., "
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)); use reduce='grad' and grads='param'"
         )

@@ -41,7 +41,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def cuts_hooks(model: nn.Module) -> bool:
-    """Return whether `model` is wrapped in something that holds on to the parameters as they are.
+    """Return whether `model` is wrapped in something that refers to the present parameters.
 
     DistributedDataParallel has hooks on them, torch.compile guards; Fabric's wrapper calls the model, or one of these.
     """

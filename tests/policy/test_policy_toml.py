@@ -1,4 +1,4 @@
-"""Text: TOML without loss, both ways, and errors that name the key."""
+"""Policies as TOML: both ways without loss, and errors that name the key."""
 
 from __future__ import annotations
 
