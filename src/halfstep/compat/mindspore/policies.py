@@ -12,29 +12,18 @@ from types import MappingProxyType
 import torch
 
 import halfstep as hs
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.shared import LOW_NAMES
 
 __all__ = [
-    "AUTO_BLACK",
-    "AUTO_PROMOTE",
-    "AUTO_WHITE",
-    "LEVELS",
-    "LOW_FORMATS",
-    "O1_WHITE",
-    "PREFIX",
-    "fp32_policy",
-    "is_low_everywhere",
-    "level_policy",
-    "low_name",
-    "low_policy",
-]
+    "AUTO_BLACK", "AUTO_PROMOTE", "AUTO_WHITE", "LEVELS", "O1_WHITE", "PREFIX", "fp32_policy", "is_low_everywhere",
+    "level_policy", "low_name", "low_policy",
+]  # fmt: skip
 
 PREFIX = "mindspore-"
-"""How the names of these policies begin; by it this skin knows what it has bound itself."""
+"""How the names of these policies begin; a policy without it was bound by the user."""
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
-
-LOW_FORMATS: Mapping[torch.dtype, str] = MappingProxyType({torch.float16: "fp16", torch.bfloat16: "bf16"})
 
 O1_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -80,47 +69,20 @@ AUTO_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 AUTO_BLACK: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Pow": ("pow",),
-        "ACos": ("acos",),
-        "Asin": ("asin",),
-        "Cosh": ("cosh",),
-        "Erfinv": ("erfinv",),
-        "Exp": ("exp",),
-        "Expm1": ("expm1",),
-        "Log": ("log",),
-        "Log10": ("log10",),
-        "Log1p": ("log1p",),
-        "Log2": ("log2",),
-        "Reciprocal": ("reciprocal",),
-        "Rsqrt": ("rsqrt",),
-        "Sinh": ("sinh",),
-        "Tan": ("tan",),
-        "Softplus": ("softplus",),
-        "LayerNorm": ("layer_norm",),
-        "BatchNorm": ("batch_norm",),
-        "GroupNorm": ("group_norm",),
-        "Norm": ("norm", "linalg.norm", "linalg.vector_norm", "linalg.matrix_norm"),
-        "KLDivLoss": ("kl_div",),
-        "SmoothL1Loss": ("smooth_l1_loss",),
-        "MultilabelMarginLoss": ("multilabel_margin_loss",),
-        "SoftMarginLoss": ("soft_margin_loss",),
-        "TripletMarginLoss": ("triplet_margin_loss",),
-        "MultiMarginLoss": ("multi_margin_loss",),
-        "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits",),
-        "Pdist": ("pdist",),
-        "Cdist": ("cdist",),
-        "Renorm": ("renorm",),
-        "ReduceProd": ("prod",),
-        "Softmax": ("softmax",),
-        "LogSoftmax": ("log_softmax",),
-        "CumProd": ("cumprod",),
-        "CumSum": ("cumsum",),
-        "SumExt": ("sum",),
-        "L1LossExt": ("l1_loss",),
-        "MSELossExt": ("mse_loss",),
-        "NLLLoss": ("nll_loss", "cross_entropy"),
+        "Pow": ("pow",), "ACos": ("acos",), "Asin": ("asin",), "Cosh": ("cosh",), "Erfinv": ("erfinv",),
+        "Exp": ("exp",), "Expm1": ("expm1",), "Log": ("log",), "Log10": ("log10",), "Log1p": ("log1p",),
+        "Log2": ("log2",), "Reciprocal": ("reciprocal",), "Rsqrt": ("rsqrt",), "Sinh": ("sinh",), "Tan": ("tan",),
+        "Softplus": ("softplus",), "LayerNorm": ("layer_norm",), "BatchNorm": ("batch_norm",),
+        "GroupNorm": ("group_norm",), "Norm": ("norm", "linalg.norm", "linalg.vector_norm", "linalg.matrix_norm"),
+        "KLDivLoss": ("kl_div",), "SmoothL1Loss": ("smooth_l1_loss",),
+        "MultilabelMarginLoss": ("multilabel_margin_loss",), "SoftMarginLoss": ("soft_margin_loss",),
+        "TripletMarginLoss": ("triplet_margin_loss",), "MultiMarginLoss": ("multi_margin_loss",),
+        "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits",), "Pdist": ("pdist",), "Cdist": ("cdist",),
+        "Renorm": ("renorm",), "ReduceProd": ("prod",), "Softmax": ("softmax",), "LogSoftmax": ("log_softmax",),
+        "CumProd": ("cumprod",), "CumSum": ("cumsum",), "SumExt": ("sum",), "L1LossExt": ("l1_loss",),
+        "MSELossExt": ("mse_loss",), "NLLLoss": ("nll_loss", "cross_entropy"),
     }
-)
+)  # fmt: skip
 
 AUTO_PROMOTE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -191,6 +153,6 @@ def low_name(dtype: object, where: str) -> str:
     """
     if not isinstance(dtype, torch.dtype):
         raise MindSporeTypeError(f"{where}: dtype={dtype!r} is not a dtype; pass mstype.float16 or mstype.bfloat16")
-    if dtype not in LOW_FORMATS:
+    if dtype not in LOW_NAMES:
         raise MindSporeValueError(f"{where}: dtype={dtype}; a low format is mstype.float16 or mstype.bfloat16")
-    return LOW_FORMATS[dtype]
+    return LOW_NAMES[dtype]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.compat.mindspore.nn.cell import Cell
+from halfstep.formats import LOW_DTYPES
 
 __all__ = ["BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MSELoss", "SoftmaxCrossEntropyWithLogits"]
 
@@ -61,10 +61,7 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 
     def __init__(self, sparse: bool = False, reduction: str = "none") -> None:
         super().__init__(reduction)
-        if not isinstance(sparse, bool):
-            raise MindSporeTypeError(
-                f"SoftmaxCrossEntropyWithLogits: sparse={sparse!r} is a {type(sparse).__name__}; True or False"
-            )
+        check_bool("SoftmaxCrossEntropyWithLogits: sparse", sparse)
         self.sparse = sparse
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -85,15 +82,12 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 
 
 class CrossEntropyLoss(LossBase):
-    """Cross entropy of logits with class numbers or probabilities; the mean unless told otherwise."""
+    """Cross entropy of logits with class numbers or probabilities; the mean by default."""
 
     def __init__(
-        self,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
+        self, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         label_smoothing: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(reduction)
         self.register_buffer("weight", weight)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
@@ -135,7 +129,7 @@ class BCEWithLogitsLoss(LossBase):
 def as_fp32(value: Any) -> Any:
     """Return `value` with its low tensors in fp32; nested lists, tuples and dicts keep their types."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        return value.float() if value.dtype in LOW_DTYPES else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(as_fp32, value))
     if isinstance(value, (list, tuple)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, check_bool
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
 
@@ -50,8 +50,7 @@ class WithEvalCell(Cell):
     def __init__(self, network: nn.Module, loss_fn: Callable[..., Any] | None, add_cast_fp32: bool = False) -> None:
         super().__init__()
         _check("WithEvalCell", network, loss_fn or as_fp32)
-        if not isinstance(add_cast_fp32, bool):
-            raise MindSporeTypeError(f"WithEvalCell: add_cast_fp32={add_cast_fp32!r}; expected True or False")
+        check_bool("WithEvalCell: add_cast_fp32", add_cast_fp32)
         self.network, self.loss_fn, self.add_cast_fp32 = network, loss_fn, add_cast_fp32
 
     def construct(self, data: Any, label: Any) -> tuple[Any, Any, Any]:

@@ -10,28 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
 
 __all__ = [
-    "cast",
-    "conv2d",
-    "depend",
-    "flatten",
-    "log_softmax",
-    "matmul",
-    "max_pool2d",
-    "mean",
-    "one_hot",
-    "ones_like",
-    "partial",
-    "relu",
-    "reshape",
-    "softmax",
-    "square",
-    "stop_gradient",
-    "zeros_like",
-]
+    "cast", "conv2d", "depend", "flatten", "log_softmax", "matmul", "max_pool2d", "mean", "one_hot", "ones_like",
+    "partial", "relu", "reshape", "softmax", "square", "stop_gradient", "zeros_like",
+]  # fmt: skip
 
 Size = int | Sequence[int]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 
 __all__ = ["GradOperation", "HyperMap", "grad", "value_and_grad"]
 

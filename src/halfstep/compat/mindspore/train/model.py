@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_module, check_whole
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
 from halfstep.compat.mindspore.nn.wrap import WithEvalCell
 
@@ -20,7 +20,7 @@ __all__ = ["Model", "Progress"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What a callback is told after a step.
+    """The argument of a callback, after a step.
 
     Attributes:
         epoch: number of the epoch, from 1.
@@ -53,19 +53,12 @@ class Model:
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss_fn: Callable[..., Any] | None = None,
+        self, network: nn.Module, loss_fn: Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None,
-        eval_network: nn.Module | None = None,
-        eval_indexes: Sequence[int] | None = None,
-        amp_level: str = "O0",
-        boost_level: str = "O0",
-        **kwargs: Any,
-    ) -> None:
-        if not isinstance(network, nn.Module):
-            raise MindSporeTypeError(f"Model: network is a {type(network).__name__}; expected a Cell or torch module")
+        metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None, eval_network: nn.Module | None = None,
+        eval_indexes: Sequence[int] | None = None, amp_level: str = "O0", boost_level: str = "O0", **kwargs: Any,
+    ) -> None:  # fmt: skip
+        check_module("Model", network)
         self._metrics = _named(metrics)
         for name in kwargs:
             if name not in ("keep_batchnorm_fp32", "loss_scale_manager"):
@@ -110,14 +103,10 @@ class Model:
         return self._eval_network
 
     def train(
-        self,
-        epoch: int,
-        train_dataset: Iterable[Any],
+        self, epoch: int, train_dataset: Iterable[Any],
         callbacks: Callable[[Progress], None] | list[Callable[[Progress], None]] | None = None,
-        dataset_sink_mode: bool = False,
-        sink_size: int = -1,
-        initial_epoch: int = 0,
-    ) -> None:
+        dataset_sink_mode: bool = False, sink_size: int = -1, initial_epoch: int = 0,
+    ) -> None:  # fmt: skip
         """Train for some epochs.
 
         Args:
@@ -131,10 +120,7 @@ class Model:
         Raises:
             MindSporeTypeError, MindSporeValueError: not a number of epochs from 1, sink mode, or no data at all.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise MindSporeTypeError(f"Model.train: epoch={epoch!r} is a {type(epoch).__name__}; expected an int")
-        if epoch < 1:
-            raise MindSporeValueError(f"Model.train: epoch={epoch!r}; expected an int from 1")
+        check_whole("Model.train: epoch", epoch)
         _refuse_sink("Model.train", dataset_sink_mode, sink_size)
         if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int) or not 0 <= initial_epoch < epoch:
             raise MindSporeValueError(
@@ -159,7 +145,7 @@ class Model:
                 )
 
     def _count(self, cell: nn.Module, outputs: Any) -> None:
-        """Let a manager on the host see the step too, as MindSpore does."""
+        """Report the step to a manager on the host too, as MindSpore does."""
         if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
             self._manager.update_loss_scale(bool(outputs[1]))
 
@@ -216,7 +202,7 @@ class Model:
 
 @contextmanager
 def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Put `network` into evaluation mode, and every part back into its own at the end."""
+    """Put `network` into evaluation mode, and restore the mode of every part at the end."""
     training = [part for part in network.modules() if part.training]
     network.eval()
     try:

@@ -1,0 +1,47 @@
+"""What the front-ends share: the names of the low formats, the peers' tensor classes, and a gate for gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
+
+__all__ = ["LOW_NAMES", "AnyParameter", "AnyTensor", "Gate"]
+
+LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
+"""Low dtype -> the name that policies use."""
+
+
+class AnyTensor(type):
+    """Metaclass of the peers' `Tensor`: ``isinstance(x, Tensor)`` is true of every torch tensor."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor)
+
+
+class AnyParameter(type):
+    """Metaclass of the peers' `Parameter`: ``isinstance(x, Parameter)`` is true of every torch parameter."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.nn.Parameter)
+
+
+class Gate:
+    """Stands for an optimizer in `hs.GradScaler.step`, which unscales its gradients; `passed`: all were finite.
+
+    Args:
+        param_groups: whose gradients are unscaled.
+        masters: low parameters get new fp32 gradients instead of unscaled low ones.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> None:
+        self.param_groups = param_groups
+        self.passed = False
+        if masters:
+            self._halfstep_weights = 1
+
+    def step(self) -> None:
+        """Note that the scaler allowed the step; the gradients are the result."""
+        self.passed = True
