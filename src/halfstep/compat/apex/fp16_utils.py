@@ -1,24 +1,245 @@
-"""An optimizer that owns the fp32 masters of half parameters, and a loss scale."""
+"""``apex.fp16_utils``: the tools by hand: half networks, masters in lists, loss scales, and `FP16_Optimizer`.
+
+Everything here is explicit, as in Apex: parameters are half because these functions were called. The scales are
+`hs.GradScaler`'s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
-from halfstep.compat.apex.amp.scaler import LossScaler
-from halfstep.compat.apex.fp16_utils.fp16util import (
-    clip_grad_norm,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-)
+import halfstep as hs
+from halfstep.compat.apex.amp.scaler import LossScaler as AmpLossScaler
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 
-__all__ = ["FP16_Optimizer"]
+__all__ = [
+    "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler", "clip_grad_norm",
+    "convert_module", "convert_network", "master_params_to_model_params", "model_grads_to_master_grads",
+    "network_to_half", "prep_param_lists", "to_python_float", "tofp16",
+]  # fmt: skip
 
-LOWS = (torch.float16, torch.bfloat16)
+BATCHNORM = nn.modules.batchnorm._BatchNorm
+
+clip_grad_norm = nn.utils.clip_grad_norm_
+
+
+# ---------------------------------------------------------------------- networks
+
+
+class tofp16(nn.Module):
+    """Cast the input to half."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input` in half."""
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Make every BatchNorm with weights in `module` fp32, in place, and return `module`."""
+    for inner in module.modules():
+        if isinstance(inner, BATCHNORM) and inner.affine:
+            inner.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """Return a network that casts its input to half and runs `network`, made half except for BatchNorm."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating parameters, gradients and buffers that `module` itself owns to `dtype`, in place."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.is_floating_point():
+            gradient = parameter.grad
+            parameter.data = parameter.data.to(dtype)
+            if gradient is not None:
+                parameter.grad = gradient.to(dtype)
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert `network` to `dtype`, in place, except for BatchNorm with weights; return it."""
+    for module in network.modules():
+        if isinstance(module, BATCHNORM) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """A network converted to half, except for BatchNorm, that takes inputs of any format.
+
+    Args:
+        network: converted in place.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, dtype=torch.float16)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the network on `inputs`, floating ones cast to half."""
+        return self.network(*hs.map_tensors(inputs, lambda t: t.half() if t.is_floating_point() else t))
+
+
+# ---------------------------------------------------------------------- masters
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trainable parameters of `model`, and fp32 masters of them for an optimizer.
+
+    Args:
+        model: all parameters of one format if `flat_master`.
+        flat_master: one flat master for all, which optimizers step in one piece.
+
+    Raises:
+        TypeError: a flat master was asked for and the parameters have several formats.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not flat_master:
+        return parameters, [nn.Parameter(p.detach().float().clone()) for p in parameters]
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    if len(kinds) > 1:
+        raise TypeError(
+            f"prep_param_lists(flat_master=True): the parameters are {' and '.join(kinds)}, and a flat master needs "
+            "one format; use flat_master=False"
+        )
+    master = nn.Parameter(_flatten_dense_tensors([p.detach() for p in parameters]).float())
+    master.grad = torch.zeros_like(master)
+    return parameters, [master]
+
+
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the gradients of `model_params` to `master_params`, in fp32; where there is none, None (flat: 0)."""
+    if flat_master:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        master_params[0].grad = _flatten_dense_tensors(grads).to(master_params[0].dtype)
+        return
+    for model, master in zip(model_params, master_params, strict=True):
+        master.grad = None if model.grad is None else model.grad.detach().to(master.dtype, copy=True)
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Round `master_params` into `model_params`, in place."""
+    values: Iterable[Tensor] = master_params
+    if flat_master:
+        values = _unflatten_dense_tensors(master_params[0].detach(), list(model_params))
+    for model, value in zip(model_params, values, strict=True):
+        model.copy_(value)
+
+
+def to_python_float(t: Any) -> float:
+    """Return a one-element tensor, or the first of a sequence, as a number."""
+    return float(t.item()) if hasattr(t, "item") else float(t[0])
+
+
+# ---------------------------------------------------------------------- loss scales
+
+
+class LossScaler:
+    """A scale that stays.
+
+    Args:
+        scale: the scale.
+    """
+
+    def __init__(self, scale: float = 1) -> None:
+        self._scaler = hs.GradScaler(rule=self._rule(float(scale)))
+
+    def _rule(self, scale: float) -> hs.ScaleRule:
+        return hs.ScaleRule.static(scale)
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Return False: a scale that stays has no answer to an overflow."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing: the scale stays."""
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale; may be set."""
+        return self._scaler.get_scale()
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self._scaler = hs.GradScaler(rule=self._rule(float(value)))
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale."""
+        return self.cur_scale
+
+    def scale_gradient(self, module: nn.Module, grad_in: Sequence[Tensor | None], grad_out: Any) -> tuple[Any, ...]:
+        """Return the gradients `grad_in` multiplied by the scale: a backward hook for a module."""
+        return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run the backward pass of the scaled loss."""
+        self._scaler.scale(loss).backward(retain_graph=retain_graph)
+
+
+class DynamicLossScaler(LossScaler):
+    """A scale that grows after `scale_window` good steps in a row and shrinks at a bad one, never below 1.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: what it is multiplied or divided by.
+        scale_window: number of steps.
+    """
+
+    def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        self.scale_factor = float(scale_factor)
+        self.scale_window = scale_window
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        super().__init__(init_scale)
+
+    def _rule(self, scale: float) -> hs.ScaleRule:
+        return hs.ScaleRule(
+            init=scale,
+            growth=self.scale_factor,
+            backoff=1.0 / self.scale_factor,
+            interval=self.scale_window,
+            floor=min(1.0, scale),
+            ceiling=float(torch.finfo(torch.float32).max),
+            divide=True,
+        )
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Return whether a gradient of `params` is not finite."""
+        return any(p.grad is not None and self._has_inf_or_nan(p.grad) for p in params)
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor) -> bool:
+        return not bool(x.isfinite().all())
+
+    def update_scale(self, overflow: bool) -> None:
+        """Let the scale answer a step."""
+        if overflow:
+            self.last_overflow_iter = self.cur_iter
+        self._scaler.record(torch.tensor(float(overflow)))
+        self._scaler.update()
+        self.cur_iter += 1
+
+
+# ---------------------------------------------------------------------- the optimizer
 
 
 class FP16_Optimizer:
@@ -38,16 +259,12 @@ class FP16_Optimizer:
     """
 
     def __init__(
-        self,
-        init_optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
+        self, init_optimizer: Optimizer, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None, verbose: bool = True,
+    ) -> None:  # fmt: skip
         for group in init_optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and parameter.dtype not in (torch.float32, *LOWS):
+                if parameter.requires_grad and parameter.dtype not in POLICY_DTYPES:
                     raise TypeError(
                         f"FP16_Optimizer takes float32, float16 and bfloat16 parameters and got {parameter.type()}"
                     )
@@ -59,9 +276,9 @@ class FP16_Optimizer:
         for group in init_optimizer.param_groups:
             self._split(group)
         if dynamic_loss_scale:
-            self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
+            self.loss_scaler = AmpLossScaler("dynamic", **(dynamic_loss_args or {}))
         else:
-            self.loss_scaler = LossScaler(static_loss_scale)
+            self.loss_scaler = AmpLossScaler(static_loss_scale)
         self.dynamic_loss_scale = dynamic_loss_scale
         self.overflow = False
         self.first_closure_call_this_step = True
@@ -76,7 +293,7 @@ class FP16_Optimizer:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
-            if parameter.dtype in LOWS:
+            if parameter.dtype in LOW_DTYPES:
                 master = nn.Parameter(parameter.detach().float().clone())
                 if parameter in self.optimizer.state:
                     self.optimizer.state[master] = self.optimizer.state.pop(parameter)
