@@ -8,7 +8,7 @@ import torch
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 
-__all__ = ["LOW_NAMES", "AnyParameter", "AnyTensor", "Gate"]
+__all__ = ["LOW_NAMES", "AnyParameter", "AnyTensor", "Gate", "listed"]
 
 LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
 """Low dtype -> the name that policies use."""
@@ -45,3 +45,8 @@ class Gate:
     def step(self) -> None:
         """Note that the scaler allowed the step; the gradients are the result."""
         self.passed = True
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a tensor or several as a list; None is an empty one."""
+    return [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)

@@ -166,7 +166,7 @@ class LossScaler:
         return hs.ScaleRule.static(scale)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return False: a scale that stays has no answer to an overflow."""
+        """Return False: a scale that stays ignores overflows."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
@@ -231,7 +231,7 @@ class DynamicLossScaler(LossScaler):
         return not bool(x.isfinite().all())
 
     def update_scale(self, overflow: bool) -> None:
-        """Let the scale answer a step."""
+        """Update the scale after a step."""
         if overflow:
             self.last_overflow_iter = self.cur_iter
         self._scaler.record(torch.tensor(float(overflow)))
@@ -250,9 +250,9 @@ class FP16_Optimizer:
     Args:
         init_optimizer: any optimizer; changed in place.
         static_loss_scale: the scale, if it is not dynamic.
-        dynamic_loss_scale: whether the scale finds itself.
+        dynamic_loss_scale: whether the scale is dynamic.
         dynamic_loss_args: arguments of `amp.scaler.LossScaler` for a dynamic scale.
-        verbose: say when a step is skipped.
+        verbose: print when a step is skipped.
 
     Raises:
         TypeError: a parameter that is neither fp32 nor low.
@@ -340,13 +340,13 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Copy gradients to the masters, unscale them, and let the scale answer an overflow."""
+        """Copy gradients to the masters, unscale them, and update the scale."""
         for low, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
             model_grads_to_master_grads(low, masters)
         self.loss_scaler.clear_overflow_state()
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         self.loss_scaler._scaler.scale_on(device)  # gradients may come from a loss that was scaled elsewhere
-        self.loss_scaler.judge(self.optimizer.param_groups)
+        self.loss_scaler.unscale_and_check(self.optimizer.param_groups)
         self.overflow = self.loss_scaler.update_scale()
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
@@ -376,7 +376,7 @@ class FP16_Optimizer:
                 a smaller scale as long as it overflows.
         """
         if closure is None and self.overflow:
-            self._say(f"Gradient overflow.  Skipping step, loss scale {self.loss_scale}")
+            self._report(f"Gradient overflow.  Skipping step, loss scale {self.loss_scale}")
             return None
         result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
         self._masters_to_model()
@@ -392,7 +392,7 @@ class FP16_Optimizer:
             loss = closure()
             while self.overflow:
                 before = self.loss_scale
-                self._say(f"OVERFLOW within closure! Evaluating again with loss scale {before}")
+                self._report(f"OVERFLOW within closure! Evaluating again with loss scale {before}")
                 loss = closure()
                 if self.overflow and self.loss_scale >= before:
                     raise RuntimeError(
@@ -409,7 +409,7 @@ class FP16_Optimizer:
         for low, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
             master_params_to_model_params(low, masters)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self.verbose:
             print(text)
 

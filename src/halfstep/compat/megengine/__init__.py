@@ -13,14 +13,6 @@ from halfstep.compat.megengine.device import get_default_device, set_default_dev
 from halfstep.compat.megengine.tensor import Parameter, Tensor, tensor
 
 __all__ = [
-    "Parameter",
-    "Tensor",
-    "amp",
-    "autodiff",
-    "functional",
-    "get_default_device",
-    "hub",
-    "optimizer",
-    "set_default_device",
-    "tensor",
-]
+    "Parameter", "Tensor", "amp", "autodiff", "functional", "get_default_device", "hub", "optimizer",
+    "set_default_device", "tensor",
+]  # fmt: skip

@@ -8,25 +8,21 @@ from typing import Any
 import torch
 
 from halfstep.compat.megengine.device import device_of
+from halfstep.compat.shared import AnyParameter, AnyTensor
 from halfstep.errors import RegionError, did_you_mean
 
 __all__ = ["Parameter", "Tensor", "dtype_of", "tensor"]
 
-DTYPES: Mapping[str, torch.dtype] = {
+TENSOR_DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")
 }
 
 
 def tensor(
-    data: Any,
-    dtype: Any = None,
-    device: str | torch.device | None = None,
-    is_const: bool = False,
-    no_cache: bool = False,
-    name: str | None = None,
-    format: str = "default",
-) -> torch.Tensor:
+    data: Any, dtype: Any = None, device: str | torch.device | None = None, is_const: bool = False,
+    no_cache: bool = False, name: str | None = None, format: str = "default",
+) -> torch.Tensor:  # fmt: skip
     """Return `data` as a tensor of its own.
 
     Args:
@@ -34,7 +30,7 @@ def tensor(
         dtype: a name such as "float32", or numpy's or torch's dtype. Default: that of `data`, but fp32 for fp64 and
             int32 for int64, as MegEngine has neither.
         device: "xpux", "cpu0", "gpu0", ...; default: the default device.
-        is_const: kept for MegEngine's signature; a tensor nobody attaches is a constant.
+        is_const: kept for MegEngine's signature; a tensor that is not attached is a constant.
         no_cache: kept for MegEngine's signature; there is no cache of small tensors.
         name: kept for MegEngine's signature.
         format: "default", or "nhwc" for torch.channels_last.
@@ -73,26 +69,13 @@ def dtype_of(dtype: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     name: str = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "") or getattr(dtype, "name", "")
-    if name not in DTYPES:
-        raise RegionError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}{did_you_mean(str(name), DTYPES)}")
-    return DTYPES[name]
+    if name not in TENSOR_DTYPES:
+        near = did_you_mean(str(name), TENSOR_DTYPES)
+        raise RegionError(f"dtype={dtype!r}; expected one of {', '.join(TENSOR_DTYPES)}{near}")
+    return TENSOR_DTYPES[name]
 
 
-class _Tensors(type):
-    """``isinstance(x, Tensor)`` is true of every torch tensor."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.Tensor)
-
-
-class _Parameters(type):
-    """``isinstance(x, Parameter)`` is true of every torch parameter."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.nn.Parameter)
-
-
-class Tensor(metaclass=_Tensors):
+class Tensor(metaclass=AnyTensor):
     """``Tensor(data, dtype=None, device=None, ...)``: the same as `tensor`; what it makes is a torch.Tensor."""
 
     def __new__(cls, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[misc]  # a factory
@@ -100,7 +83,7 @@ class Tensor(metaclass=_Tensors):
         return tensor(data, *args, **kwargs)
 
 
-class Parameter(metaclass=_Parameters):
+class Parameter(metaclass=AnyParameter):
     """``Parameter(data, dtype=None, device=None, ...)``: as `tensor`, and what it makes is a torch.nn.Parameter."""
 
     def __new__(cls, data: Any, *args: Any, **kwargs: Any) -> torch.nn.Parameter:  # type: ignore[misc]  # a factory

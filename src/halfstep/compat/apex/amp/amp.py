@@ -107,14 +107,11 @@ def init(
         verbose: print every cast.
         allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
     """
-    return switch_on(
-        torch.float16,
-        enabled=enabled,
-        loss_scale=loss_scale,
-        enable_caching=enable_caching,
-        verbose=verbose,
+    handle, _ = switch_on(
+        torch.float16, enabled=enabled, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
         allow_banned=allow_banned,
-    )[0]
+    )  # fmt: skip
+    return handle
 
 
 def switch_on(

@@ -22,17 +22,13 @@ __all__ = ["AmpHandle", "NoOpHandle", "close_own_casts", "disable_casts", "scale
 
 @contextlib.contextmanager
 def scale_loss(
-    loss: Tensor,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: nn.Module | None = None,
-    delay_unscale: bool = False,
+    loss: Tensor, optimizers: Any, loss_id: int = 0, model: nn.Module | None = None, delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> Iterator[Tensor]:  # fmt: skip
     """Yield the scaled loss for ``scaled_loss.backward()``; when the block ends, gradients are unscaled and checked.
 
     Gradients that were there before are set aside meanwhile and added to, so accumulation is exact whatever the scales
-    were. If the block raises, they are put back and nothing else changed. After an overflow the next `step` of each
+    were. If the block raises, they are restored and nothing else changed. After an overflow the next `step` of each
     optimizer is skipped, once.
 
     Args:
@@ -41,7 +37,7 @@ def scale_loss(
         loss_id: which scaler, below ``num_losses``.
         model: kept for Apex's signature, which does not use it either.
         delay_unscale: leave gradients scaled, for the next pass to add to; unscale in the last one.
-        delay_overflow_check: unscale, and leave it to the next pass to answer an overflow.
+        delay_overflow_check: unscale, and update the scale in the next pass.
 
     Raises:
         RuntimeError: before `initialize`, or an optimizer that was not passed through it.
@@ -80,7 +76,7 @@ def scale_loss(
         yield scaler.scale(loss)
     except BaseException:
         for stash in stashes:
-            stash.put_back()
+            stash.restore()
         raise
     finally:
         for stash in stashes:
@@ -90,15 +86,15 @@ def scale_loss(
             stash.params_have_scaled_gradients = True
             stash.scaled_with = scaler.mark(loss.device)
         return
-    _answer(scaler, stashes, loss_id, delay_overflow_check=delay_overflow_check)
+    _unscale(scaler, stashes, loss_id, delay_overflow_check=delay_overflow_check)
 
 
-def _answer(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int, *, delay_overflow_check: bool) -> None:
-    """Unscale, let the scale answer, add up what was set aside, and have steps skipped after an overflow."""
+def _unscale(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int, *, delay_overflow_check: bool) -> None:
+    """Unscale, update the scale, add the gradients set aside, and have steps skipped after an overflow."""
     if not scaler.delayed:
         scaler.clear_overflow_state()
     groups = [group for stash in stashes for group in stash.param_groups]
-    scaler.judge(groups, masters=any(stash.has_masters for stash in stashes))
+    scaler.unscale_and_check(groups, masters=any(stash.has_masters for stash in stashes))
     before = scaler.loss_scale() if scaler._has_overflow else 0.0
     try:
         if delay_overflow_check:
@@ -183,7 +179,7 @@ def close_own_casts() -> None:
 
 
 class AmpHandle:
-    """What holds O1's casts: they are on from its making until `_deactivate`.
+    """Owner of O1's casts: they are on from its construction until `_deactivate`.
 
     Args:
         casts: the open region.

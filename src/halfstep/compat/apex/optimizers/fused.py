@@ -1,7 +1,7 @@
 """The fused optimizers.
 
-`FusedAdam` and `FusedSGD` are torch's own, fused where torch has a kernel for the device. LAMB, NovoGrad and Adagrad are
-written with torch's functions.
+`FusedAdam` and `FusedSGD` are torch's own, fused where torch has a kernel for the device. LAMB, NovoGrad and Adagrad
+are written with torch's functions.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LARC:
         self.clip = clip
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not made yet: copy and pickle ask
+        if name == "optim":  # copy and pickle look it up before it exists
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -50,19 +50,6 @@ class LARC:
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self.optim.state
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group."""
-        self.optim.add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,10 +70,11 @@ class LARC:
                 group["weight_decay"] = decay
 
     def _scale(self, value: Tensor, gradient: Tensor, decay: float, lr: float) -> None:
-        size, slope = value.norm(), gradient.norm()
-        rate = self.trust_coefficient * size / (slope + size * decay + self.eps)
+        size, grad_size = value.norm(), gradient.norm()
+        rate = self.trust_coefficient * size / (grad_size + size * decay + self.eps)
         if self.clip:
             rate = (rate / lr).clamp(max=1.0)
-        rate = torch.where((size != 0) & (slope != 0), rate, torch.ones_like(rate))
-        decayed = torch.where((size != 0) & (slope != 0), torch.full_like(rate, decay), torch.zeros_like(rate))
+        scaled = (size != 0) & (grad_size != 0)
+        rate = torch.where(scaled, rate, torch.ones_like(rate))
+        decayed = torch.where(scaled, torch.full_like(rate, decay), torch.zeros_like(rate))
         gradient.add_(value.to(gradient.dtype) * decayed.to(gradient.dtype)).mul_(rate.to(gradient.dtype))

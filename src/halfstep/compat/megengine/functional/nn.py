@@ -8,14 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional.conv import (
-    conv1d,
-    conv2d,
-    conv3d,
-    conv_transpose2d,
-    conv_transpose3d,
-    linear,
-)
+from halfstep.compat.megengine.functional import conv, loss
+from halfstep.compat.megengine.functional.conv import *  # noqa: F403  # each file lists its functions
 from halfstep.compat.megengine.functional.elemwise import (
     gelu,
     hsigmoid,
@@ -27,22 +21,15 @@ from halfstep.compat.megengine.functional.elemwise import (
     silu,
     softplus,
 )  # fmt: skip
-from halfstep.compat.megengine.functional.loss import (
-    binary_cross_entropy,
-    cross_entropy,
-    hinge_loss,
-    l1_loss,
-    square_loss,
-)
+from halfstep.compat.megengine.functional.loss import *  # noqa: F403
 from halfstep.compat.megengine.functional.vision import interpolate
 from halfstep.errors import StepError
 
 __all__ = [
-    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "binary_cross_entropy", "conv1d",
-    "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "cross_entropy", "dropout", "embedding", "gelu",
-    "group_norm", "hinge_loss", "hsigmoid", "hswish", "instance_norm", "interpolate", "l1_loss", "layer_norm",
-    "leaky_relu", "linear", "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot",
-    "pad", "prelu", "relu", "relu6", "sigmoid", "silu", "softmax", "softplus", "square_loss",
+    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "dropout", "embedding", "gelu",
+    "group_norm", "hsigmoid", "hswish", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
+    "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu",
+    "relu6", "sigmoid", "silu", "softmax", "softplus", *conv.__all__, *loss.__all__,
 ]  # fmt: skip
 
 
@@ -52,12 +39,12 @@ def prelu(x: Tensor, y: Tensor) -> Tensor:
 
 
 def adaptive_avg_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return means of as many windows as `oshp` says: a number or (height, width)."""
+    """Return means of `oshp` windows: a number or (height, width)."""
     return F.adaptive_avg_pool2d(inp, _output_size(oshp))
 
 
 def adaptive_max_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return the largest elements of as many windows as `oshp` says: a number or (height, width)."""
+    """Return the largest elements of `oshp` windows: a number or (height, width)."""
     largest: Tensor = F.adaptive_max_pool2d(inp, _output_size(oshp))
     return largest
 
