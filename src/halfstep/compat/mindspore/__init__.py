@@ -14,19 +14,6 @@ from halfstep.compat.mindspore.tensor import Parameter, Tensor
 from halfstep.compat.mindspore.train.model import Model
 
 __all__ = [
-    "Model",
-    "Parameter",
-    "Tensor",
-    "add_flags",
-    "add_flags_recursive",
-    "amp",
-    "common",
-    "dtype",
-    "grad",
-    "nn",
-    "ops",
-    "to_float",
-    "train",
-    "value_and_grad",
-    *_formats,
-]
+    "Model", "Parameter", "Tensor", "add_flags", "add_flags_recursive", "amp", "common", "dtype", "grad", "nn", "ops",
+    "to_float", "train", "value_and_grad", *_formats,
+]  # fmt: skip

@@ -14,14 +14,9 @@ from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle, close_own_cas
 from halfstep.errors import PolicyError
 
 __all__ = [
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
+    "float_function", "half_function", "init", "promote_function", "register_float_function", "register_half_function",
     "register_promote_function",
-]
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,14 +110,9 @@ def init(
 
 
 def switch_on(
-    low: torch.dtype,
-    *,
-    enabled: bool = True,
-    loss_scale: str | float = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> tuple[AmpHandle | NoOpHandle, hs.Policy]:
+    low: torch.dtype, *, enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True,
+    verbose: bool = False, allow_banned: bool = False,
+) -> tuple[AmpHandle | NoOpHandle, hs.Policy]:  # fmt: skip
     """Do what `init` does in the format `low`; return the handle and the policy."""
     close_own_casts()
     if enabled:

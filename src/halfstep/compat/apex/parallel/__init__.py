@@ -9,10 +9,6 @@ from halfstep.compat.apex.parallel.sync_batchnorm import (
 )
 
 __all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
+    "LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model",
     "create_syncbn_process_group",
-]
+]  # fmt: skip

@@ -42,21 +42,12 @@ class DistributedDataParallel(TorchDDP):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        message_size: int = 10_000_000,
-        delay_allreduce: bool = False,
-        shared_param: bool | None = None,
-        allreduce_trigger_params: Iterable[Tensor] | None = None,
-        retain_allreduce_buffers: bool = False,
-        allreduce_always_fp32: bool = False,
-        num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
-        gradient_average: bool = True,
-        gradient_predivide_factor: float = 1.0,
-        gradient_average_split_factor: float | None = None,
-        prof: bool = False,
-    ) -> None:
+        self, module: nn.Module, message_size: int = 10_000_000, delay_allreduce: bool = False,
+        shared_param: bool | None = None, allreduce_trigger_params: Iterable[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False, allreduce_always_fp32: bool = False, num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None, gradient_average: bool = True, gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None, prof: bool = False,
+    ) -> None:  # fmt: skip
         if shared_param is not None:
             raise ValueError(
                 "shared_param is no option any more: shared parameters work as they are. To reduce at the end of the "

@@ -28,16 +28,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: Any = None,
-        channel_last: bool = False,
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, process_group: Any = None, channel_last: bool = False,
         fuse_relu: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
         self.channel_last, self.fuse_relu = channel_last, fuse_relu
 

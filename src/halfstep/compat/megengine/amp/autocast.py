@@ -26,7 +26,7 @@ __all__ = ["Frame", "autocast", "change", "now"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SHORT = {str(dtype).removeprefix("torch."): name for dtype, name in DTYPE_NAMES.items()}
+SHORT = {name: DTYPE_NAMES[getattr(torch, name)] for name in ("float16", "bfloat16", "float32")}
 """MegEngine's name of a format -> halfstep's."""
 
 

@@ -86,14 +86,9 @@ class GradScaler:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def backward(
-        self,
-        gm: GradManager | GradManagerGroup,
-        y: Any = None,
-        dy: Any = None,
-        *,
-        unscale_grad: bool = True,
+        self, gm: GradManager | GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
         update_scale: bool | Literal["if_unscale_grad"] = "if_unscale_grad",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Go backward from the scaled `y`, and by default unscale the gradients and update the scale.
 
         Args:
