@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,18 @@ from rich.console import Console
 from rich.text import Text
 
 import halfstep as hs
-from halfstep.cli.terminal import complain, console, device_type, item, say, table, writable, write_json
+from halfstep.cli.numbers import counted
+from halfstep.cli.terminal import (
+    command_line,
+    complain,
+    console,
+    device_type,
+    item,
+    say,
+    table,
+    writable,
+    write_json,
+)
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
@@ -50,9 +60,9 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     units = [hs.units(each) for each in devices]
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
-    with _threads(threads), _Progress(err) as progress:
-        speeds = [measure_speed(each, (sizes or _sizes(quick))(each), on_step=progress.say) for each in devices]
-        progress.say("optimizers")
+    with _threads(threads), _StatusLine(err) as status:
+        speeds = [measure_speed(each, (sizes or _sizes(quick))(each), on_step=status.show) for each in devices]
+        status.show("optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
         reads.append(host_reads(main, torch.optim.AdamW, scheduler=True))
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
@@ -65,19 +75,16 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         _print_advice(out, each)
     _print_reads(out, reads, main)
     _print_pitfalls(out, found)
-    words = ["halfstep", "doctor", *(["--device", device] if device else []), *(["--quick"] if quick else [])]
-    report = {
-        "command": shlex.join([*words, *(["--json", str(json_path)] if json_path else [])]),
+    report: dict[str, Any] = {
+        "command": command_line("doctor", device=device, quick=quick, json=json_path),
         "halfstep": hs.__version__,
         "quick": quick,
         "machine": about,
         "threads": threads,
-        "units": [dataclasses.asdict(each) for each in units],
-        "speeds": [dataclasses.asdict(each) for each in speeds],
-        "advice": [dataclasses.asdict(each) for each in advice],
-        "optimizers": [dataclasses.asdict(each) for each in reads],
         "pitfalls": list(found),
     }
+    for name, records in (("units", units), ("speeds", speeds), ("advice", advice), ("optimizers", reads)):
+        report[name] = [dataclasses.asdict(each) for each in records]
     write_json(out, json_path, report)
     return 0
 
@@ -88,7 +95,7 @@ def _sizes(quick: bool) -> SizesOf:
 
 @contextmanager
 def _threads(wanted: int) -> Iterator[None]:
-    """Let torch use so many threads meanwhile."""
+    """Set the number of torch's threads, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted)
     try:
@@ -97,15 +104,15 @@ def _threads(wanted: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Progress:
-    """A line on a terminal that says what is being measured and leaves no trace; elsewhere one plain line."""
+class _StatusLine:
+    """A line on a terminal with what is being measured, removed at the end; elsewhere one plain line."""
 
     def __init__(self, err: Console) -> None:
         if not err.is_terminal:
             say(err, "measuring ...")
         self._status = err.status("", spinner="line", refresh_per_second=1) if err.is_terminal else None
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _StatusLine:
         if self._status is not None:
             self._status.start()
         return self
@@ -114,7 +121,7 @@ class _Progress:
         if self._status is not None:
             self._status.stop()
 
-    def say(self, what: str) -> None:
+    def show(self, what: str) -> None:
         if self._status is not None:
             self._status.update(f"measuring: {what}")
 
@@ -125,18 +132,13 @@ def _versions() -> dict[str, Any]:
 
 
 def _print_machine(out: Console, about: dict[str, Any]) -> None:
-    threads = f"{about['torch_threads']} {'thread' if about['torch_threads'] == 1 else 'threads'}"
+    threads = counted(about["torch_threads"], "thread")
     on = f"; {about['accelerator']}" if about["accelerator"] else ""
     say(out, f"{about['cpu']}, {about['cores']} cores, {threads} of torch{on}; {platform.system()}")
     build = [f"CUDA {about['cuda']}"] if about["cuda"] else [f"HIP {about['hip']}"] if about["hip"] else []
     build += [f"cuDNN {about['cudnn']}"] if about["cudnn"] else []
-    say(
-        out,
-        ", ".join(
-            [f"torch {about['torch']}", *(build or ["built for CPUs"]), f"Python {about['python']}"]
-            + [f"halfstep {hs.__version__}"]
-        ),
-    )
+    versions = [f"torch {about['torch']}", *(build or ["built for CPUs"]), f"Python {about['python']}"]
+    say(out, ", ".join([*versions, f"halfstep {hs.__version__}"]))
 
 
 def _print_units(out: Console, units: Sequence[hs.Units]) -> None:
@@ -151,11 +153,7 @@ def _yes(there: bool) -> Text:
 
 
 def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
-    on = (
-        f"{speed.device}, {threads} {'thread' if threads == 1 else 'threads'}"
-        if speed.device == "cpu"
-        else speed.device
-    )
+    on = f"cpu, {counted(threads, 'thread')}" if speed.device == "cpu" else speed.device
     say(out)
     say(out, f"Speed on {on}, forward and backward", style="bold")
     made = table(out, "work", "format", "GFLOP/s", "speed / fp32", "90 % interval", right=(2, 3, 4))

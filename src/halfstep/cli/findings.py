@@ -8,7 +8,7 @@ from halfstep.cli.numbers import Size, listed
 from halfstep.cli.tables import amp_label
 from halfstep.report import Fact
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.compare import Comparison, Row
+from halfstep.tasks.compare import CandidateRow, Comparison
 from halfstep.tasks.measure import Ratio
 
 __all__ = ["findings"]
@@ -100,7 +100,7 @@ def _alike(ratio: Ratio | None, other: Ratio, control: Ratio) -> bool:
     return (ratio.low <= other.high and other.low <= ratio.high) or abs(ratio.median / other.median - 1.0) <= resolution
 
 
-def _caution(best: Row, rows: Sequence[Row], cost: Callable[[Row], float]) -> list[str]:
+def _caution(best: CandidateRow, rows: Sequence[CandidateRow], cost: Callable[[CandidateRow], float]) -> list[str]:
     """Return a warning if the cheapest row did not keep the result, with the cheapest that did."""
     if best.difference.verdict in ("within noise", "better"):
         return []

@@ -15,7 +15,7 @@ from halfstep.tasks.compare import Moment
 
 __all__ = ["Live"]
 
-SECONDS = 0.25  # between two readings of the numbers: faster than anybody reads, and rare beside a step
+SECONDS = 0.25  # between two readings of the numbers: faster than a person reads, and rare beside a step
 
 
 def read(moment: Moment) -> hs.StepMetrics:
@@ -44,15 +44,9 @@ class Live:
     """
 
     def __init__(
-        self,
-        console: Console,
-        name: str,
-        *,
-        runs: int,
-        steps: int,
-        seeds: int,
+        self, console: Console, name: str, *, runs: int, steps: int, seeds: int,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._console = console
         self._name, self._steps, self._seeds = name, steps, seeds
         self._clock = clock

@@ -14,20 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 import halfstep as hs
+from halfstep.cli.numbers import counted
 from halfstep.cli.terminal import say, table
+from halfstep.formats import DTYPES
 
 __all__ = [
-    "Changed",
-    "RULES",
-    "Ruled",
-    "ordered",
-    "print_changes",
-    "print_fields",
-    "print_head",
-    "print_operators",
-    "print_parameters",
-    "print_ruled_modules",
-]
+    "Changed", "RULES", "Ruled", "ordered", "print_changes", "print_fields", "print_head", "print_operators",
+    "print_parameters", "print_ruled_modules",
+]  # fmt: skip
 
 RULES = ("low", "fp8", "fp32", "keep", "widest", "banned", "")
 MEANINGS = {
@@ -40,15 +34,8 @@ MEANINGS = {
     "": "in the format its arguments come in",
 }
 COLOURS = {
-    "low": "green",
-    "fp8": "green",
-    "fp32": "cyan",
-    "keep": "blue",
-    "widest": "magenta",
-    "banned": "red",
-    "": "dim",
-}
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+    "low": "green", "fp8": "green", "fp32": "cyan", "keep": "blue", "widest": "magenta", "banned": "red", "": "dim",
+}  # fmt: skip
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
@@ -62,7 +49,7 @@ class Ruled:
         rule: "" for none.
         decided_by: the part of the policy that decided, "" for none.
         reason: why, with its source.
-        calls: how often a model called it, 0 if nobody counted.
+        calls: how often a model called it, 0 if not counted.
         gives: (format of the result, how often).
     """
 
@@ -98,7 +85,7 @@ def ordered(rows: Iterable[Ruled]) -> list[Ruled]:
 
 
 def print_head(out: Console, label: str, plan: hs.Plan, *, is_model: bool) -> None:
-    """Say what the tables are of."""
+    """Print what the tables are of."""
     subject = f"{plan.model} under {label} on {plan.device}" if is_model else f"{label} on {plan.device}"
     policy = plan.policy
     facts = [f"low format {policy.dtype}" if policy.dtype != "fp32" else "nothing is lowered"]
@@ -214,8 +201,11 @@ def print_changes(out: Console, labels: tuple[str, str], changes: Sequence[Chang
         say(out, f"operators on {device}: no rule differs")
         return
     say(out)
-    count = f"{len(changes)} {'operator' if len(changes) == 1 else 'operators'}"
-    say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", style="bold")
+    say(
+        out,
+        f"{counted(len(changes), 'operator')} with another rule on {device}; -: no rule, in the format the arguments come in",
+        style="bold",
+    )
     if out.is_terminal:
         made = table(out, *labels, "operators")
         groups: dict[tuple[str, str], list[str]] = {}
@@ -283,4 +273,4 @@ def print_parameters(out: Console, plan: hs.Plan) -> None:
 
 
 def _sizes(name: str, tensors: int, count: int) -> tuple[str, str, str, str]:
-    return name, str(tensors), f"{count:,}", f"{count * BYTES[name] / MEGABYTE:,.3f}"
+    return name, str(tensors), f"{count:,}", f"{count * DTYPES[name].itemsize / MEGABYTE:,.3f}"

@@ -12,7 +12,7 @@ from rich.text import Text
 from halfstep.cli.numbers import counted
 from halfstep.cli.terminal import say, table
 from halfstep.tasks.candidates import AMP
-from halfstep.tasks.compare import Comparison, Row
+from halfstep.tasks.compare import CandidateRow, Comparison
 from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, Ratio
 
 __all__ = ["amp_label", "extremes", "policy_notes", "print_comparison", "ratio_text", "setting"]
@@ -22,7 +22,7 @@ MEGABYTE = 1e6
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print both tables and what must be known to read them; Markdown where the console is no terminal."""
+    """Print both tables and how to read them; Markdown where the console is no terminal."""
     seeds = len(comparison.seeds)
     margin = f"{comparison.margin:.3g}"
     say(console)
@@ -56,7 +56,7 @@ def extremes(values: Sequence[float]) -> str:
 
 
 def policy_notes(comparison: Comparison) -> list[str]:
-    """Return what the plans had to say, each note once behind the policies it is about, and what was left out."""
+    """Return the notes of the plans, each once behind its policies, and a note on what was left out."""
     notes: dict[str, list[str]] = {}
     for row in comparison.rows:
         for note in row.notes:
@@ -97,15 +97,8 @@ def _interval(difference: Difference) -> str:
 
 def _cost_table(console: Console, comparison: Comparison) -> Table:
     amp = amp_label(comparison)
-    made = _table(
-        console,
-        "policy",
-        "ms a step",
-        "time / fp32",
-        f"time / {amp}",
-        "parameters + state, MB",
-        "saved for backward, MB",
-    )
+    headers = ("ms a step", "time / fp32", f"time / {amp}", "parameters + state, MB", "saved for backward, MB")
+    made = _table(console, "policy", *headers)
     for row in comparison.rows:
         made.add_row(
             Text(row.label),
@@ -136,5 +129,5 @@ def _on_times(comparison: Comparison) -> str:
     )
 
 
-def _is_native_fp16(row: Row) -> bool:
+def _is_native_fp16(row: CandidateRow) -> bool:
     return row.label == "torch.amp fp16"

@@ -1,4 +1,4 @@
-"""Compare: train every candidate from the same weights on the same batches, in turns; what did each gain and cost?"""
+"""Compare: train every candidate from the same weights on the same batches, in turns; measure result and cost."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from torch.utils import _pytree
 
 import halfstep as hs
 from halfstep.tasks.candidates import AMP, FP32, Candidate
+from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.loops import Loop, make_loop
+from halfstep.tasks.machine import wait_for
 from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
 from halfstep.tasks.task import Task
 
-__all__ = ["Comparison", "Moment", "Row", "check", "compare", "thinned"]
+__all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "thinned"]
 
 WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
 PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted
-STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """Where a comparison is: some candidate has just made a step. Reading `loop` costs no candidate any time.
+    """Progress of a comparison after a step of one candidate. Reading `loop` is not timed.
 
     Attributes:
         seed: of the run, from 0.
@@ -51,13 +52,13 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """What one candidate gained and cost.
+class CandidateRow:
+    """Result and cost of one candidate.
 
     Attributes:
         label: the candidate.
         policy: its policy as TOML, "" for loops of torch alone.
-        notes: what its plan has to say, such as how fp16 runs on a device without fp16 units.
+        notes: those of its plan, such as how fp16 runs on a device without fp16 units.
         metrics: final metric, one a seed.
         difference: of the metric from fp32's, paired by seed.
         milliseconds: median time of a step.
@@ -120,11 +121,11 @@ class Comparison:
     loss_steps: tuple[float, ...]
     control: Ratio | None
     repeatable: bool
-    rows: tuple[Row, ...]
+    rows: tuple[CandidateRow, ...]
 
 
 def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
-    """Bind every candidate to the task's model once, so that what cannot run says so before anything is trained.
+    """Bind every candidate to the task's model once, so that errors are raised before anything is trained.
 
     Raises:
         HalfstepError: a policy cannot be bound to this model, or the task has no metric.
@@ -136,14 +137,9 @@ def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
 
 
 def compare(
-    task: Task,
-    candidates: Sequence[Candidate],
-    *,
-    steps: int,
-    seeds: int,
-    device: str = "cpu",
+    task: Task, candidates: Sequence[Candidate], *, steps: int, seeds: int, device: str = "cpu",
     on_step: Callable[[Moment], None] = lambda moment: None,
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Train and measure.
 
     Every round takes one step of every candidate in an order shuffled anew, with the same batch and the same state of
@@ -186,7 +182,7 @@ def compare(
         label = candidate.label
         metrics, skipped_steps, scales = (tuple(column) for column in zip(*ends[label], strict=True))
         rows.append(
-            Row(
+            CandidateRow(
                 label=label,
                 policy="" if candidate.policy is None else candidate.policy.to_toml(),
                 notes=() if candidate.policy is None else hs.resolve(candidate.policy, _start(task, 0, device)).notes,
@@ -237,12 +233,6 @@ def _start(task: Task, seed: int, device: str) -> nn.Module:
     return task.model().to(device)
 
 
-def _batch(task: Task, seed: int, step: int, device: str) -> tuple[Any, ...]:
-    moved = _pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, task.batches(seed, step))
-    assert isinstance(moved, tuple)
-    return moved
-
-
 def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
     """Return (bytes held between steps, bytes saved for backward) of a candidate, on a run of its own."""
     saved = 0
@@ -256,57 +246,40 @@ def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
 
     loop = make_loop(candidate, replace(task, loss_fn=loss_fn), _start(task, 0, device), PROBE_STEPS)
     for step in range(PROBE_STEPS):
-        loop(_batch(task, 0, step, device))
+        loop(task.batch_on(device, 0, step))
     return state_bytes(*loop.state()), saved
 
 
 def _train(
-    task: Task,
-    loops: dict[str, Loop],
-    seed: int,
-    steps: int,
-    device: str,
-    times: dict[str, list[float]],
+    task: Task, loops: dict[str, Loop], seed: int, steps: int, device: str, times: dict[str, list[float]],
     on_step: Callable[[Moment], None],
-) -> dict[str, list[float]]:
+) -> dict[str, list[float]]:  # fmt: skip
     """Train every loop to its end, add the seconds of its steps to `times`, and return the loss of each step."""
     order = list(loops)
     losses: dict[str, list[torch.Tensor]] = {label: [] for label in order}
     shuffle = random.Random(seed)
     for step in range(steps):
         shuffle.shuffle(order)
-        batch = _batch(task, seed, step, device)
+        batch = task.batch_on(device, seed, step)
         for label in order:
             torch.manual_seed(STEPS_OF_A_SEED * seed + step)
-            _wait(device)
+            wait_for(device)
             start = time.perf_counter()
             loops[label](batch)
-            _wait(device)
+            wait_for(device)
             seconds = time.perf_counter() - start
             if step >= WARM_UP:
                 times[label].append(seconds)
             losses[label].append(loops[label].loss)  # read on the host when the run is over: nothing waits for it
-            on_step(
-                Moment(
-                    seed=seed,
-                    step=step + 1,
-                    label=label,
-                    loop=loops[label],
-                    samples_per_second=_samples(batch) / seconds,
-                    last=step + 1 == steps and label == order[-1],
-                )
-            )
+            last, speed = step + 1 == steps and label == order[-1], _samples(batch) / seconds
+            loop = loops[label]
+            on_step(Moment(seed=seed, step=step + 1, label=label, loop=loop, samples_per_second=speed, last=last))
     return {label: torch.stack(found).double().flatten().tolist() for label, found in losses.items()}
 
 
 def _samples(batch: tuple[Any, ...]) -> int:
     first = next((leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
     return 1 if first is None else first.shape[0]
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _evaluate(task: Task, loop: Loop, seed: int) -> float:

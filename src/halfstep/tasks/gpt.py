@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.task import Task
 
 __all__ = ["GPT", "gpt_task"]
@@ -103,7 +104,7 @@ def windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Return batch `step` of a run: random places of the training text that only `seed` and `step` decide."""
     train, _, _ = corpus()
-    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    generator = torch.Generator().manual_seed(STEPS_OF_A_SEED * seed + step)
     return windows(train, torch.randint(len(train) - LENGTH, (BATCH,), generator=generator))
 
 

@@ -23,7 +23,7 @@ STEPS = 3
 WIDTH = 4
 SCALE = 2.0**8  # small enough that no step overflows
 USUAL: Mapping[str, Mapping[str, Any]] = MappingProxyType({"SGD": {"momentum": 0.9}})
-"""Options nearly everybody passes and that change the answer."""
+"""Usual options that change the answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +31,10 @@ class HostReads:
     """What one optimizer costs in waiting.
 
     Attributes:
-        optimizer: its class and the options it was made with, as one writes it.
+        optimizer: its class and the options it was made with.
         scheduler: whether the step was given a learning-rate scheduler.
         first: reads of a device value by the host in the first step.
-        later: ... in each later step; 0: the optimizer takes the verdict on the device.
+        later: the same in each later step; 0: the optimizer checks the flag on the device.
         problem: why it cannot be stepped with a loss scale, "" if it can.
     """
 
@@ -71,7 +71,7 @@ def host_reads(device: str, kind: type[Optimizer], *, scheduler: bool = False) -
             before = step.host_reads + step.scaler.host_reads
             step(batch.to(device))
             counts.append(step.host_reads + step.scaler.host_reads - before)
-    except Exception as error:  # whatever an optimizer objects to is the answer
+    except Exception as error:  # the optimizer's objection is the result
         return HostReads(optimizer=name, scheduler=scheduler, problem=_problem(error))
     return HostReads(optimizer=name, scheduler=scheduler, first=counts[0], later=max(counts[1:]))
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import halfstep as hs
-from halfstep.tasks.candidates import AMP_FORMATS, Candidate
+from halfstep.formats import DTYPES
+from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.task import Task
 
 __all__ = ["Loop", "make_loop"]
@@ -35,7 +36,7 @@ class Loop(Protocol):
         """Train on one batch."""
 
     def evaluate(self, task: Task) -> float:
-        """Return the task's metric as somebody who trains this way would compute it."""
+        """Return the task's metric, computed in the precision of the training."""
 
     def skipped(self) -> tuple[int, ...]:
         """Return which steps were not applied so far, counted from 0."""
@@ -48,7 +49,7 @@ class Loop(Protocol):
 
 
 def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) -> Loop:
-    """Return a loop that trains `model`, in place, the way `candidate` says.
+    """Return a loop that trains `model`, in place, as `candidate`.
 
     Args:
         candidate: fp32, torch.amp or a policy.
@@ -63,7 +64,7 @@ def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) ->
         return PolicyLoop(candidate.policy, task, model, steps)
     if candidate.dtype == "fp32":
         return Fp32Loop(task, model, steps)
-    return AmpLoop(AMP_FORMATS[candidate.dtype], task, model, steps)
+    return AmpLoop(DTYPES[candidate.dtype], task, model, steps)
 
 
 def fused(optimizer: Optimizer) -> Optimizer:
@@ -82,7 +83,7 @@ def fused(optimizer: Optimizer) -> Optimizer:
 
 
 class Fp32Loop:
-    """What one writes without mixed precision."""
+    """A training loop without mixed precision."""
 
     def __init__(self, task: Task, model: nn.Module, steps: int) -> None:
         self.model = model

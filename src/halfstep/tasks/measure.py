@@ -1,4 +1,4 @@
-"""Measurements that can be believed: paired ratios and differences with their intervals, and counted bytes.
+"""Measurements: paired ratios and differences with their intervals, and counted bytes.
 
 Two rules (and their reasons) stand behind every number. Timings are compared within a round, because what disturbs a
 machine disturbs neighbours in time alike: identical code differs by several per cent in unpaired medians and by tenths
@@ -19,18 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
-    "ENOUGH_SEEDS",
-    "Difference",
-    "Ratio",
-    "SavedForBackward",
-    "difference",
-    "paired_ratio",
-    "state_bytes",
+    "ENOUGH_SEEDS", "Difference", "Ratio", "SavedForBackward", "difference", "paired_ratio", "state_bytes",
     "student_quantile",
-]
+]  # fmt: skip
 
 CONFIDENCE = 0.90  # of every interval here; a 90 % interval inside the margin is equivalence at the 5 % level
-SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names: nobody's memory in particular
+SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names, shared by all
 ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
 
 
@@ -183,7 +177,7 @@ def _tensors(roots: Iterable[object]) -> list[Tensor]:
                 waiting += [getattr(item, name) for name in made_of()[0]]
             waiting.append(item.grad if item.is_leaf else None)
         elif isinstance(item, WeakValueDictionary):
-            continue  # keeps nothing alive; that other optimizers and models are known here makes them nobody's memory
+            continue  # keeps nothing alive; it only registers other optimizers and models
         elif isinstance(item, WeakKeyDictionary):
             waiting += item.values()
         elif isinstance(item, Mapping):

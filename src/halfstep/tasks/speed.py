@@ -1,4 +1,4 @@
-"""Speed: what each format brings on this machine, in a matrix product and a convolution, forward and backward.
+"""Speed: how fast each format is on this machine, in a matrix product and a convolution, forward and backward.
 
 Formats run in turns with fp32, in an order shuffled each round, so that ratios are paired (`paired_ratio`); fp32
 runs twice, and what the two differ by is what cannot be resolved. A format without units can take hundreds of times
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
+from halfstep.tasks.machine import wait_for
 from halfstep.tasks.measure import Ratio, paired_ratio
 
 __all__ = ["DeviceSpeed", "Sizes", "Speed", "WorkSpeed", "measure_speed", "sizes_for"]
@@ -117,7 +118,7 @@ class DeviceSpeed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
+class _Variant:
     """A format and how to compute in it: tensors of `dtype`, tf32 allowed or not, in halfstep's fp16 region or not."""
 
     label: str
@@ -126,7 +127,7 @@ class _Way:
     region: bool = False
 
 
-FP32 = _Way(label="fp32", dtype=torch.float32)
+FP32 = _Variant(label="fp32", dtype=torch.float32)
 AGAIN = replace(FP32, label="fp32 again")
 
 
@@ -149,37 +150,35 @@ def measure_speed(device: str, sizes: Sizes, *, on_step: Callable[[str], None] =
         sizes: how much and for how long.
         on_step: called with what is about to be measured.
     """
-    ways, slow_ways = _ways(device)
+    variants, slow_variants = _variants(device)
     works, slow = [], []
     for large, small in _works(sizes):
         on_step(f"{large.name} on {device}")
-        works.append(_in_turns(large, ways, device, sizes.seconds, MOST))
-        if slow_ways:
-            slow.append(_in_turns(small, slow_ways, device, sizes.seconds / 2, MOST_SMALL))
+        works.append(_in_turns(large, variants, device, sizes.seconds, MOST))
+        if slow_variants:
+            slow.append(_in_turns(small, slow_variants, device, sizes.seconds / 2, MOST_SMALL))
     on_step(f"casts on {device}")
     return DeviceSpeed(device=device, works=(*works, *slow), cast_seconds=_cast_seconds(device, sizes))
 
 
-def _ways(device: str) -> tuple[list[_Way], list[_Way]]:
+def _variants(device: str) -> tuple[list[_Variant], list[_Variant]]:
     """Return the formats besides fp32 that `device` has units for (or emulates), and those it lacks units for."""
     there = hs.units(device)
-    bf16, fp16 = _Way(label="bf16", dtype=torch.bfloat16), _Way(label="fp16", dtype=torch.float16)
-    has: list[_Way] = []
-    lacks: list[_Way] = []
+    bf16, fp16 = _Variant(label="bf16", dtype=torch.bfloat16), _Variant(label="fp16", dtype=torch.float16)
+    has: list[_Variant] = []
+    lacks: list[_Variant] = []
     if device == "cuda" and torch.cuda.get_device_capability() >= TF32_FROM:
-        has.append(_Way(label="tf32", dtype=torch.float32, tf32=True))
+        has.append(_Variant(label="tf32", dtype=torch.float32, tf32=True))
     (has if there.bf16 else lacks).append(bf16)
     (has if there.fp16 else lacks).append(fp16)
     if not there.fp16:
-        has.append(_Way(label="fp16 emulated", dtype=torch.float16, region=True))
+        has.append(_Variant(label="fp16 emulated", dtype=torch.float16, region=True))
     return has, lacks
 
 
 def _works(sizes: Sizes) -> list[tuple[_Work, _Work]]:
-    return [
-        (_product(sizes.product), _product(sizes.small_product)),
-        (_convolution(*sizes.image), _convolution(*sizes.small_image)),
-    ]
+    images = (_convolution(*sizes.image), _convolution(*sizes.small_image))
+    return [(_product(sizes.product), _product(sizes.small_product)), images]
 
 
 def _product(n: int) -> _Work:
@@ -202,9 +201,9 @@ def _convolution(batch: int, channels: int, side: int) -> _Work:
     )
 
 
-def _in_turns(work: _Work, ways: Sequence[_Way], device: str, seconds: float, most: int) -> WorkSpeed:
-    """Run fp32 twice and every one of `ways` once a round, for about `seconds`."""
-    runs = {way.label: _runner(work, way, device) for way in (FP32, AGAIN, *ways)}
+def _in_turns(work: _Work, variants: Sequence[_Variant], device: str, seconds: float, most: int) -> WorkSpeed:
+    """Run fp32 twice and every one of `variants` once a round, for about `seconds`."""
+    runs = {variant.label: _runner(work, variant, device) for variant in (FP32, AGAIN, *variants)}
     times: dict[str, list[float]] = {label: [] for label in runs}
     order = list(runs)
     shuffle = random.Random(0)
@@ -227,18 +226,18 @@ def _in_turns(work: _Work, ways: Sequence[_Way], device: str, seconds: float, mo
     return WorkSpeed(work=work.name, size=work.size, control=control, speeds=speeds)
 
 
-def _runner(work: _Work, way: _Way, device: str) -> Callable[[], None]:
+def _runner(work: _Work, variant: _Variant, device: str) -> Callable[[], None]:
     """Return a function that runs `work` forward and backward once."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
-        torch.randn(shape, generator=generator).to(device, way.dtype).requires_grad_() for shape in work.shapes
+        torch.randn(shape, generator=generator).to(device, variant.dtype).requires_grad_() for shape in work.shapes
     )
-    region = hs.autocast(device, dtype=torch.float16) if way.region else nullcontext()
+    region = hs.autocast(device, dtype=torch.float16) if variant.region else nullcontext()
     with torch.no_grad():
-        seed = torch.ones_like(work.call(x, weight)) if not way.region else None
+        seed = torch.ones_like(work.call(x, weight)) if not variant.region else None
 
     def run() -> None:
-        with _tf32(device, allowed=way.tf32):
+        with _tf32(device, allowed=variant.tf32):
             with region:
                 out = work.call(x, weight)
             torch.autograd.grad(out, (x, weight), torch.ones_like(out) if seed is None else seed)
@@ -247,16 +246,11 @@ def _runner(work: _Work, way: _Way, device: str) -> Callable[[], None]:
 
 
 def _seconds(run: Callable[[], None], device: str) -> float:
-    _wait(device)
+    wait_for(device)
     start = time.perf_counter()
     run()
-    _wait(device)
+    wait_for(device)
     return time.perf_counter() - start
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _cast_seconds(device: str, sizes: Sizes) -> float:
@@ -273,7 +267,7 @@ def _cast_seconds(device: str, sizes: Sizes) -> float:
 
 @contextmanager
 def _tf32(device: str, *, allowed: bool) -> Iterator[None]:
-    """Say whether CUDA may compute fp32 products and convolutions in tf32; put the setting back afterwards."""
+    """Set whether CUDA may compute fp32 products and convolutions in tf32; restore the setting afterwards."""
     if device != "cuda":
         yield
         return
