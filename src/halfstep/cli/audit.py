@@ -128,9 +128,6 @@ def _asked(
     return shown, [audit.what_if(form, scale) for form, scale in questions]
 
 
-# ------------------------------------------------------------------ printing
-
-
 def _print_findings(out: Any, audit: hs.Audit) -> None:
     say(out, audit.headline, style="bold")
     for note in audit.notes:

@@ -57,9 +57,6 @@ def _result(comparison: Comparison) -> Fact:
     return Fact(heading=f"Result ({comparison.metric})", text=text, more=tuple(more), tone=tone)
 
 
-# ------------------------------------------------------------------ time
-
-
 def _time(comparison: Comparison) -> Fact:
     control, amp = comparison.control, amp_label(comparison)
     heading = "Time of a step"
@@ -107,9 +104,6 @@ def _caution(best: CandidateRow, rows: Sequence[CandidateRow], cost: Callable[[C
     safe = [row for row in rows if row.difference.verdict == "within noise"]
     first = f" First within noise of fp32: {min(safe, key=cost).label}." if safe else ""
     return [f"Its result is {best.difference.verdict}.{first}"]
-
-
-# ------------------------------------------------------------------ memory
 
 
 def _memory(comparison: Comparison) -> Fact:

@@ -132,9 +132,6 @@ def _matching(patterns: Iterable[str], plan: hs.Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-# ------------------------------------------------------------------ one policy
-
-
 def _show_plan(out: Any, asked: _Asked, device: str, patterns: Sequence[str]) -> dict[str, Any]:
     used, problem = _used(asked, device)
     rules = dict(asked.plan.operators)
@@ -208,9 +205,6 @@ def _remarks(asked: _Asked) -> list[str]:
     if asked.policy.modules and asked.source is None:
         remarks.append("the policy has rules for modules too, which win over those of operators; --model shows them")
     return remarks
-
-
-# ------------------------------------------------------------------ two policies
 
 
 def _show_difference(out: Any, asked: _Asked, other: Candidate, device: str) -> dict[str, Any]:

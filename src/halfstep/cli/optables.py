@@ -42,23 +42,14 @@ FEW = 3  # names shown of many
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruled:
-    """One operator.
+    """One operator."""
 
-    Attributes:
-        operator: its name.
-        rule: "" for none.
-        decided_by: the part of the policy that decided, "" for none.
-        reason: why, with its source.
-        calls: how often a model called it, 0 if not counted.
-        gives: (format of the result, how often).
-    """
-
-    operator: str
-    rule: str
-    decided_by: str
-    reason: str
-    calls: int = 0
-    gives: tuple[tuple[str, int], ...] = ()
+    operator: str  # its name
+    rule: str  # "" for none
+    decided_by: str  # the part of the policy that decided, "" for none
+    reason: str  # why, with its source
+    calls: int = 0  # how often a model called it, 0 if not counted
+    gives: tuple[tuple[str, int], ...] = ()  # (format of the result, how often)
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -79,9 +70,6 @@ def ordered(rows: Iterable[Ruled]) -> list[Ruled]:
     rows = list(rows)
     sizes = Counter(row.group for row in rows)
     return sorted(rows, key=lambda row: (RULES.index(row.rule), -sizes[row.group], row.group, row.operator))
-
-
-# ------------------------------------------------------------------ one policy
 
 
 def print_head(out: Console, label: str, plan: hs.Plan, *, is_model: bool) -> None:
@@ -174,9 +162,6 @@ def _by(origin: str, plan: hs.Plan) -> str:
     return {"": "-", "operator": "@hs.operator"}.get(origin, f"field {origin}")
 
 
-# ------------------------------------------------------------------ two policies
-
-
 def print_fields(out: Console, labels: tuple[str, str], fields: Sequence[tuple[str, Any, Any]]) -> None:
     """Print the fields in which two policies differ."""
     if not fields:
@@ -201,11 +186,8 @@ def print_changes(out: Console, labels: tuple[str, str], changes: Sequence[Chang
         say(out, f"operators on {device}: no rule differs")
         return
     say(out)
-    say(
-        out,
-        f"{counted(len(changes), 'operator')} with another rule on {device}; -: no rule, in the format the arguments come in",
-        style="bold",
-    )
+    count = counted(len(changes), "operator")
+    say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", style="bold")
     if out.is_terminal:
         made = table(out, *labels, "operators")
         groups: dict[tuple[str, str], list[str]] = {}
@@ -221,9 +203,6 @@ def print_changes(out: Console, labels: tuple[str, str], changes: Sequence[Chang
                 change.before.operator, *(_rule(each.rule) for each in both), *(Text(each.reason) for each in both)
             )
     out.print(made)
-
-
-# ------------------------------------------------------------------ a model
 
 
 def print_ruled_modules(out: Console, plan: hs.Plan) -> None:

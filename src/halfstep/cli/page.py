@@ -54,9 +54,6 @@ def comparison_page(
     )
 
 
-# ------------------------------------------------------------------ sections
-
-
 def _glance(comparisons: Sequence[Comparison]) -> doc.Section:
     """Return verdict and time of every policy, a column a task."""
     headers = ["policy"]
@@ -161,9 +158,6 @@ def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command
             ),
         ),
     )
-
-
-# ------------------------------------------------------------------ tables
 
 
 def _result_table(comparison: Comparison) -> doc.Table:

@@ -101,13 +101,10 @@ def _cost_table(console: Console, comparison: Comparison) -> Table:
     made = _table(console, "policy", *headers)
     for row in comparison.rows:
         made.add_row(
-            Text(row.label),
-            f"{row.milliseconds:.3g}",
-            ratio_text(row.to_fp32, comparison.control),
-            ratio_text(row.to_amp, comparison.control),
-            f"{row.state_bytes / MEGABYTE:.3f}",
+            Text(row.label), f"{row.milliseconds:.3g}", ratio_text(row.to_fp32, comparison.control),
+            ratio_text(row.to_amp, comparison.control), f"{row.state_bytes / MEGABYTE:.3f}",
             f"{row.saved_bytes / MEGABYTE:.3f}",
-        )
+        )  # fmt: skip
     return made
 
 

@@ -69,19 +69,12 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A picture.
+    """A picture."""
 
-    Attributes:
-        heading: what it shows.
-        caption: how to read it.
-        alt: its content in words, for readers who do not see it.
-        chart: its content.
-    """
-
-    heading: str
-    caption: str
-    alt: str
-    chart: Chart
+    heading: str  # what it shows
+    caption: str  # how to read it
+    alt: str  # its content in words, for readers who do not see it
+    chart: Chart  # its content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

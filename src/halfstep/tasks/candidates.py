@@ -21,17 +21,11 @@ AMP, FP32 = "torch.amp", "fp32"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One policy or loop that trains a task.
+    """One policy or loop that trains a task."""
 
-    Attributes:
-        label: its name in tables and reports; unique in a comparison.
-        dtype: the low format: "bf16", "fp16", or "fp32" for none.
-        policy: what halfstep carries out, or None for a loop of torch alone.
-    """
-
-    label: str
-    dtype: str
-    policy: hs.Policy | None = None
+    label: str  # its name in tables and reports; unique in a comparison
+    dtype: str  # the low format: "bf16", "fp16", or "fp32" for none
+    policy: hs.Policy | None = None  # what halfstep carries out, or None for a loop of torch alone
 
 
 def default_format(device: str) -> str:

@@ -32,96 +32,57 @@ PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """Progress of a comparison after a step of one candidate. Reading `loop` is not timed.
+    """Progress of a comparison after a step of one candidate. Reading `loop` is not timed."""
 
-    Attributes:
-        seed: of the run, from 0.
-        step: of the run, from 1.
-        label: the candidate.
-        loop: its training loop, to be read, not to be changed.
-        samples_per_second: of this step.
-        last: whether this was the last step of this seed's runs.
-    """
-
-    seed: int
-    step: int
-    label: str
-    loop: Loop
-    samples_per_second: float
-    last: bool
+    seed: int  # of the run, from 0
+    step: int  # of the run, from 1
+    label: str  # the candidate
+    loop: Loop  # its training loop, to be read, not to be changed
+    samples_per_second: float  # of this step
+    last: bool  # whether this was the last step of this seed's runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateRow:
-    """Result and cost of one candidate.
+    """Result and cost of one candidate."""
 
-    Attributes:
-        label: the candidate.
-        policy: its policy as TOML, "" for loops of torch alone.
-        notes: those of its plan, such as how fp16 runs on a device without fp16 units.
-        metrics: final metric, one a seed.
-        difference: of the metric from fp32's, paired by seed.
-        milliseconds: median time of a step.
-        to_fp32: paired ratio of step time to fp32's; None for fp32 itself, or if no step was timed.
-        to_amp: paired ratio of step time to torch.amp's; None for torch.amp itself.
-        state_bytes: of parameters, buffers, optimizer state, precise weights and lasting gradient buffers.
-        saved_bytes: kept by autograd between forward and backward of one step, parameters excepted.
-        skipped: steps not applied, one number a seed.
-        skipped_steps: which those were, counted from 0, one list a seed.
-        scale: loss scale at the end, one number a seed.
-        losses: training loss, the mean over the seeds and over the steps that the comparison's `loss_steps` stand for,
-            to six digits; nan where it was not finite. Every candidate sees the same batches, so curves can be
-            subtracted.
-    """
-
-    label: str
-    policy: str
-    notes: tuple[str, ...]
-    metrics: tuple[float, ...]
-    difference: Difference
-    milliseconds: float
-    to_fp32: Ratio | None
-    to_amp: Ratio | None
-    state_bytes: int
-    saved_bytes: int
-    skipped: tuple[int, ...]
-    skipped_steps: tuple[tuple[int, ...], ...]
-    scale: tuple[float, ...]
+    label: str  # the candidate
+    policy: str  # its policy as TOML, "" for loops of torch alone
+    notes: tuple[str, ...]  # those of its plan, such as how fp16 runs on a device without fp16 units
+    metrics: tuple[float, ...]  # final metric, one a seed
+    difference: Difference  # of the metric from fp32's, paired by seed
+    milliseconds: float  # median time of a step
+    to_fp32: Ratio | None  # paired ratio of step time to fp32's; None for fp32 itself, or if no step was timed
+    to_amp: Ratio | None  # paired ratio of step time to torch.amp's; None for torch.amp itself
+    state_bytes: int  # of parameters, buffers, optimizer state, precise weights and lasting gradient buffers
+    saved_bytes: int  # kept by autograd between forward and backward of one step, parameters excepted
+    skipped: tuple[int, ...]  # steps not applied, one number a seed
+    skipped_steps: tuple[tuple[int, ...], ...]  # which those were, counted from 0, one list a seed
+    scale: tuple[float, ...]  # loss scale at the end, one number a seed
+    # training loss, the mean over the seeds and over the steps that the comparison's `loss_steps` stand for, to six
+    # digits; nan where it was not finite. Every candidate sees the same batches, so curves can be subtracted
     losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One task, trained by every candidate.
+    """One task, trained by every candidate."""
 
-    Attributes:
-        task: its name.
-        about: model and data in one line.
-        metric: what the metric is, with its unit.
-        higher_is_better: whether a larger metric is a better one.
-        margin: the margin within which a metric counts as equal to fp32's, in the metric's unit.
-        device: the device type everything ran on.
-        steps: of each run.
-        seeds: of the runs.
-        loss_steps: where the points of each row's `losses` lie, counted from 1: the middles of groups of consecutive
-            steps, as large as it takes to have no more than 200 points.
-        control: torch.amp over torch.amp: the ratio of identical programs on this machine; None if nothing was timed.
-        repeatable: whether those two identical runs ended with the same metric, bit for bit, with every seed.
-        rows: one a candidate, fp32 and torch.amp first.
-    """
-
-    task: str
-    about: str
-    metric: str
-    higher_is_better: bool
-    margin: float
-    device: str
-    steps: int
-    seeds: tuple[int, ...]
+    task: str  # its name
+    about: str  # model and data in one line
+    metric: str  # what the metric is, with its unit
+    higher_is_better: bool  # whether a larger metric is a better one
+    margin: float  # the margin within which a metric counts as equal to fp32's, in the metric's unit
+    device: str  # the device type everything ran on
+    steps: int  # of each run
+    seeds: tuple[int, ...]  # of the runs
+    # where the points of each row's `losses` lie, counted from 1: the middles of groups of consecutive steps, as large
+    # as it takes to have no more than 200 points
     loss_steps: tuple[float, ...]
+    # torch.amp over torch.amp: the ratio of identical programs on this machine; None if nothing was timed
     control: Ratio | None
-    repeatable: bool
-    rows: tuple[CandidateRow, ...]
+    repeatable: bool  # whether those two identical runs ended with the same metric, bit for bit, with every seed
+    rows: tuple[CandidateRow, ...]  # one a candidate, fp32 and torch.amp first
 
 
 def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:

@@ -28,21 +28,13 @@ USUAL: Mapping[str, Mapping[str, Any]] = MappingProxyType({"SGD": {"momentum": 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostReads:
-    """What one optimizer costs in waiting.
+    """What one optimizer costs in waiting."""
 
-    Attributes:
-        optimizer: its class and the options it was made with.
-        scheduler: whether the step was given a learning-rate scheduler.
-        first: reads of a device value by the host in the first step.
-        later: the same in each later step; 0: the optimizer checks the flag on the device.
-        problem: why it cannot be stepped with a loss scale, "" if it can.
-    """
-
-    optimizer: str
-    scheduler: bool = False
-    first: int = 0
-    later: int = 0
-    problem: str = ""
+    optimizer: str  # its class and the options it was made with
+    scheduler: bool = False  # whether the step was given a learning-rate scheduler
+    first: int = 0  # reads of a device value by the host in the first step
+    later: int = 0  # the same in each later step; 0: the optimizer checks the flag on the device
+    problem: str = ""  # why it cannot be stepped with a loss scale, "" if it can
 
 
 def optimizer_classes() -> Iterator[type[Optimizer]]:

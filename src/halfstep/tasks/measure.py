@@ -28,24 +28,14 @@ SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names, sh
 ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
 
 
-# ------------------------------------------------------------------ time
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """The median of paired ratios and its 90 % interval (from order statistics: no distribution assumed).
+    """The median of paired ratios and its 90 % interval (from order statistics: no distribution assumed)."""
 
-    Attributes:
-        median: candidate's time over the baseline's in the same round.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        rounds: how many pairs.
-    """
-
-    median: float
-    low: float
-    high: float
-    rounds: int
+    median: float  # candidate's time over the baseline's in the same round
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
+    rounds: int  # how many pairs
 
     def finer_than(self, control: Ratio) -> bool:
         """Return whether this ratio differs from 1 by less than `control`, a pair of identical programs, may."""
@@ -63,27 +53,17 @@ def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
     return Ratio(median=statistics.median(ratios), low=ratios[low], high=ratios[high], rounds=count)
 
 
-# ------------------------------------------------------------------ result
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A metric's paired difference from fp32 over the seeds.
+    """A metric's paired difference from fp32 over the seeds."""
 
-    Attributes:
-        mean: mean of candidate minus fp32.
-        low: lower end of the 90 % interval of that mean (Student's t); None with one seed.
-        high: upper end.
-        verdict: "within noise" (the interval lies inside the margin), "better" or "worse" (outside it), "undecided", or
-            "diverged" (the metric is not finite).
-        enough: whether there were enough seeds for a verdict; with fewer it is an indication.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
+    mean: float  # mean of candidate minus fp32
+    low: float | None  # lower end of the 90 % interval of that mean (Student's t); None with one seed
+    high: float | None  # upper end
+    # "within noise" (the interval lies inside the margin), "better" or "worse" (outside it), "undecided", or "diverged"
+    # (the metric is not finite)
     verdict: str
-    enough: bool
+    enough: bool  # whether there were enough seeds for a verdict; with fewer it is an indication
 
 
 def difference(values: Sequence[float], reference: Sequence[float], margin: float, *, higher: bool) -> Difference:
@@ -142,9 +122,6 @@ def _student_tail(t: float, freedom: int) -> float:
     if freedom % 2 == 0:
         return (1.0 - math.sin(angle) * total) / 2
     return 0.5 - (angle + math.sin(angle) * total) / math.pi
-
-
-# ------------------------------------------------------------------ bytes
 
 
 def state_bytes(*roots: object) -> int:

@@ -34,21 +34,13 @@ TF32_FROM = (8, 0)  # CUDA compute capability
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much is computed, and for how long.
+    """How much is computed, and for how long."""
 
-    Attributes:
-        product: rows and columns of the matrices.
-        small_product: the same, for formats without units.
-        image: (batch, channels, height = width) of a convolution's input; as many channels come out.
-        small_image: the same, for formats without units.
-        seconds: for each of the two kinds of work.
-    """
-
-    product: int
-    small_product: int
-    image: tuple[int, int, int]
-    small_image: tuple[int, int, int]
-    seconds: float
+    product: int  # rows and columns of the matrices
+    small_product: int  # the same, for formats without units
+    image: tuple[int, int, int]  # (batch, channels, height = width) of a convolution's input; as many channels come out
+    small_image: tuple[int, int, int]  # the same, for formats without units
+    seconds: float  # for each of the two kinds of work
 
 
 def sizes_for(device: str, *, quick: bool = False) -> Sizes:
@@ -65,34 +57,21 @@ def sizes_for(device: str, *, quick: bool = False) -> Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """One format in one kind of work.
+    """One format in one kind of work."""
 
-    Attributes:
-        label: "fp32", "tf32", "bf16", "fp16" or "fp16 emulated".
-        gflops: 1e9 floating-point operations a second, from the median time of forward and backward.
-        faster: fp32's time over this format's in the same round: 2 is twice as fast; None for fp32 itself.
-    """
-
-    label: str
-    gflops: float
-    faster: Ratio | None
+    label: str  # "fp32", "tf32", "bf16", "fp16" or "fp16 emulated"
+    gflops: float  # 1e9 floating-point operations a second, from the median time of forward and backward
+    faster: Ratio | None  # fp32's time over this format's in the same round: 2 is twice as fast; None for fp32 itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkSpeed:
-    """Formats that ran in turns on the same numbers.
+    """Formats that ran in turns on the same numbers."""
 
-    Attributes:
-        work: "matrix product" or "convolution".
-        size: its size, in words.
-        control: fp32 over fp32: the ratio of identical programs here.
-        speeds: fp32 first.
-    """
-
-    work: str
-    size: str
-    control: Ratio
-    speeds: tuple[Speed, ...]
+    work: str  # "matrix product" or "convolution"
+    size: str  # its size, in words
+    control: Ratio  # fp32 over fp32: the ratio of identical programs here
+    speeds: tuple[Speed, ...]  # fp32 first
 
     def decided(self, speed: Speed) -> bool:
         """Return whether `speed` differs from fp32's by a larger factor than identical programs here."""
@@ -104,17 +83,11 @@ class WorkSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpeed:
-    """What was measured on one device type.
+    """What was measured on one device type."""
 
-    Attributes:
-        device: its type.
-        works: what ran in full size, then what had to run in a small one.
-        cast_seconds: to cast one element of a weight down to bf16 and its gradient up again.
-    """
-
-    device: str
-    works: tuple[WorkSpeed, ...]
-    cast_seconds: float
+    device: str  # its type
+    works: tuple[WorkSpeed, ...]  # what ran in full size, then what had to run in a small one
+    cast_seconds: float  # to cast one element of a weight down to bf16 and its gradient up again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,12 +156,9 @@ def _works(sizes: Sizes) -> list[tuple[_Work, _Work]]:
 
 def _product(n: int) -> _Work:
     return _Work(
-        name="matrix product",
-        size=f"{n} x {n} x {n}",
-        call=torch.matmul,
-        shapes=((n, n), (n, n)),
+        name="matrix product", size=f"{n} x {n} x {n}", call=torch.matmul, shapes=((n, n), (n, n)),
         operations=2.0 * n**3,
-    )
+    )  # fmt: skip
 
 
 def _convolution(batch: int, channels: int, side: int) -> _Work:

@@ -22,14 +22,10 @@ __all__ = ["Used", "used_operators"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Used:
-    """One operator in one forward pass.
+    """One operator in one forward pass."""
 
-    Attributes:
-        calls: how often it was called.
-        gives: (format of its result, how often), the most frequent first: "low", "fp32", or a dtype rules never touch.
-    """
-
-    calls: int
+    calls: int  # how often it was called
+    # (format of its result, how often), the most frequent first: "low", "fp32", or a dtype rules never touch
     gives: tuple[tuple[str, int], ...]
 
 

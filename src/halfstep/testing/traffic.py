@@ -43,21 +43,13 @@ class DeclarationError(hs.HalfstepError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What one call costs.
+    """What one call costs."""
 
-    Attributes:
-        read: bytes of the tensors read.
-        written: bytes of the tensors written.
-        launches: 1, or 0 for views and allocations; a declared operator says.
-        kernels: the same, with multi-tensor functions as the launches they need on CUDA.
-        casts: (from, to) of each tensor cast.
-    """
-
-    read: int = 0
-    written: int = 0
-    launches: int = 0
-    kernels: int = 0
-    casts: tuple[tuple[Tensor, Tensor], ...] = ()
+    read: int = 0  # bytes of the tensors read
+    written: int = 0  # bytes of the tensors written
+    launches: int = 0  # 1, or 0 for views and allocations; a declared operator says
+    kernels: int = 0  # the same, with multi-tensor functions as the launches they need on CUDA
+    casts: tuple[tuple[Tensor, Tensor], ...] = ()  # (from, to) of each tensor cast
 
 
 NOTHING = Cost()
@@ -75,13 +67,9 @@ _DECLARED: dict[str, _Declaration] = {}
 
 
 def declare_traffic(
-    operator: str,
-    *,
-    reads: Sequence[str],
-    writes: Sequence[str],
-    extra: Callable[[Arguments], tuple[int, int]] | None = None,
-    launches: int = 1,
-) -> None:
+    operator: str, *, reads: Sequence[str], writes: Sequence[str],
+    extra: Callable[[Arguments], tuple[int, int]] | None = None, launches: int = 1,
+) -> None:  # fmt: skip
     """Say what a custom operator reads and writes, where its schema says too much or too little.
 
     Without a declaration it reads all its tensor arguments once, and writes its results and the arguments that its
@@ -154,12 +142,9 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     if not schema.is_mutable:
         written += sum(map(bytes_of, tensors_in(result)))
     return Cost(
-        read=read,
-        written=written,
-        launches=1,
-        kernels=_kernels(schema, short, call),
+        read=read, written=written, launches=1, kernels=_kernels(schema, short, call),
         casts=tuple(_casts(schema.name, call)),
-    )
+    )  # fmt: skip
 
 
 def _written(argument: Any) -> bool:
@@ -239,9 +224,6 @@ def bytes_of(tensor: Tensor) -> int:
     return count
 
 
-# ------------------------------------------------------------------ kernels of multi-tensor functions
-
-
 def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
     """Return the launches for tensors of `sizes` elements.
 
@@ -277,12 +259,9 @@ def declare_own() -> None:
     declare_traffic("halfstep::norms", reads=("gradients",), writes=("result",), launches=2)
     for name, states in UPDATES.items():
         declare_traffic(
-            f"halfstep::{name}",
-            reads=("weights", *states, *GIVEN),
-            writes=("weights", "beside", *states),
-            extra=_beside,
-            launches=2 if name == "adam_" else 1,
-        )
+            f"halfstep::{name}", reads=("weights", *states, *GIVEN), writes=("weights", "beside", *states),
+            extra=_beside, launches=2 if name == "adam_" else 1,
+        )  # fmt: skip
 
 
 def _beside(call: Arguments) -> tuple[int, int]:

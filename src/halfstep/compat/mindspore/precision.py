@@ -34,19 +34,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class Mark:
-    """The precision that a user asked for on one module.
+    """The precision that a user asked for on one module."""
 
-    Attributes:
-        flags: "fp16", "fp32", "bf16" -> on or off, as far as they were given.
-        level: the amp level the module was converted with, "" if none.
-        policy: that level as a policy, None for a level that casts nothing.
-        around: the policy of the module around it when that was bound, None outside every region.
-    """
-
+    # "fp16", "fp32", "bf16" -> on or off, as far as they were given
     flags: dict[str, bool] = field(default_factory=dict)
-    level: str = ""
-    policy: hs.Policy | None = None
-    around: hs.Policy | None = None
+    level: str = ""  # the amp level the module was converted with, "" if none
+    policy: hs.Policy | None = None  # that level as a policy, None for a level that casts nothing
+    around: hs.Policy | None = None  # the policy of the module around it when that was bound, None outside every region
 
 
 def mark_of(module: nn.Module) -> Mark | None:
@@ -66,9 +60,6 @@ def _marked(module: nn.Module) -> Mark:
     if mark is None:
         mark = module.__dict__[KEY] = Mark()
     return mark
-
-
-# ---------------------------------------------------------------------------------------------------------------- flags
 
 
 def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
@@ -135,9 +126,6 @@ def _flag(module: ModuleT, members: list[nn.Module], flags: dict[str, bool]) -> 
     return module
 
 
-# --------------------------------------------------------------------------------------------------------------- levels
-
-
 def mark_level(module: nn.Module, level: str, policy: hs.Policy | None) -> None:
     """Remember that `module` was converted with `level`, and bind it."""
     _refuse_foreign(module)
@@ -156,9 +144,6 @@ def _low_format_in(module: nn.Module, around: hs.Policy | None) -> str:
     if wanted is not None and wanted.name != PREFIX + "fp32":
         return wanted.dtype
     return next((found for child in module.children() if (found := _low_format_in(child, wanted))), "")
-
-
-# -------------------------------------------------------------------------------------------------------------- binding
 
 
 def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:

@@ -225,9 +225,6 @@ def _release(model: nn.Module) -> None:
         hs.unprepare(model)
 
 
-# ---------------------------------------------------------------------- checks
-
-
 def _check_foreign(models: list[nn.Module]) -> None:
     """Refuse models that the user has given to hs.prepare."""
     for model in models:

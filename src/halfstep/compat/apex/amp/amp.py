@@ -87,12 +87,9 @@ def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Calla
 
 
 def init(
-    enabled: bool = True,
-    loss_scale: str | float = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
+    enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle | NoOpHandle:  # fmt: skip
     """Switch O1's casts on in this thread, without models; casts that were on before are switched off first.
 
     Args:

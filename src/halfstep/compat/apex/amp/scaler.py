@@ -50,19 +50,13 @@ class LossScaler:
             start = float(min(max_loss_scale, init_scale))
             floor = float(min_loss_scale) if min_loss_scale else min(FLOOR, start)
             rule = hs.ScaleRule(
-                init=max(start, floor),
-                growth=float(scale_factor),
-                backoff=1.0 / float(scale_factor),
-                interval=scale_window,
-                floor=floor,
-                ceiling=float(max(max_loss_scale, floor)),
-            )
+                init=max(start, floor), growth=float(scale_factor), backoff=1.0 / float(scale_factor),
+                interval=scale_window, floor=floor, ceiling=float(max(max_loss_scale, floor)),
+            )  # fmt: skip
         else:
             rule = hs.ScaleRule.static(float(loss_scale))
         self._names: list[tuple[str, Tensor]] = []
         self._scaler = hs.GradScaler(rule=rule)
-
-    # ------------------------------------------------------------------ the scale
 
     def loss_scale(self) -> float:
         """Return the current scale; waits for the device."""
@@ -115,8 +109,6 @@ class LossScaler:
         """Remember names for messages; the parameters stay alive as long as their optimizers do anyway."""
         self._names += named
         self._scaler.name_parameters(self._names)
-
-    # ------------------------------------------------------------------ one backward pass
 
     def clear_overflow_state(self) -> None:
         """Forget whether the last pass overflowed."""

@@ -32,23 +32,14 @@ SHORT = {name: DTYPE_NAMES[getattr(torch, name)] for name in ("float16", "bfloat
 
 @dataclass(kw_only=True, slots=True)
 class Frame:
-    """The settings in force.
+    """The settings in force."""
 
-    Attributes:
-        enabled: whether operators are cast.
-        low: format of products, one of `SHORT`.
-        high: format of sensitive operators, "float32" or the low one.
-        policy: the rule of each operator.
-        owner: the object that pushed the frame.
-        region: the open halfstep region, if one is needed.
-    """
-
-    enabled: bool = False
-    low: str = "float16"
-    high: str = "float32"
-    policy: hs.Policy = MEGENGINE
-    owner: object = None
-    region: hs.autocast | None = field(default=None, compare=False)
+    enabled: bool = False  # whether operators are cast
+    low: str = "float16"  # format of products, one of `SHORT`
+    high: str = "float32"  # format of sensitive operators, "float32" or the low one
+    policy: hs.Policy = MEGENGINE  # the rule of each operator
+    owner: object = None  # the object that pushed the frame
+    region: hs.autocast | None = field(default=None, compare=False)  # the open halfstep region, if one is needed
 
     def open(self) -> None:
         """Open the region; the bottom frame needs none while nothing is cast."""

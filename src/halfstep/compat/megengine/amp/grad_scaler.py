@@ -58,8 +58,6 @@ class GradScaler:
         self._epoch = object()  # another one whenever the scale may have moved
         self._found: bool | None = None  # None: nothing unscaled since the last update
 
-    # --- numbers ---------------------------------------------------------------------------------------------------
-
     @property
     def scale_factor(self) -> float:
         """The scale; waits for the device. Can be set."""
@@ -82,8 +80,6 @@ class GradScaler:
     def found_non_finite(self) -> bool:
         """Whether a gradient unscaled since the last `update` was not finite."""
         return bool(self._found)
-
-    # --- a step ----------------------------------------------------------------------------------------------------
 
     def backward(
         self, gm: GradManager | GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
@@ -215,8 +211,6 @@ class GradScaler:
         core.record(torch.tensor(found))
         core.update()
         self._found = None
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers and the good steps counted so far."""

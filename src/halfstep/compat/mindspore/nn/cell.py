@@ -38,8 +38,6 @@ class Cell(nn.Module):
         """Compute the outputs by `construct`: torch calls this name."""
         return self.construct(*inputs, **named)
 
-    # -------------------------------------------------------------------------------------------------- precision
-
     def to_float(self: Self, dst_type: torch.dtype) -> Self:
         """Run this cell and all in it in a format, in place; see `halfstep.compat.mindspore.to_float`."""
         return precision.to_float(self, dst_type)
@@ -55,8 +53,6 @@ class Cell(nn.Module):
     def get_flags(self) -> dict[str, bool]:
         """Return the precision flags of this cell."""
         return precision.flags_of(self)
-
-    # ----------------------------------------------------------------------------------------- modes and parameters
 
     def set_train(self: Self, mode: bool = True) -> Self:
         """Set training mode, here and below."""
@@ -87,8 +83,6 @@ class Cell(nn.Module):
     def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
         """Return name -> parameter."""
         return dict(self.named_parameters(recurse=recurse))
-
-    # ------------------------------------------------------------------------------------------------------- cells
 
     def cells(self) -> list[nn.Module]:
         """Return the cells directly inside."""

@@ -201,8 +201,6 @@ class TrainOneStepWithLossScaleCell(_OneStep):
             raise MindSporeTypeError(f"set_sense_scale({sens!r}): expected a tensor, such as Tensor(1024.0)")
         self.scale_sense.copy_(_scalar("sens", sens))
 
-    # ------------------------------------------------------------------------------- for subclasses with their own step
-
     def grad_reducer(self, grads: Any) -> Any:
         """Return the gradients: DistributedDataParallel sums them over processes during backward."""
         return grads
