@@ -84,11 +84,7 @@ def _policy(label: str, device: str) -> hs.Policy:
 
 
 def _question(text: str) -> tuple[str, float | None]:
-    """Return format and scale of ``fp16`` or ``fp16:1024``.
-
-    Raises:
-        TaskError: the scale is no number.
-    """
+    """Return format and scale of ``fp16`` or ``fp16:1024``."""
     form, colon, scale = text.partition(":")
     try:
         return form, float(scale) if colon else None
@@ -118,11 +114,7 @@ def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int)
 def _asked(
     audit: hs.Audit, module: str, role: str, sort: str, questions: Sequence[tuple[str, float | None]]
 ) -> tuple[hs.Audit, list[tuple[Any, ...]]]:
-    """Return the rows to print, and the answers to ``--what-if``.
-
-    Raises:
-        HalfstepError: no such role, number or format.
-    """
+    """Return the rows to print, and the answers to ``--what-if``."""
     shown = audit.filter(module=module, role=role)
     shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
     return shown, [audit.what_if(form, scale) for form, scale in questions]

@@ -17,7 +17,7 @@ from halfstep.cli.tables import print_comparison
 from halfstep.cli.terminal import command_line, complain, console, device_type, say, writable, write_json
 from halfstep.report import render, require_extra
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
-from halfstep.tasks.candidates import Candidate, candidates, default_labels
+from halfstep.tasks.candidates import candidates, default_labels
 from halfstep.tasks.compare import Comparison, check, compare
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
@@ -49,11 +49,14 @@ def run_compare(
     about = machine()
     if excerpt:
         say(out, f"An excerpt: few steps, {runs} seeds. The full comparison is `halfstep compare` without --excerpt.")
-    _print_machine(out, about)
+    on = f", {about['accelerator']}" if about["accelerator"] else ""
+    say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
     comparisons = []
     for task in loaded:
         length = steps or (task.excerpt_steps if excerpt else task.steps)
-        comparisons.append(_compare(task, compared, length, runs, where, err))
+        with Live(err, task.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
+            made = compare(task, compared, steps=length, seeds=runs, device=where, on_step=live.see)
+        comparisons.append(made)
         print_comparison(out, comparisons[-1])
     chosen = [word for task in tasks for word in ("--task", task)]
     command = command_line(
@@ -70,11 +73,7 @@ def run_compare(
 
 
 def _check_outputs(json_path: Path | None, html_path: Path | None) -> None:
-    """Check that all output can be written, before hours of training.
-
-    Raises:
-        TaskError, MissingExtraError: it cannot.
-    """
+    """Check that all output can be written, before hours of training."""
     if html_path is not None:
         require_extra("--html")
         if json_path is not None and json_path.resolve() == html_path.resolve():
@@ -94,18 +93,6 @@ def _load(names: Sequence[str], err: Console) -> list[Task]:
         except TaskError as error:
             err.print(f"left out: {error}", markup=False, highlight=False)
     return loaded
-
-
-def _print_machine(out: Console, about: dict[str, Any]) -> None:
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
-
-
-def _compare(
-    task: Task, compared: tuple[Candidate, ...], steps: int, seeds: int, device: str, err: Console
-) -> Comparison:
-    with Live(err, task.name, runs=len(compared) + 1, steps=steps, seeds=seeds) as live:
-        return compare(task, compared, steps=steps, seeds=seeds, device=device, on_step=live.see)
 
 
 def _report(comparisons: Sequence[Comparison], about: dict[str, Any], command: str, *, excerpt: bool) -> dict[str, Any]:

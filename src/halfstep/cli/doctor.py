@@ -54,14 +54,19 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     except hs.HalfstepError as error:
         return complain(error)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    about = {**machine(), **_versions()}
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    versions = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
+    about = {**machine(), **versions}
     devices = [main] if device or main == "cpu" else [main, "cpu"]
     _print_machine(out, about)
     units = [hs.units(each) for each in devices]
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     with _threads(threads), _StatusLine(err) as status:
-        speeds = [measure_speed(each, (sizes or _sizes(quick))(each), on_step=status.show) for each in devices]
+        speeds = [
+            measure_speed(each, (sizes or (lambda kind: sizes_for(kind, quick=quick)))(each), on_step=status.show)
+            for each in devices
+        ]
         status.show("optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
         reads.append(host_reads(main, torch.optim.AdamW, scheduler=True))
@@ -87,10 +92,6 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         report[name] = [dataclasses.asdict(each) for each in records]
     write_json(out, json_path, report)
     return 0
-
-
-def _sizes(quick: bool) -> SizesOf:
-    return lambda device: sizes_for(device, quick=quick)
 
 
 @contextmanager
@@ -124,11 +125,6 @@ class _StatusLine:
     def show(self, what: str) -> None:
         if self._status is not None:
             self._status.update(f"measuring: {what}")
-
-
-def _versions() -> dict[str, Any]:
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
 
 
 def _print_machine(out: Console, about: dict[str, Any]) -> None:

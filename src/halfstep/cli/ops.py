@@ -75,11 +75,7 @@ def run_ops(*, policy: str, patterns: Sequence[str], diff: str, model: str, devi
 
 
 def _check(policy: str, patterns: Sequence[str], diff: str, model: str, device: str) -> _Asked:
-    """Check and load everything before anything is printed.
-
-    Raises:
-        HalfstepError: an option that makes no sense.
-    """
+    """Check and load everything before anything is printed."""
     if diff and model:
         raise TaskError("--diff compares two policies and --model shows one; leave one of them out")
     if ":" in device:
@@ -112,11 +108,7 @@ def _candidate(label: str, device: str) -> Candidate:
 
 
 def _matching(patterns: Iterable[str], plan: hs.Plan) -> tuple[str, ...]:
-    """Return the operators that `patterns` stand for, each once.
-
-    Raises:
-        HalfstepError: a pattern stands for none; the message names the nearest.
-    """
+    """Return the operators that `patterns` stand for, each once."""
     names: list[str] = []
     for pattern in patterns:
         if OWN in pattern:

@@ -110,7 +110,8 @@ def print_operators(
     """
     say(out)
     if not rows:
-        say(out, "the model calls none of these operators" if used else _none(plan))
+        none = f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in"
+        say(out, "the model calls none of these operators" if used else none)
         return
     if used:
         _print_used(out, rows, plan)
@@ -119,7 +120,7 @@ def print_operators(
         say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
     for rule in RULES:
         if any(row.rule == rule for row in rows):
-            say(out, f"{rule or 'no rule'}: {_meaning(rule, plan)}", style=COLOURS[rule])
+            say(out, f"{rule or 'no rule'}: {MEANINGS[rule].format(low=plan.policy.dtype)}", style=COLOURS[rule])
     if out.is_terminal:
         made = table(out, "rule", "operators", "decided by", "why (source)")
         groups: dict[tuple[str, str, str], list[str]] = {}
@@ -134,10 +135,6 @@ def print_operators(
     out.print(made)
 
 
-def _none(plan: hs.Plan) -> str:
-    return f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in"
-
-
 def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.Plan) -> None:
     say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
     made = table(out, "operator", "calls", "rule", "gives", "decided by", "why (source)", right=(1,))
@@ -146,10 +143,6 @@ def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.Plan) -> None:
         words = gives[0][0] if len(gives) == 1 else ", ".join(f"{name} {times}" for name, times in gives)
         made.add_row(row.operator, str(row.calls), _rule(row.rule), words, _by(row.decided_by, plan), Text(row.reason))
     out.print(made)
-
-
-def _meaning(rule: str, plan: hs.Plan) -> str:
-    return MEANINGS[rule].format(low=plan.policy.dtype)
 
 
 def _rule(rule: str) -> Text:

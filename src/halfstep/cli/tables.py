@@ -12,7 +12,7 @@ from rich.text import Text
 from halfstep.cli.numbers import counted
 from halfstep.cli.terminal import say, table
 from halfstep.tasks.candidates import AMP
-from halfstep.tasks.compare import CandidateRow, Comparison
+from halfstep.tasks.compare import Comparison
 from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, Ratio
 
 __all__ = ["amp_label", "extremes", "policy_notes", "print_comparison", "ratio_text", "setting"]
@@ -62,7 +62,7 @@ def policy_notes(comparison: Comparison) -> list[str]:
         for note in row.notes:
             notes.setdefault(note, []).append(row.label)
     lines = [f"{', '.join(labels)}: {note}" for note, labels in notes.items()]
-    if comparison.device == "cpu" and not any(_is_native_fp16(row) for row in comparison.rows):
+    if comparison.device == "cpu" and not any(row.label == "torch.amp fp16" for row in comparison.rows):
         lines.append(
             "torch.amp fp16 was not run: on CPUs without fp16 units torch's fp16 kernels take many times fp32's time; "
             "--policies torch.amp:fp16 adds it"
@@ -124,7 +124,3 @@ def _on_times(comparison: Comparison) -> str:
         f"times are medians of paired ratios; undecided: finer than A/A, torch.amp twice = {control.median:.3f} "
         f"[{control.low:.3f}, {control.high:.3f}] ({equal})"
     )
-
-
-def _is_native_fp16(row: CandidateRow) -> bool:
-    return row.label == "torch.amp fp16"

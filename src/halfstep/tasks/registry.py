@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,25 +17,8 @@ from halfstep.tasks.task import Task, TaskError
 __all__ = ["call_function", "load_model", "load_task", "task_names"]
 
 
-def _lenet5() -> Task:
-    from halfstep.tasks.lenet import lenet5_task
-
-    return lenet5_task()
-
-
-def _resnet() -> Task:
-    from halfstep.tasks.resnet import resnet_task
-
-    return resnet_task()
-
-
-def _gpt() -> Task:
-    from halfstep.tasks.gpt import gpt_task
-
-    return gpt_task()
-
-
-TASKS: Mapping[str, Callable[[], Task]] = MappingProxyType({"lenet5": _lenet5, "resnet": _resnet, "gpt": _gpt})
+TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "lenet", "resnet": "resnet", "gpt": "gpt"})
+"""Name of a task -> the module with its function NAME_task; imported when it is loaded."""
 
 
 def task_names() -> tuple[str, ...]:
@@ -55,7 +39,8 @@ def load_task(name: str) -> Task:
                 f"unknown task {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
                 "and path/to/file.py:function, a function that returns an hs.Task"
             )
-        return TASKS[name]()
+        made: Task = getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
+        return made
     task = call_function(name)
     if not isinstance(task, Task):
         raise TaskError(f"{name} must return an hs.Task and returned {type(task).__name__}")

@@ -69,11 +69,7 @@ class ResNet(nn.Module):
 
 @cache
 def split() -> Split:
-    """Return training images (1280, 1, 8, 8) and labels, test images (517, 1, 8, 8) and labels.
-
-    Raises:
-        TaskError: scikit-learn is not installed.
-    """
+    """Return training images (1280, 1, 8, 8) and labels, test images (517, 1, 8, 8) and labels."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -108,11 +104,7 @@ def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
 
 
 def resnet_task() -> Task:
-    """Return the task `resnet`.
-
-    Raises:
-        TaskError: scikit-learn is not installed.
-    """
+    """Return the task `resnet`."""
     split()
     return Task(
         name="resnet",

@@ -68,9 +68,6 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
         task: its model, first batch, loss and optimizer.
         policy: what to carry out; its `dtype` is bf16, fp16 or fp32.
         device: where.
-
-    Raises:
-        HalfstepError: the policy cannot be bound to this model.
     """
     if policy.dtype == "fp16":
         policy = hs.Policy.of(policy, dtype="bf16")

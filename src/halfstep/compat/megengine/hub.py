@@ -101,9 +101,6 @@ def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwa
         *args: for the model.
         pretrained: must be False: there are no weights here.
         **kwargs: for the model; ``git_host``, ``use_cache``, ``commit`` and ``protocol`` have no meaning here.
-
-    Raises:
-        StepError: another repository or model, or pretrained weights; the message says what there is.
     """
     _check(repo_info)
     if entry not in ENTRIES:
@@ -129,9 +126,6 @@ def list(repo_info: str, **kwargs: Any) -> builtins.list[str]:
     Args:
         repo_info: "megengine/models", with or without ":branch".
         **kwargs: those of `SOURCES`, which have no meaning here.
-
-    Raises:
-        StepError: another repository than "megengine/models", or an argument that MegEngine does not know.
     """
     unknown = [name for name in kwargs if name not in SOURCES]
     if unknown:

@@ -43,9 +43,9 @@ def tensor(
     try:
         made = torch.as_tensor(data)
     except (TypeError, ValueError, RuntimeError) as error:
+        text = repr(data) if len(repr(data)) < 60 else repr(data)[:57] + "..."
         raise RegionError(
-            f"tensor(data={_short(data)}): {error}; expected a number, nested lists of one length each, an array or a "
-            "tensor"
+            f"tensor(data={text}): {error}; expected a number, nested lists of one length each, an array or a tensor"
         ) from None
     if dtype is not None:
         wanted = dtype_of(dtype)
@@ -53,11 +53,6 @@ def tensor(
         wanted = {torch.float64: torch.float32, torch.int64: torch.int32}.get(made.dtype, made.dtype)
     made = made.detach().to(device=device_of(device), dtype=wanted, copy=True)
     return made.contiguous(memory_format=torch.channels_last) if format == "nhwc" and made.dim() == 4 else made
-
-
-def _short(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) < 60 else text[:57] + "..."
 
 
 def dtype_of(dtype: Any) -> torch.dtype:

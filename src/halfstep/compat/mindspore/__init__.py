@@ -2,6 +2,8 @@
 
 ``import halfstep.compat.mindspore as mindspore``. A Cell is a torch module, a Tensor a torch tensor; levels and flags
 are halfstep policies, loss scales halfstep's scaler with MindSpore's rules. docs/compat_mindspore.md lists every name.
+A wrong argument raises MindSporeTypeError or MindSporeValueError: a HalfstepError that is also the built-in class, whose
+message has the value, what was expected, and the fix.
 """
 
 from halfstep.compat.mindspore import amp, common, nn, ops, train

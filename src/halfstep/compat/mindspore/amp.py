@@ -119,9 +119,6 @@ def auto_mixed_precision(network: T, amp_level: str = "O0", dtype: torch.dtype =
 
     Returns:
         The same object; for a function a new one.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a network, or an unknown level or dtype.
     """
     name = low_name(dtype, "auto_mixed_precision")
     _check_level("auto_mixed_precision: amp_level", amp_level)
@@ -151,9 +148,6 @@ def custom_mixed_precision(
         white_list: classes of cells or primitives to run in `dtype`; everything else runs in fp32.
         black_list: classes of cells to run in fp32; everything else runs in `dtype`.
         dtype: mstype.float16 or mstype.bfloat16.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a network, not exactly one list, or something else in a list.
     """
     check_module("custom_mixed_precision", network)
     name = low_name(dtype, "custom_mixed_precision")
@@ -194,9 +188,6 @@ def build_train_network(
 
     Returns:
         A `TrainOneStepWithLossScaleCell` where there is a manager with an update cell, else a `TrainOneStepCell`.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an argument that makes no sense; nothing is changed.
     """
     _check_network(network, optimizer, loss_fn)
     _check_level("build_train_network: level", level)

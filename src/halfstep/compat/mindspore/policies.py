@@ -27,44 +27,28 @@ LEVELS = ("O0", "O1", "O2", "O3", "auto")
 
 O1_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Conv1d": ("conv1d",),
-        "Conv2D": ("conv2d",),
-        "Conv3D": ("conv3d",),
-        "Conv1dTranspose": ("conv_transpose1d",),
-        "Conv2DTranspose": ("conv_transpose2d",),
-        "Conv3DTranspose": ("conv_transpose3d",),
-        "Dense": ("linear", "bilinear"),
-        "LSTMCell": ("lstm_cell", "lstm"),
-        "RNNCell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"),
-        "GRUCell": ("gru_cell", "gru"),
+        "Conv1d": ("conv1d",), "Conv2D": ("conv2d",), "Conv3D": ("conv3d",), "Conv1dTranspose": ("conv_transpose1d",),
+        "Conv2DTranspose": ("conv_transpose2d",), "Conv3DTranspose": ("conv_transpose3d",),
+        "Dense": ("linear", "bilinear"), "LSTMCell": ("lstm_cell", "lstm"),
+        "RNNCell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"), "GRUCell": ("gru_cell", "gru"),
         "MatMul": ("matmul", "mm", "mv", "addmm", "addmv", "einsum", "tensordot", "inner", "linalg.multi_dot"),
-        "BatchMatMul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"),
-        "PReLU": ("prelu",),
-        "ReLU": ("relu",),
-        "Ger": ("outer",),
+        "BatchMatMul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"), "PReLU": ("prelu",),
+        "ReLU": ("relu",), "Ger": ("outer",),
     }
-)
+)  # fmt: skip
 """O1's white list: primitive or cell -> torch's operators."""
 
 AUTO_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Conv2D": ("conv1d", "conv2d"),
-        "Conv3D": ("conv3d",),
-        "Conv2DTranspose": ("conv_transpose1d", "conv_transpose2d"),
-        "Conv3DTranspose": ("conv_transpose3d",),
+        "Conv2D": ("conv1d", "conv2d"), "Conv3D": ("conv3d",),
+        "Conv2DTranspose": ("conv_transpose1d", "conv_transpose2d"), "Conv3DTranspose": ("conv_transpose3d",),
         "MatMul": ("matmul", "mm", "tensordot", "inner", "linalg.multi_dot"),
-        "BatchMatMul": ("bmm", "scaled_dot_product_attention"),
-        "PReLU": ("prelu",),
-        "Einsum": ("einsum",),
+        "BatchMatMul": ("bmm", "scaled_dot_product_attention"), "PReLU": ("prelu",), "Einsum": ("einsum",),
         "Dense": ("linear", "bilinear", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell"),
-        "LSTM": ("lstm", "rnn_tanh", "rnn_relu", "gru"),
-        "Addmm": ("addmm",),
-        "Addbmm": ("addbmm",),
-        "Addmv": ("addmv",),
-        "Baddbmm": ("baddbmm",),
-        "Mv": ("mv",),
+        "LSTM": ("lstm", "rnn_tanh", "rnn_relu", "gru"), "Addmm": ("addmm",), "Addbmm": ("addbmm",),
+        "Addmv": ("addmv",), "Baddbmm": ("baddbmm",), "Mv": ("mv",),
     }
-)
+)  # fmt: skip
 """The auto level's white list; recurrent layers are listed because MindSpore makes them of its MatMul."""
 
 AUTO_BLACK: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -86,15 +70,10 @@ AUTO_BLACK: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 AUTO_PROMOTE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Addcdiv": ("addcdiv",),
-        "Addcmul": ("addcmul",),
-        "Cross": ("cross", "linalg.cross"),
-        "GridSampler2D": ("grid_sample",),
-        "BiasAdd": ("add",),
-        "Dot": ("dot",),
-        "Concat": ("cat",),
+        "Addcdiv": ("addcdiv",), "Addcmul": ("addcmul",), "Cross": ("cross", "linalg.cross"),
+        "GridSampler2D": ("grid_sample",), "BiasAdd": ("add",), "Dot": ("dot",), "Concat": ("cat",),
     }
-)
+)  # fmt: skip
 
 
 def _rules(table: Mapping[str, tuple[str, ...]], rule: str) -> tuple[tuple[str, str], ...]:
@@ -145,12 +124,7 @@ def is_low_everywhere(policy: hs.Policy) -> bool:
 
 
 def low_name(dtype: object, where: str) -> str:
-    """Return "fp16" or "bf16" for a dtype.
-
-    Raises:
-        MindSporeTypeError: not a dtype.
-        MindSporeValueError: another dtype.
-    """
+    """Return "fp16" or "bf16" for a dtype."""
     if not isinstance(dtype, torch.dtype):
         raise MindSporeTypeError(f"{where}: dtype={dtype!r} is not a dtype; pass mstype.float16 or mstype.bfloat16")
     if dtype not in LOW_NAMES:

@@ -71,9 +71,6 @@ def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
     Args:
         module: any torch module.
         dst_type: mstype.float16, float32 or bfloat16.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a module, or another dtype.
     """
     if not isinstance(dst_type, torch.dtype):
         raise MindSporeTypeError(f"to_float: dst_type={dst_type!r} is not a dtype; pass mstype.float16")
@@ -91,9 +88,6 @@ def add_flags(module: ModuleT, **flags: bool) -> ModuleT:
     Args:
         module: any torch module.
         **flags: fp16, bf16 or fp32, each True or False. fp32 wins over the others, whatever the order of the calls.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a module, another flag, or fp16 together with bf16.
     """
     return _flag(module, [module] if isinstance(module, nn.Module) else [], flags)
 

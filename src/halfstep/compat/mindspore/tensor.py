@@ -27,11 +27,7 @@ class Tensor(metaclass=AnyTensor):
     def __new__(  # type: ignore[misc]  # a factory
         cls, input_data: Any = None, dtype: torch.dtype | None = None, shape: Any = None, init: Any = None
     ) -> torch.Tensor:
-        """Return a torch.Tensor.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: no data and no `init`, both, or data that no tensor can hold.
-        """
+        """Return a torch.Tensor."""
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise MindSporeTypeError(f"dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float32")
         if (input_data is None) == (init is None):

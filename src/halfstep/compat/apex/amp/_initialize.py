@@ -124,7 +124,7 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
     for path, module in model.named_modules():
         kept = keep and isinstance(module, BATCHNORM) and module.affine
         if "Norm" in type(module).__name__ and not kept and not list(module.children()):
-            rules.append((_literal(path), "low"))
+            rules.append(("".join(f"[{c}]" if c in "*?[" else c for c in path), "low"))  # a pattern for `path` alone
     return hs.Policy(
         name=f"apex {properties.opt_level} {LOW_NAMES[low]}",
         dtype=LOW_NAMES[low],
@@ -138,11 +138,6 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
         scale="none",
         modules=tuple(rules),
     )
-
-
-def _literal(path: str) -> str:
-    """Return a pattern that matches `path` alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in path)
 
 
 def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

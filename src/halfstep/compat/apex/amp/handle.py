@@ -53,9 +53,9 @@ def scale_loss(
     if isinstance(loss_id, bool) or not isinstance(loss_id, int):
         raise TypeError(f"scale_loss(loss_id={loss_id!r}): expected a whole number below num_losses")
     if not 0 <= loss_id < len(scalers):
+        are = "is 1 loss scaler" if len(scalers) == 1 else f"are {len(scalers)} loss scalers"
         raise IndexError(
-            f"scale_loss(loss_id={loss_id}): there {_are(len(scalers))}; call "
-            f"amp.initialize(..., num_losses={loss_id + 1})"
+            f"scale_loss(loss_id={loss_id}): there {are}; call amp.initialize(..., num_losses={loss_id + 1})"
         )
     if not isinstance(loss, Tensor):
         raise TypeError(f"scale_loss takes the loss as a tensor and got {type(loss).__name__}")
@@ -109,10 +109,6 @@ def _unscale(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int,
     finally:
         for stash in stashes:
             stash.add_up()
-
-
-def _are(count: int) -> str:
-    return "is 1 loss scaler" if count == 1 else f"are {count} loss scalers"
 
 
 def _session(optimizers: list[Any]) -> Session | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.compat.shared import listed
 from halfstep.kernels.eager.torch_fused import fused_works
 
 __all__ = ["FusedOptimizer", "SetGradNone", "count_step", "evaluated", "fuses", "materialised", "refuse_amsgrad"]
@@ -63,11 +64,7 @@ def materialised(params: Any) -> list[Any]:
     if params is None or isinstance(params, Tensor):
         what = "None" if params is None else "a single tensor"
         raise TypeError(f"params is {what}; an optimizer takes a list of tensors or of groups, as model.parameters()")
-    return [{**p, "params": _listed(p["params"])} if isinstance(p, dict) else p for p in params]
-
-
-def _listed(params: Any) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)
+    return [{**p, "params": listed(p["params"])} if isinstance(p, dict) else p for p in params]
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:

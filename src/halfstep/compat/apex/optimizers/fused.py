@@ -183,16 +183,8 @@ class FusedLAMB(FusedOptimizer):
     https://arxiv.org/abs/1904.00962
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        bias_correction: divide the moments by ``1 - beta**step``.
-        betas: decay of the moments.
-        eps: added to the square root.
-        weight_decay: its factor.
-        amsgrad: not supported, as in Apex.
-        adam_w_mode: decoupled weight decay instead of L2.
+        params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none: as for `FusedAdam`.
         grad_averaging: the first moment averages gradients (``1 - beta1``) instead of summing them.
-        set_grad_none: whether `zero_grad` sets gradients to None.
         max_grad_norm: all gradients are scaled down to this norm together; 0 leaves them.
         use_nvlamb: adapt the rate of parameters without weight decay too.
     """
@@ -261,18 +253,12 @@ class FusedNovoGrad(FusedOptimizer):
     https://arxiv.org/abs/1905.11286
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        bias_correction: correct the moments for their start.
-        betas: decay of the moments.
+        params, lr, bias_correction, betas, weight_decay, amsgrad, set_grad_none: as for `FusedAdam`.
         eps: added to the norm.
-        weight_decay: its factor.
-        amsgrad: not supported, as in Apex.
         reg_inside_moment: weight decay goes into the first moment instead of beside it.
         grad_averaging: the first moment averages gradients (``1 - beta1``) instead of summing them.
         norm_type: 2, or 0 for the largest element.
         init_zero: the second moment starts at 0 instead of at the first norm.
-        set_grad_none: whether `zero_grad` sets gradients to None.
     """
 
     def __init__(
@@ -325,11 +311,8 @@ class FusedAdagrad(FusedOptimizer):
     https://jmlr.org/papers/v12/duchi11a.html
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
+        params, lr, weight_decay, set_grad_none: as for `FusedAdam`.
         eps: added to the root.
-        weight_decay: its factor.
-        set_grad_none: whether `zero_grad` sets gradients to None.
         adagrad_w_mode: decoupled weight decay instead of L2.
     """
 

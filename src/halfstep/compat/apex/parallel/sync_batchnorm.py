@@ -37,21 +37,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Return `input` normalised, plus `z` if it is given, and clamped at 0 with `fuse_relu`."""
-        normal = super().forward(input) if _several(self.process_group) else self._alone(input)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_world_size(self.process_group) > 1:
+            normal = super().forward(input)
+        else:  # torch's SyncBatchNorm refuses a CPU even then
+            self._check_input_dim(input)
+            self._check_non_zero_input_channels(input)
+            normal = nn.modules.batchnorm._BatchNorm.forward(self, input)
         if z is not None:
             normal = normal + z
         return F.relu(normal) if self.fuse_relu else normal
-
-    def _alone(self, input: Tensor) -> Tensor:
-        """Do what `torch.nn.BatchNorm2d` does; torch's SyncBatchNorm refuses a CPU even then."""
-        self._check_input_dim(input)
-        self._check_non_zero_input_channels(input)
-        return nn.modules.batchnorm._BatchNorm.forward(self, input)
-
-
-def _several(group: Any) -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:

@@ -13,21 +13,13 @@ __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d",
 
 
 def check_compute_mode(where: str, compute_mode: object) -> None:
-    """Take "default" and "float32": products of low formats are summed in fp32 either way.
-
-    Raises:
-        StepError: another word.
-    """
+    """Take "default" and "float32": products of low formats are summed in fp32 either way."""
     if str(compute_mode).lower() not in ("default", "float32"):
         raise StepError(f"{where}(compute_mode={compute_mode!r}): expected 'default' or 'float32'")
 
 
 def check_conv_mode(where: str, conv_mode: object) -> None:
-    """Take "cross_correlation", the only mode MegEngine takes too.
-
-    Raises:
-        StepError: another word.
-    """
+    """Take "cross_correlation", the only mode MegEngine takes too."""
     if str(conv_mode).lower() != "cross_correlation":
         raise StepError(f"{where}(conv_mode={conv_mode!r}): expected 'cross_correlation'; flip the kernel for others")
 

@@ -82,20 +82,12 @@ def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, ep
 
 
 def argmax(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Return the place of the largest element.
-
-    Raises:
-        StepError: several axes.
-    """
+    """Return the place of the largest element."""
     return torch.argmax(inp, _one_axis("argmax", axis), keepdim=keepdims)
 
 
 def argmin(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Return the place of the smallest element.
-
-    Raises:
-        StepError: several axes.
-    """
+    """Return the place of the smallest element."""
     return torch.argmin(inp, _one_axis("argmin", axis), keepdim=keepdims)
 
 

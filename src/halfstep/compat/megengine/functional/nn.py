@@ -61,11 +61,7 @@ def max_pool2d(inp: Tensor, kernel_size: Any, stride: Any = None, padding: Any =
 def avg_pool2d(
     inp: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, mode: str = "average_count_exclude_padding"
 ) -> Tensor:
-    """Return the mean of each window; `mode` "average" counts the padding.
-
-    Raises:
-        StepError: an unknown mode.
-    """
+    """Return the mean of each window; `mode` "average" counts the padding."""
     if mode not in ("average", "average_count_exclude_padding"):
         raise StepError(f"avg_pool2d(mode={mode!r}): expected 'average_count_exclude_padding' or 'average'")
     return F.avg_pool2d(inp, kernel_size, stride, padding, count_include_pad=mode == "average")
@@ -96,11 +92,7 @@ def leaky_relu(inp: Tensor, negative_slope: float = 0.01) -> Tensor:
 
 
 def dropout(inp: Tensor, drop_prob: float, training: bool = True) -> Tensor:
-    """Set elements to zero with probability `drop_prob` and enlarge the others.
-
-    Raises:
-        StepError: a probability below 0 or from 1.
-    """
+    """Set elements to zero with probability `drop_prob` and enlarge the others."""
     if not 0 <= drop_prob < 1:
         raise StepError(f"dropout(drop_prob={drop_prob!r}): expected a probability from 0 and below 1")
     return F.dropout(inp, drop_prob, training)
@@ -118,9 +110,6 @@ def embedding(
         padding_idx: a row whose gradient is zero.
         max_norm: refused, as in MegEngine.
         norm_type: refused, as in MegEngine.
-
-    Raises:
-        StepError: a norm to which rows should be scaled.
     """
     if max_norm is not None or norm_type is not None:
         raise StepError("embedding: rows are not scaled to a norm (MegEngine refuses it too); leave out max_norm")
@@ -140,9 +129,6 @@ def pad(src: Tensor, pad_width: Any, mode: str = "constant", constant_value: flo
         pad_width: elements before and after, for each axis.
         mode: "constant", "edge" (or "replicate") or "reflect".
         constant_value: for "constant".
-
-    Raises:
-        StepError: an unknown mode, or more axes than there are.
     """
     name = str(mode).lower()
     if name not in ("constant", "edge", "replicate", "reflect"):
@@ -180,9 +166,6 @@ def batch_norm(
         momentum: the share of the old statistics that stays.
         eps: added to the variance.
         inplace: False: return (result, new mean, new variance) while training, and change neither.
-
-    Raises:
-        StepError: no statistics without `training`.
     """
     if not training and (running_mean is None or running_var is None):
         raise StepError("batch_norm(training=False): pass running_mean and running_var, or training=True")

@@ -142,11 +142,7 @@ NAMED: Mapping[str, type[Initializer]] = MappingProxyType(
 
 
 def chosen(where: str, value: Any) -> Initializer:
-    """Return the initializer that a name, a number or an initializer stands for.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: something else, or an unknown name.
-    """
+    """Return the initializer that a name, a number or an initializer stands for."""
     if isinstance(value, Initializer):
         return value
     if isinstance(value, str):
@@ -168,9 +164,6 @@ def initializer(init: Any, shape: Sequence[int] | int | None = None, dtype: torc
         init: a name, a number, an `Initializer`, or a tensor, which is copied.
         shape: of the tensor; may be left out for a tensor.
         dtype: a number format.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an unknown initializer, or no shape, or another than the tensor's.
     """
     wanted = (shape,) if isinstance(shape, int) else None if shape is None else tuple(shape)
     if isinstance(init, Tensor):

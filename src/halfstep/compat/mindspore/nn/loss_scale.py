@@ -65,11 +65,7 @@ def set_by_hand() -> hs.ScaleRule:
 
 
 def check_scale(where: str, value: Any, low: float = 1.0) -> float:
-    """Return a loss scale that was given as a number.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a number, below `low`, or more than float32 holds.
-    """
+    """Return a loss scale that was given as a number."""
     scale = check_number(where, value, "a number, float or int, such as 1024.0")
     if not low <= value <= FP32_MAX:
         raise MindSporeValueError(f"{where}={value!r}; expected a finite number of at least {low:g}")
@@ -298,26 +294,19 @@ class _OnScaler(LossScaler):
 
     @scale_value.setter
     def scale_value(self, value: Tensor | float) -> None:
-        self._set_scale(check_scale(f"{type(self).__name__}.scale_value", _number(value)))
+        number = float(value) if isinstance(value, Tensor) else value
+        self._set_scale(check_scale(f"{type(self).__name__}.scale_value", number))
 
     def _set_scale(self, scale: float) -> None:
         self._scaler.update(scale)
 
     def scale(self, inputs: Any) -> Any:
-        """Return a loss, or a tuple or list of tensors, times the scale; low tensors come back in fp32.
-
-        Raises:
-            MindSporeTypeError: something that is not a float tensor.
-        """
+        """Return a loss, or a tuple or list of tensors, times the scale; low tensors come back in fp32."""
         name = f"{type(self).__name__}.scale"
         return self._scaler.scale(_mapped(inputs, lambda x: x.float() if x.dtype in LOW_DTYPES else x, name))
 
     def unscale(self, inputs: Any) -> Any:
-        """Return gradients, or a tuple or list of them, divided by the scale, each in its own format.
-
-        Raises:
-            MindSporeTypeError: something that is not a float tensor.
-        """
+        """Return gradients, or a tuple or list of them, divided by the scale, each in its own format."""
 
         def divide(x: Tensor) -> Tensor:
             inverse = self._scaler.scale_on(x.device).reciprocal()
@@ -389,11 +378,7 @@ class DynamicLossScaler(_OnScaler):
         self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": value})
 
     def adjust(self, grads_finite: Tensor | bool) -> bool:
-        """Move the scale; waits for nothing. Return True: this scale can move.
-
-        Raises:
-            MindSporeTypeError: neither a bool nor a tensor of one element.
-        """
+        """Move the scale; waits for nothing. Return True: this scale can move."""
         if isinstance(grads_finite, bool):
             grads_finite = torch.tensor(grads_finite)
         if not isinstance(grads_finite, Tensor) or grads_finite.numel() != 1:
@@ -411,9 +396,6 @@ def all_finite(inputs: Sequence[Any]) -> Tensor:
     Args:
         inputs: a tuple or list of tensors of any float format; None among them (a parameter without gradient) counts
             for nothing.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: a bare tensor, something that is not a tensor, or no tensors.
     """
     if not isinstance(inputs, (tuple, list)):
         kind = type(inputs).__name__
@@ -427,10 +409,6 @@ def all_finite(inputs: Sequence[Any]) -> Tensor:
     home = found[0].device
     flags = [torch.isfinite(x.coalesce().values() if x.is_sparse else x).all().to(home) for x in found]
     return torch.stack(flags).all()
-
-
-def _number(value: Tensor | float) -> float:
-    return float(value) if isinstance(value, Tensor) else value
 
 
 def _mapped(inputs: Any, function: Callable[[Tensor], Tensor], where: str) -> Any:

@@ -65,11 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.learning_rate
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: not gradients, or not as many or of the shapes of the parameters.
-        """
+        """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards."""
         parameters = self.parameters
         if not isinstance(gradients, (tuple, list)):
             raise MindSporeTypeError(
@@ -141,9 +137,6 @@ def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any],
     """Return groups for torch, and the parameters in the order in which they were given.
 
     A plain list of parameters is cut in two where MindSpore leaves gamma and beta out of weight decay.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: a group that asks for what does not exist here.
     """
     if not isinstance(params, Iterable):
         raise MindSporeTypeError(f"{name}: params={params!r}; expected parameters or groups, as net.trainable_params()")

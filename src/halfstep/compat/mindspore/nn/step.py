@@ -192,11 +192,7 @@ class TrainOneStepWithLossScaleCell(_OneStep):
         return loss, overflow, self.scale_sense.clone()
 
     def set_sense_scale(self, sens: Tensor) -> None:
-        """Set the scale.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: not a tensor of one element above 0.
-        """
+        """Set the scale."""
         if not isinstance(sens, Tensor):
             raise MindSporeTypeError(f"set_sense_scale({sens!r}): expected a tensor, such as Tensor(1024.0)")
         self.scale_sense.copy_(_scalar("sens", sens))
@@ -234,9 +230,6 @@ def check_optimizer(where: str, optimizer: object, scale: float, update: object 
         optimizer: maybe with a `loss_scale`.
         scale: the first scale.
         update: the cell that moves it.
-
-    Raises:
-        MindSporeValueError: the two do not go together.
     """
     own = loss_scale_of(optimizer)
     if own == 1.0:
@@ -255,12 +248,7 @@ def check_optimizer(where: str, optimizer: object, scale: float, update: object 
 
 
 def _scalar(where: str, value: Any) -> Tensor:
-    """Return a scale as a new 0-dim float32 tensor.
-
-    Raises:
-        MindSporeTypeError: not a number or tensor.
-        MindSporeValueError: a tensor of another shape, or a scale that is not positive and finite.
-    """
+    """Return a scale as a new 0-dim float32 tensor."""
     if isinstance(value, Tensor):
         if tuple(value.shape) not in ((), (1,)):
             raise MindSporeValueError(

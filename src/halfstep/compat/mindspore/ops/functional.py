@@ -78,9 +78,6 @@ def conv2d(
         padding: for "pad": one number, two, or four.
         dilation: one number or two.
         groups: groups of channels that do not see each other.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an unknown mode, or a padding beside a mode that computes it.
     """
     steps, spread = sizes("conv2d: stride", stride, 2), sizes("conv2d: dilation", dilation, 2)
     around = check_padding("conv2d", pad_mode, padding, 2)

@@ -15,11 +15,7 @@ PAD_MODES = ("same", "valid", "pad")
 
 
 def sizes(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return `value` once for each spatial dimension.
-
-    Raises:
-        MindSporeTypeError: neither a whole number nor as many of them as there are dimensions.
-    """
+    """Return `value` once for each spatial dimension."""
     numbers = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(numbers) != dims or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         raise MindSporeTypeError(f"{name}={value!r}; expected a whole number or {dims} of them")
@@ -27,11 +23,7 @@ def sizes(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 
 def check_padding(where: str, pad_mode: str, padding: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return the padding as (begin, end) of each dimension, first dimension first.
-
-    Raises:
-        MindSporeValueError: an unknown mode, or padding beside a mode that computes it.
-    """
+    """Return the padding as (begin, end) of each dimension, first dimension first."""
     if pad_mode not in PAD_MODES:
         raise MindSporeValueError(f"{where}: pad_mode={pad_mode!r}; expected one of {', '.join(map(repr, PAD_MODES))}")
     each = (padding,) * (2 * dims) if isinstance(padding, int) else tuple(padding)

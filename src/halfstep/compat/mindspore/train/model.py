@@ -47,9 +47,6 @@ class Model:
         amp_level: as for `build_train_network`.
         boost_level: as for `build_train_network`.
         **kwargs: ``keep_batchnorm_fp32`` and ``loss_scale_manager``, as for `build_train_network`.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an argument that makes no sense; a level without an optimizer.
     """
 
     def __init__(
@@ -116,9 +113,6 @@ class Model:
             dataset_sink_mode: must be False: data is not sunk into a device's queue.
             sink_size: must be -1; it belongs to sink mode.
             initial_epoch: epochs that were trained before; training goes on up to `epoch`.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: not a number of epochs from 1, sink mode, or no data at all.
         """
         check_whole("Model.train: epoch", epoch)
         _refuse_sink("Model.train", dataset_sink_mode, sink_size)
@@ -135,7 +129,8 @@ class Model:
             for batch in train_dataset:
                 outputs = cell(*_arguments(batch))
                 count += 1
-                self._count(cell, outputs)
+                if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
+                    self._manager.update_loss_scale(bool(outputs[1]))  # as MindSpore, a manager on the host counts too
                 for callback in called:
                     callback(Progress(epoch=number, step=count, outputs=outputs))
             if count == before:
@@ -143,11 +138,6 @@ class Model:
                     f"Model.train: epoch {number} had no batch; an iterator is used up after one epoch, pass a list or "
                     "a DataLoader"
                 )
-
-    def _count(self, cell: nn.Module, outputs: Any) -> None:
-        """Report the step to a manager on the host too, as MindSpore does."""
-        if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
-            self._manager.update_loss_scale(bool(outputs[1]))
 
     @torch.no_grad()
     def eval(
@@ -159,9 +149,6 @@ class Model:
             valid_dataset: batches.
             callbacks: functions called with a `Progress` after each batch.
             dataset_sink_mode: must be False.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: no loss to evaluate with, no data, or sink mode.
         """
         _refuse_sink("Model.eval", dataset_sink_mode, -1)
         called = _checked_callbacks("Model.eval", callbacks)

@@ -152,11 +152,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         self.begin(gamma_init, beta_init)
 
     def construct(self, x: Tensor) -> Tensor:
-        """Return `x` normalised.
-
-        Raises:
-            MindSporeValueError: an axis that is not the first of the last dimensions.
-        """
+        """Return `x` normalised."""
         first = x.dim() - len(self.normalized_shape)
         for name in ("begin_norm_axis", "begin_params_axis"):
             axis = getattr(self, name)
