@@ -63,10 +63,8 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
     with _threads(threads), _StatusLine(err) as status:
-        speeds = [
-            measure_speed(each, (sizes or (lambda kind: sizes_for(kind, quick=quick)))(each), on_step=status.show)
-            for each in devices
-        ]
+        chosen = sizes or (lambda kind: sizes_for(kind, quick=quick))
+        speeds = [measure_speed(each, chosen(each), on_step=status.show) for each in devices]
         status.show("optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
         reads.append(host_reads(main, torch.optim.AdamW, scheduler=True))

@@ -2,7 +2,7 @@
 
 ``import halfstep.compat.mindspore as mindspore``. A Cell is a torch module, a Tensor a torch tensor; levels and flags
 are halfstep policies, loss scales halfstep's scaler with MindSpore's rules. docs/compat_mindspore.md lists every name.
-A wrong argument raises MindSporeTypeError or MindSporeValueError: a HalfstepError that is also the built-in class, whose
+A wrong argument raises MindSporeTypeError or MindSporeValueError: a HalfstepError that is also the built-in class. Its
 message has the value, what was expected, and the fix.
 """
 

@@ -188,9 +188,9 @@ class AmpHandle:
         self, casts: Casts, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False
     ) -> None:
         self._casts: Casts | None = casts
-        self._enable_caching = enable_caching
-        self._verbose = verbose
-        self._cache: dict[Any, Tensor] = {}
+        self.has_cache = enable_caching
+        self.verbose = verbose
+        self.cache: dict[Any, Tensor] = {}  # stays empty: a kept cast could be stale
         self._is_active = True
         self._loss_scale = loss_scale
         _open.handle = self
@@ -220,7 +220,7 @@ class AmpHandle:
         )
 
     def _clear_cache(self) -> None:
-        self._cache.clear()
+        self.cache.clear()
 
     def _deactivate(self) -> None:
         """Switch the casts off for good; functions that were registered are the original ones again."""
@@ -230,28 +230,15 @@ class AmpHandle:
             _open.handle = None
         self._is_active = False
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether caching was asked for."""
-        return self._enable_caching
-
-    @property
-    def cache(self) -> dict[Any, Tensor]:
-        """Casts that are kept: none, so that none is stale."""
-        return self._cache
-
     def remove_cache(self, param: Any) -> None:
         """Forget the cast of `param`, if there were one."""
-        self._cache.pop(param, None)
-
-    @property
-    def verbose(self) -> bool:
-        """Whether casts are printed."""
-        return self._verbose
+        self.cache.pop(param, None)
 
 
 class NoOpHandle:
     """The handle of ``init(enabled=False)``: the same methods, and nothing is cast or scaled."""
+
+    has_cache = verbose = False
 
     def is_active(self) -> bool:
         """Return False."""
@@ -268,16 +255,6 @@ class NoOpHandle:
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
         """Yield the loss."""
         yield loss
-
-    @property
-    def has_cache(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def verbose(self) -> bool:
-        """False."""
-        return False
 
     def _clear_cache(self) -> None:
         """There is none."""
