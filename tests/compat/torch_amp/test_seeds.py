@@ -35,6 +35,12 @@ LOOPS: Mapping[str, tuple[Mapping[str, str], str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def programs_find_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python examples/seeds/NAME.py` does: they import pictures.py, which is beside them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
 def source(name: str) -> str:
     return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
 
