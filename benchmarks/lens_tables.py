@@ -86,7 +86,7 @@ def named(faults: dict[str, Any]) -> str:
 
 
 def blame(faults: dict[str, Any]) -> str:
-    """Return what each instrument says of some faults."""
+    """Return the reports of each instrument on some faults."""
     rows, names = faults["rows"], faults["instruments"]
 
     def cell(said: dict[str, Any]) -> str:

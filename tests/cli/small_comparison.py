@@ -13,7 +13,9 @@ SAME = Ratio(median=1.008, low=1.005, high=1.01, rounds=100)
 SLOW = Ratio(median=1.4, low=1.38, high=1.42, rounds=100)
 
 
-def row(label: str, metrics: tuple[float, ...], to_fp32: Ratio | None, to_amp: Ratio | None, **changes: Any) -> CandidateRow:
+def row(
+    label: str, metrics: tuple[float, ...], to_fp32: Ratio | None, to_amp: Ratio | None, **changes: Any
+) -> CandidateRow:
     """Return a row whose fp32 ended at 97.0 with every seed, with a margin of 1."""
     fields: dict[str, Any] = {
         "label": label,

@@ -1,4 +1,4 @@
-"""Both libraries behind one small namespace, each used as its own documentation says."""
+"""Both libraries behind one small namespace, each used as in its own documentation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Library:
 
     Attributes:
         name: for messages.
-        errors: what it raises when it refuses something and says what to do instead.
+        errors: what it raises when it refuses something and names the remedy.
         autocast: the region, with torch's signature.
         GradScaler: the scaler, with torch's signature.
     """

@@ -157,7 +157,7 @@ def ops(
     device: Device = "",
     json: Json = None,
 ) -> None:
-    """Show the rule of every operator under a policy: which part of the policy decides, why, and who says so."""
+    """Show the rule of every operator under a policy: which part of the policy decides, why, and from which source."""
     from halfstep.cli.ops import run_ops
 
     raise typer.Exit(

@@ -11,17 +11,7 @@ import torch
 from rich.text import Text
 
 import halfstep as hs
-from halfstep.cli.terminal import (
-    command_line,
-    complain,
-    console,
-    device_type,
-    item,
-    say,
-    table,
-    writable,
-    write_json,
-)
+from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, table, writable, write_json
 from halfstep.report import require_extra
 from halfstep.tasks import Task, TaskError, load_task
 from halfstep.tasks.candidates import policy_candidate

@@ -16,17 +16,7 @@ from rich.text import Text
 
 import halfstep as hs
 from halfstep.cli.numbers import counted
-from halfstep.cli.terminal import (
-    command_line,
-    complain,
-    console,
-    device_type,
-    item,
-    say,
-    table,
-    writable,
-    write_json,
-)
+from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, table, writable, write_json
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
@@ -45,7 +35,7 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         device: the only device type to look at; "" for the CPU and the accelerator, if there is one.
         json_path: where to write everything, or None.
         quick: small sizes and few rounds.
-        sizes: device type -> how much to compute; None: what `quick` says.
+        sizes: device type -> how much to compute; None: by `quick`.
     """
     out, err = console(), console(stderr=True)
     try:

@@ -47,7 +47,7 @@ class LineChart:
 class Bar:
     """One bar from zero: its label and what is written beside it, its length, and the interval of that length.
 
-    A value of None draws no bar; `text` then says why.
+    A value of None draws no bar; `text` then has the reason.
     """
 
     label: str
@@ -74,7 +74,7 @@ class Dot:
 
     label: str  # what was estimated
     text: str  # what is written beside it
-    value: float | None  # the estimate; None draws no dot; `text` then says why
+    value: float | None  # the estimate; None draws no dot; `text` then has the reason
     low: float | None = None  # lower end of the interval
     high: float | None = None  # upper end
     mark: str = "full"  # "full" (decided, inside the band), "hollow" (undecided) or "cross" (decided, outside it)

@@ -116,7 +116,7 @@ def require_extra(wanted: str) -> None:
         wanted: the option that needs it, such as "--html".
 
     Raises:
-        MissingExtraError: it is not; the message says what to install.
+        MissingExtraError: it is not; the message has the command that installs it.
     """
     for module in NEEDED:
         try:

@@ -195,7 +195,7 @@ def _start(task: Task, seed: int, device: str) -> nn.Module:
 
 
 def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
-    """Return (bytes held between steps, bytes saved for backward) of a candidate, on a run of its own."""
+    """Return (bytes between steps, bytes saved for backward) of a candidate, on a run of its own."""
     saved = 0
 
     def loss_fn(model: nn.Module, *batch: Any) -> Any:

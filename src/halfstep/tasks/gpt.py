@@ -144,18 +144,8 @@ def validation_loss(model: nn.Module) -> float:
 def gpt_task() -> Task:
     """Return the task `gpt`."""
     return Task(
-        name="gpt",
-        model=model,
-        batches=batches,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=validation_loss,
-        metric_name="validation loss, nats/char",
-        higher_is_better=False,
-        margin=0.01,
-        relative_margin=True,
-        steps=400,
-        excerpt_steps=80,
+        name="gpt", model=model, batches=batches, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler,
+        metric=validation_loss, metric_name="validation loss, nats/char", higher_is_better=False, margin=0.01,
+        relative_margin=True, steps=400, excerpt_steps=80,
         about=f"character-level GPT, {LAYERS} layers of {WIDTH}, batch {BATCH} x {LENGTH}, on Python's documentation",
-    )
+    )  # fmt: skip

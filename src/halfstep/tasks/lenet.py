@@ -85,17 +85,8 @@ def lenet5_task() -> Task:
     """Return the task `lenet5`."""
     split()
     return Task(
-        name="lenet5",
-        model=LeNet5,
-        batches=batches,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=accuracy_on(split),
-        metric_name="accuracy, %",
-        higher_is_better=True,
-        margin=1.0,
-        steps=620,
+        name="lenet5", model=LeNet5, batches=batches, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler,
+        metric=accuracy_on(split), metric_name="accuracy, %", higher_is_better=True, margin=1.0, steps=620,
         excerpt_steps=186,
         about=f"LeNet-5, 61,706 parameters, {TRAIN} MNIST images of 32x32, batch {BATCH}; tested on 1,000 others",
-    )
+    )  # fmt: skip

@@ -176,7 +176,7 @@ class SavedForBackward:
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._kept: dict[int, Tensor] = {}  # held, so that no address comes twice
+        self._kept: dict[int, Tensor] = {}  # keeps them alive, so that no address comes twice
         self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:

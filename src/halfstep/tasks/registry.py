@@ -73,7 +73,7 @@ def call_function(name: str) -> object:
     """Return what the function at ``path/to/file.py:function`` returns.
 
     Raises:
-        TaskError: no such file or function, or it raises; the message says on which line.
+        TaskError: no such file or function, or it raises; the message has the line.
     """
     text, _, function = name.rpartition(":")
     path = Path(text)

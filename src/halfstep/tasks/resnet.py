@@ -107,19 +107,9 @@ def resnet_task() -> Task:
     """Return the task `resnet`."""
     split()
     return Task(
-        name="resnet",
-        model=ResNet,
-        batches=batches,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=accuracy_on(split),
-        metric_name="accuracy, %",
-        higher_is_better=True,
-        margin=1.5,
-        steps=400,
-        excerpt_steps=100,
-        clip_norm=1.0,
+        name="resnet", model=ResNet, batches=batches, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler,
+        metric=accuracy_on(split), metric_name="accuracy, %", higher_is_better=True, margin=1.5, steps=400,
+        excerpt_steps=100, clip_norm=1.0,
         about=f"pre-activation ResNet with BatchNorm, 77,562 parameters, {TRAIN} scikit-learn digits of 8x8, "
         f"batch {BATCH}; tested on 517 others",
-    )
+    )  # fmt: skip

@@ -66,7 +66,7 @@ class Counter(TorchDispatchMode):
         self._phase = "other"
         self._rows: dict[tuple[str, str, str], list[int]] = {}
         self._syncs: list[Sync] = []
-        self._modules: dict[int, nn.Module] = {}  # held, so that no address comes twice
+        self._modules: dict[int, nn.Module] = {}  # keeps them alive, so that no address comes twice
         self._weights: dict[int, nn.Parameter] = {}  # by storage
         self._gradients: dict[int, Tensor] = {}  # of parameters, by storage; made when the tail begins
         self._raised: dict[int, tuple[int, int, Any]] = {}  # casts to more bits in this backward pass, by storage
@@ -198,7 +198,7 @@ class Counter(TorchDispatchMode):
                 row[i] += amount
             read, written, launches, kernels = read - amounts[3], written - amounts[4], 0, 0
             if phase == "backward" and kind == "up" and name == CAST:
-                # the storage is held, so that no address comes twice; autograd still sees one owner of the tensor
+                # keeps the storage alive, so that no address comes twice; autograd still sees one owner of the tensor
                 self._raised[_storage(target)] = (*amounts[3:], target.untyped_storage())
         if not cost.casts or read or written:
             row = self._row(phase, name, "")

@@ -195,7 +195,7 @@ else:
 
 
 class _Mode(FakeTensorMode):
-    """torch's mode, which must not initialise a device because `torch.cuda.is_available` says that there is one."""
+    """torch's mode, which must not initialise a device because `torch.cuda.is_available` is True."""
 
     @property
     def avoid_device_init(self) -> bool:

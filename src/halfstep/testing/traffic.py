@@ -47,7 +47,7 @@ class Cost:
 
     read: int = 0  # bytes of the tensors read
     written: int = 0  # bytes of the tensors written
-    launches: int = 0  # 1, or 0 for views and allocations; a declared operator says
+    launches: int = 0  # 1, or 0 for views and allocations; as declared for a declared operator
     kernels: int = 0  # the same, with multi-tensor functions as the launches they need on CUDA
     casts: tuple[tuple[Tensor, Tensor], ...] = ()  # (from, to) of each tensor cast
 
@@ -70,7 +70,7 @@ def declare_traffic(
     operator: str, *, reads: Sequence[str], writes: Sequence[str],
     extra: Callable[[Arguments], tuple[int, int]] | None = None, launches: int = 1,
 ) -> None:  # fmt: skip
-    """Say what a custom operator reads and writes, where its schema says too much or too little.
+    """Declare what a custom operator reads and writes, where its schema has too much or too little.
 
     Without a declaration it reads all its tensor arguments once, and writes its results and the arguments that its
     schema marks as written. Checked here as far as the operator is known, and at every call.

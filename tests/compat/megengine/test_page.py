@@ -1,4 +1,4 @@
-"""docs/compat_megengine.md lists every name, and what it says of each is so."""
+"""docs/compat_megengine.md lists every name, and its statement on each is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/compat_torch.md lists every name of torch.amp, and what it says of each is so."""
+"""docs/compat_torch.md lists every name of torch.amp, and its statement on each is true."""
 
 from __future__ import annotations
 

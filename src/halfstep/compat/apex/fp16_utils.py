@@ -224,7 +224,11 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient of `params` is not finite."""
-        return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in params)
+        return any(p.grad is not None and self._has_inf_or_nan(p.grad) for p in params)
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor) -> bool:
+        return not bool(x.isfinite().all())
 
     def update_scale(self, overflow: bool) -> None:
         """Update the scale after a step."""

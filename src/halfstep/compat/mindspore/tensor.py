@@ -52,7 +52,7 @@ class Tensor(metaclass=AnyTensor):
 class Parameter(metaclass=AnyParameter):
     """``Parameter(data, name=None, requires_grad=True)``: a new torch.nn.Parameter; torch gives names by place.
 
-    Integers have no gradient, whatever `requires_grad` says. The arguments after it are about parallel training and
+    Integers have no gradient, whatever `requires_grad` is. The arguments after it are about parallel training and
     the place of the data, and keep their defaults.
     """
 

@@ -1,6 +1,6 @@
 """LossScaler: the scale of one loss, with Apex's names over `hs.GradScaler` and its rule ``apex``.
 
-What differs from Apex: there is a floor, 2**-14 unless `min_loss_scale` says otherwise, with one warning that names the
+What differs from Apex: there is a floor, 2**-14 unless `min_loss_scale` is given, with one warning that names the
 parameters; a static scale looks for inf and nan too; `scale_factor` counts.
 """
 

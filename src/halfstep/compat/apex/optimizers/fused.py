@@ -93,7 +93,7 @@ class FusedAdam(SetGradNone, torch.optim.Adam):
 
     @torch.no_grad()
     def _plain(self, group: dict[str, Any]) -> None:
-        """Update one group without bias correction, or with it where the group says so."""
+        """Update one group without bias correction, or with it where the group has it."""
         beta1, beta2 = group["betas"]
         for parameter in group["params"]:
             if parameter.grad is None:

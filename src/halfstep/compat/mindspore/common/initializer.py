@@ -158,7 +158,7 @@ def chosen(where: str, value: Any) -> Initializer:
 
 
 def initializer(init: Any, shape: Sequence[int] | int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a new tensor filled as `init` says; at once, where MindSpore waits until it is used.
+    """Return a new tensor filled by `init`; at once, where MindSpore waits until it is used.
 
     Args:
         init: a name, a number, an `Initializer`, or a tensor, which is copied.

@@ -17,7 +17,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossBase(Cell, nn.modules.loss._Loss):
-    """Base of losses; ``get_loss(x)`` reduces as `reduction` says.
+    """Base of losses; ``get_loss(x)`` reduces by `reduction`.
 
     Args:
         reduction: "mean", "sum" or "none".

@@ -131,7 +131,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
 
     Args:
         normalized_shape: their sizes.
-        begin_norm_axis: the first of them, -1 for what `normalized_shape` says; checked when the layer is called.
+        begin_norm_axis: the first of them, -1 for that of `normalized_shape`; checked when the layer is called.
         begin_params_axis: likewise; gamma and beta have `normalized_shape`.
         gamma_init, beta_init: as for convolutions.
         epsilon: added to the variance.
