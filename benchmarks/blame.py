@@ -1,9 +1,9 @@
 """Whom each instrument names, on one and the same fault: operator, module and source line.
 
 The faults are those of list A of the fault bench (`tests/faults`) that have a producer and that torch alone has too.
-halfstep runs them in its own step, the others in the same loop written with torch.autocast. The report of an instrument is
-graded in three parts, generously where it is near: a node of the graph counts as the operator that it
-belongs to, and the innermost line of the program in any traceback counts as the line that was named.
+halfstep runs them in its own step, the others in the same loop written with torch.autocast. The report of an instrument
+is graded in three parts, generously where it is near: a node of the graph counts as the operator that it belongs to,
+and the innermost line of the program in any traceback counts as the line that was named.
 """
 
 from __future__ import annotations

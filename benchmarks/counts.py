@@ -124,7 +124,7 @@ def watch(run: Run, batch: Batch) -> tuple[Seen, int]:
 
 
 def allocated(call: Callable[[], Any], device: str) -> int:
-    """Return the most bytes that `call` had in use at one time beyond what was there before: every allocation counts."""
+    """Return the most bytes that `call` had in use at one time beyond those before it: every allocation counts."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -5,6 +5,6 @@ from halfstep.report.charts import *  # noqa: F403  # each file lists its classe
 from halfstep.report.document import *  # noqa: F403
 from halfstep.report.html import MissingExtraError, picture_file, render, require_extra
 
-__all__ = [
-    "MissingExtraError", "picture_file", "render", "require_extra", *charts.__all__, *document.__all__,
-]  # fmt: skip
+__all__ = ["MissingExtraError", "picture_file", "render", "require_extra"]
+__all__ += charts.__all__
+__all__ += document.__all__

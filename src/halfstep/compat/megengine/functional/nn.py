@@ -29,8 +29,10 @@ __all__ = [
     "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "dropout", "embedding", "gelu",
     "group_norm", "hsigmoid", "hswish", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
     "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu",
-    "relu6", "sigmoid", "silu", "softmax", "softplus", *conv.__all__, *loss.__all__,
+    "relu6", "sigmoid", "silu", "softmax", "softplus",
 ]  # fmt: skip
+__all__ += conv.__all__
+__all__ += loss.__all__
 
 
 def prelu(x: Tensor, y: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from halfstep.compat.mindspore.nn import layers, loss
 from halfstep.compat.mindspore.nn.cell import Cell, CellList, SequentialCell
-from halfstep.compat.mindspore.nn.layers import *  # noqa: F403  # each file lists its names
+from halfstep.compat.mindspore.nn.layers.basic import *  # noqa: F403  # each file lists its names
+from halfstep.compat.mindspore.nn.layers.normalization import *  # noqa: F403
+from halfstep.compat.mindspore.nn.layers.windows import *  # noqa: F403
 from halfstep.compat.mindspore.nn.loss import *  # noqa: F403
 from halfstep.compat.mindspore.nn.loss_scale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from halfstep.compat.mindspore.nn.optim import SGD, Adam, AdamWeightDecay, Momentum, Optimizer
@@ -12,5 +14,7 @@ from halfstep.compat.mindspore.nn.wrap import WithEvalCell, WithLossCell
 __all__ = [
     "SGD", "Adam", "AdamWeightDecay", "Cell", "CellList", "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell",
     "Momentum", "Optimizer", "SequentialCell", "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "WithEvalCell",
-    "WithLossCell", *layers.__all__, *loss.__all__,
+    "WithLossCell",
 ]  # fmt: skip
+__all__ += layers.__all__
+__all__ += loss.__all__

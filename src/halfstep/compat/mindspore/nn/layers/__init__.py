@@ -5,4 +5,7 @@ from halfstep.compat.mindspore.nn.layers.basic import *  # noqa: F403  # each fi
 from halfstep.compat.mindspore.nn.layers.normalization import *  # noqa: F403
 from halfstep.compat.mindspore.nn.layers.windows import *  # noqa: F403
 
-__all__ = [*basic.__all__, *normalization.__all__, *windows.__all__]
+__all__: list[str] = []
+__all__ += basic.__all__
+__all__ += normalization.__all__
+__all__ += windows.__all__
