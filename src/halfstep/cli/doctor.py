@@ -29,14 +29,7 @@ SizesOf = Callable[[str], Sizes]
 
 
 def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: SizesOf | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 for bad input, after which nothing was measured.
-
-    Args:
-        device: the only device type to look at; "" for the CPU and the accelerator, if there is one.
-        json_path: where to write everything, or None.
-        quick: small sizes and few rounds.
-        sizes: device type -> how much to compute; None: by `quick`.
-    """
+    """Run the command; return its exit code: 0, or 2 for bad input, after which nothing was measured."""
     out, err = console(), console(stderr=True)
     try:
         main = device_type(device)

@@ -32,16 +32,7 @@ def read(moment: Moment) -> hs.StepMetrics:
 
 
 class Live:
-    """Shows the moments of one comparison; a context manager whose `see` is `compare`'s `on_step`.
-
-    Args:
-        console: where to; numbers move only if it is a terminal.
-        name: of the task.
-        runs: candidates in training at once, the repeated baseline among them.
-        steps: of each run.
-        seeds: how many runs of each candidate.
-        clock: seconds, for the pause between two readings.
-    """
+    """Shows the moments of one comparison; a context manager whose `see` is `compare`'s `on_step`."""
 
     def __init__(
         self, console: Console, name: str, *, runs: int, steps: int, seeds: int,

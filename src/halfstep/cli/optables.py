@@ -98,16 +98,7 @@ def _scale(policy: hs.Policy) -> str:
 def print_operators(
     out: Console, rows: Sequence[Ruled], plan: hs.Plan, *, total: int, used: bool, chosen: bool
 ) -> None:
-    """Print operators with their rules; on a terminal a row a reason.
-
-    Args:
-        out: where.
-        rows: sorted.
-        plan: whose operators they are.
-        total: how many operators torch has.
-        used: whether `rows` are those a model calls, with counts.
-        chosen: whether the user chose them by pattern.
-    """
+    """Print operators with their rules; on a terminal a row a reason."""
     say(out)
     if not rows:
         none = f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in"

@@ -26,15 +26,7 @@ TONES = {"within noise": "good", "better": "good", "undecided": "open", "worse":
 def comparison_page(
     comparisons: Sequence[Comparison], *, about: Mapping[str, Any], command: str, excerpt: bool, day: datetime.date
 ) -> doc.Document:
-    """Return the report of comparisons that ran together.
-
-    Args:
-        comparisons: one a task.
-        about: the machine, from `machine()`.
-        command: what asks for all of it again.
-        excerpt: whether it was one.
-        day: of the measurement.
-    """
+    """Return the report of comparisons that ran together."""
     on = f", {about['accelerator']}" if about["accelerator"] else ""
     units = f" ({', '.join(about['instruction_sets'])})" if about["instruction_sets"] else ""
     lead = (

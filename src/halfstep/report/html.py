@@ -112,9 +112,6 @@ class MissingExtraError(HalfstepError, ImportError):
 def require_extra(wanted: str) -> None:
     """Make sure that what draws and renders is installed.
 
-    Args:
-        wanted: the option that needs it, such as "--html".
-
     Raises:
         MissingExtraError: it is not; the message has the command that installs it.
     """
@@ -156,10 +153,6 @@ def render(document: Document) -> str:
 
 def picture_file(chart: Chart, alt: str) -> str:
     """Return `chart` as an SVG file of its own, for other pages: light and dark, with its own background.
-
-    Args:
-        chart: what to draw.
-        alt: its content in words, for readers who do not see it.
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.

@@ -49,15 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over a vocabulary of `vocabulary` tokens.
-
-    Args:
-        vocabulary: number of tokens.
-        width: of the residual stream; a multiple of `heads`.
-        layers: number of blocks.
-        heads: attention heads of a block.
-        length: longest sequence.
-    """
+    """A decoder-only transformer over a vocabulary of `vocabulary` tokens."""
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()

@@ -55,14 +55,7 @@ class Loop(ABC):
 
 
 def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) -> Loop:
-    """Return a loop that trains `model`, in place, as `candidate`.
-
-    Args:
-        candidate: fp32, torch.amp or a policy.
-        task: loss, optimizer and clipping.
-        model: fp32 weights to start from, on the device to train on.
-        steps: length of the run, for the learning-rate scheduler.
-    """
+    """Return a loop that trains `model`, in place, as `candidate`."""
     if candidate.policy is not None:
         return PolicyLoop(candidate.policy, task, model, steps)
     if candidate.dtype == "fp32":

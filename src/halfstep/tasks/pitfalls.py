@@ -52,13 +52,7 @@ def cores_granted(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def threads_to_use(threads: int, cores: int, load: float) -> int:
-    """Return with how many of torch's `threads` to measure: a thread that waits for a busy core would be timed too.
-
-    Args:
-        threads: torch's.
-        cores: that this process may run on.
-        load: load average before measuring.
-    """
+    """Return with how many of torch's `threads` to measure: a thread that waits for a busy core would be timed too."""
     return threads if load <= BUSY * cores else max(1, min(threads, cores - math.ceil(load - BUSY)))
 
 

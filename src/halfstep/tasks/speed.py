@@ -116,13 +116,7 @@ class _Work:
 
 
 def measure_speed(device: str, sizes: Sizes, *, on_step: Callable[[str], None] = lambda what: None) -> DeviceSpeed:
-    """Measure every format that can run on `device`.
-
-    Args:
-        device: device type.
-        sizes: how much and for how long.
-        on_step: called with what is about to be measured.
-    """
+    """Measure every format that can run on `device`."""
     variants, slow_variants = _variants(device)
     works, slow = [], []
     for large, small in _works(sizes):

@@ -63,11 +63,6 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
     """Train a new model of `task` for one step under `policy` and return what forward pass and loss called.
 
     fp16 runs as bf16 here: the rules are the same, and emulation would show its own operators.
-
-    Args:
-        task: its model, first batch, loss and optimizer.
-        policy: what to carry out; its `dtype` is bf16, fp16 or fp32.
-        device: where.
     """
     if policy.dtype == "fp16":
         policy = hs.Policy.of(policy, dtype="bf16")

@@ -58,13 +58,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
-    """Count a step of one of `MODELS`; inside ``with fake_cuda():``.
-
-    Args:
-        model: "gpt" or "resnet18".
-        program: "torch.amp", "limit" or a preset, with ":fp16" or ":bf16".
-        clip: whether the norm of the gradients is clipped.
-    """
+    """Count a step of one of `MODELS`; inside ``with fake_cuda():``."""
     name, _, form = program.partition(":")
     if model not in MODELS or form not in LOW_FORMATS:
         raise SystemExit(f"{model} {program}: expected one of {', '.join(MODELS)} and NAME:fp16 or NAME:bf16")

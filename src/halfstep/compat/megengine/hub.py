@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.compat.megengine.device import device_of
+from halfstep.compat.megengine.tensor import device_of
 from halfstep.errors import StepError, did_you_mean
 
 __all__ = ["list", "load", "resnet18"]
@@ -23,13 +23,7 @@ SOURCES = ("git_host", "use_cache", "commit", "protocol")
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which projects where the shape changes.
-
-    Args:
-        inputs: channels in.
-        outputs: channels out.
-        stride: of the first convolution and of the shortcut.
-    """
+    """Two 3x3 convolutions and a shortcut, which projects where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -29,6 +29,7 @@ from halfstep.compat.mindspore.checks import (
     check_optimizer_class,
 )
 from halfstep.compat.mindspore.nn import layers
+from halfstep.compat.mindspore.nn.loss import WithLossCell
 from halfstep.compat.mindspore.nn.loss_scale import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -39,7 +40,6 @@ from halfstep.compat.mindspore.nn.loss_scale import (
     all_finite,
 )
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, check_optimizer
-from halfstep.compat.mindspore.nn.wrap import WithLossCell
 from halfstep.compat.mindspore.ops import operations
 from halfstep.compat.mindspore.policies import LEVELS, O1_WHITE, level_policy, low_name, low_policy
 from halfstep.compat.mindspore.precision import low_format_in, mark_level, mark_of

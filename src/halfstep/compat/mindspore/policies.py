@@ -99,14 +99,7 @@ def low_policy(dtype: str) -> hs.Policy:
 def level_policy(
     level: str, dtype: str, black: tuple[str, ...] = (), white: tuple[str, ...] | None = None
 ) -> hs.Policy:
-    """Return the policy of an amp level.
-
-    Args:
-        level: one of `LEVELS`.
-        dtype: "fp16" or "bf16".
-        black: module patterns that stay fp32 under O2.
-        white: operators that O1 computes in `dtype`, instead of its own.
-    """
+    """Return the policy of an amp level."""
     base = hs.Policy(name=PREFIX + level, dtype=dtype, table="none", outputs="fp32", scale="none")
     if level == "O0":
         return base.replace(dtype="fp32", loss="keep", outputs="keep")

@@ -148,12 +148,7 @@ def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, l
 
 
 class _CastInputs:
-    """A forward hook that casts inputs: floating tensors, and objects of other classes by their own `to`.
-
-    Args:
-        dtype: the format.
-        tensors: whether tensors are cast; the policy of a low model has cast them.
-    """
+    """A forward hook that casts inputs: floating tensors, and objects of other classes by their own `to`."""
 
     def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
         self.dtype, self.tensors = dtype, tensors

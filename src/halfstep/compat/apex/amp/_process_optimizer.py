@@ -57,10 +57,6 @@ class StateOfMasters(defaultdict[Any, Any]):
     """An optimizer's state, which a master finds too: ``optimizer.state[master]`` is that of its low parameter.
 
     Between steps the keys are the model's parameters, in a step their masters. Copies and pickles are plain.
-
-    Args:
-        session: the call of `initialize`, with its masters.
-        state: the state so far.
     """
 
     def __init__(self, session: Session, state: Any) -> None:
@@ -468,12 +464,7 @@ def attach(model: nn.Module, optimizers: list[Optimizer], policy: hs.Policy) -> 
 
 
 def masters_of(model: nn.Module, parameters: dict[str, Any]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return id -> (low parameter, master) of a prepared model.
-
-    Args:
-        model: prepared.
-        parameters: its named parameters, as they are outside of `hs.edit_weights`.
-    """
+    """Return id -> (low parameter, master) of a prepared model."""
     with hs.edit_weights(model):
         wide = dict(model.named_parameters())
     return {id(p): (p, wide[name]) for name, p in parameters.items() if wide[name] is not p}

@@ -27,13 +27,7 @@ WORDS = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat1
 
 
 def o1_policy(low: torch.dtype, rules: Iterable[tuple[str, str]] = (), *, allow_banned: bool = False) -> hs.Policy:
-    """Return the policy of O1: the preset ``O1`` with outputs as they come, and the scale left to `LossScaler`.
-
-    Args:
-        low: the format of the casts.
-        rules: (operator, rule) for registered functions of torch.
-        allow_banned: compute binary_cross_entropy in fp32 instead of refusing low inputs.
-    """
+    """Return the policy of O1: the preset ``O1`` with outputs as they come, and the scale left to `LossScaler`."""
     name = LOW_NAMES[low]
     allowed = [(op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS] if allow_banned else []
     return hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=(*allowed, *rules))
@@ -112,12 +106,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 class Casts:
     """The open region of the process and what goes with it.
-
-    Args:
-        policy: as `o1_policy` returns it.
-        low: its format.
-        functions: (module, name, function) put in the module's place while the casts are open.
-        loud: print every cast.
 
     Raises:
         RuntimeError: the thread is inside a region, whose end would take the casts with it.

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.compat.megengine.device import device_of
-from halfstep.compat.megengine.tensor import dtype_of, tensor
+from halfstep.compat.megengine.tensor import device_of, dtype_of, tensor
 from halfstep.errors import StepError
 
 __all__ = [

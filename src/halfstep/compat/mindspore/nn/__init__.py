@@ -9,12 +9,10 @@ from halfstep.compat.mindspore.nn.loss import *  # noqa: F403
 from halfstep.compat.mindspore.nn.loss_scale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from halfstep.compat.mindspore.nn.optim import SGD, Adam, AdamWeightDecay, Momentum, Optimizer
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
-from halfstep.compat.mindspore.nn.wrap import WithEvalCell, WithLossCell
 
 __all__ = [
     "SGD", "Adam", "AdamWeightDecay", "Cell", "CellList", "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell",
-    "Momentum", "Optimizer", "SequentialCell", "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "WithEvalCell",
-    "WithLossCell",
+    "Momentum", "Optimizer", "SequentialCell", "TrainOneStepCell", "TrainOneStepWithLossScaleCell",
 ]  # fmt: skip
 __all__ += layers.__all__
 __all__ += loss.__all__

@@ -134,11 +134,7 @@ class DynamicLossScaleUpdateCell(Cell):
 
 
 class FixedLossScaleUpdateCell(Cell):
-    """Leaves a scale as it is: ``cell(loss_scale, overflow)`` returns `overflow`.
-
-    Args:
-        loss_scale_value: at least 1.
-    """
+    """Leaves a scale as it is: ``cell(loss_scale, overflow)`` returns `overflow`."""
 
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__()
@@ -327,11 +323,7 @@ class _OnScaler(LossScaler):
 
 
 class StaticLossScaler(_OnScaler):
-    """A scale that never moves.
-
-    Args:
-        scale_value: at least 1.
-    """
+    """A scale that never moves."""
 
     def __init__(self, scale_value: float) -> None:
         super().__init__(hs.ScaleRule.static(check_scale("StaticLossScaler: scale_value", scale_value)))

@@ -223,14 +223,7 @@ def loss_scale_of(optimizer: object) -> float:
 
 
 def check_optimizer(where: str, optimizer: object, scale: float, update: object = None) -> None:
-    """Refuse an optimizer that would divide gradients by another number than the loss is multiplied by.
-
-    Args:
-        where: how the message begins.
-        optimizer: maybe with a `loss_scale`.
-        scale: the first scale.
-        update: the cell that moves it.
-    """
+    """Refuse an optimizer that would divide gradients by another number than the loss is multiplied by."""
     own = loss_scale_of(optimizer)
     if own == 1.0:
         return

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_module, check_whole
+from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
-from halfstep.compat.mindspore.nn.wrap import WithEvalCell
 
 __all__ = ["Model", "Progress"]
 
