@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,13 +16,24 @@ from torch.autograd import Function
 
 import halfstep as hs
 from halfstep import operator
+from halfstep.formats import DTYPES
 
 __all__ = ["HALFSTEP", "TORCH", "Library"]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 Weights = Literal["fp32", "low", "masters"]
 """How a training step keeps weights: fp32; low if the library can; low with fp32 masters if the library can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a training loop."""
+
+    dtype: str = "fp16"
+    weights: Weights = "fp32"
+    clip_norm: float | None = None
+    scheduler: Any = None
+    init_scale: float = 2.0**16
+    accumulate: int = 1
 
 
 class Library:
@@ -72,19 +84,16 @@ class Library:
         raise NotImplementedError
 
     def training(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor],
-        *,
-        dtype: str = "fp16",
-        weights: Weights = "fp32",
-        clip_norm: float | None = None,
-        scheduler: Any = None,
-        init_scale: float = 2.0**16,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Any]:
-        """Return ``step(*batch)`` of the library's recommended loop; it returns whatever the library tells."""
+        """Return ``step(*batch)`` of the library's recommended loop, which returns the library's result.
+
+        Args:
+            model: to train, as `optimizer` and `loss_fn`.
+            optimizer: its optimizer.
+            loss_fn: ``loss_fn(model, *batch)``.
+            **options: the fields of `Options`.
+        """
         raise NotImplementedError
 
 
@@ -127,28 +136,15 @@ class Halfstep(Library):
         operator("low")(op)
 
     def training(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor],
-        *,
-        dtype: str = "fp16",
-        weights: Weights = "fp32",
-        clip_norm: float | None = None,
-        scheduler: Any = None,
-        init_scale: float = 2.0**16,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Any]:
+        chosen = Options(**options)
+        policy = hs.Policy.of("mixed" if chosen.weights == "fp32" else "O2", dtype=chosen.dtype)
         return hs.TrainStep(
-            model,
-            optimizer,
-            loss_fn,
-            policy=hs.Policy.of("mixed" if weights == "fp32" else "O2", dtype=dtype),
-            clip_norm=clip_norm,
-            scheduler=scheduler,
-            scaler=hs.GradScaler("cpu", init_scale=init_scale) if dtype == "fp16" else None,
-            accumulate=accumulate,
-        )
+            model, optimizer, loss_fn, policy=policy,
+            clip_norm=chosen.clip_norm, scheduler=chosen.scheduler, accumulate=chosen.accumulate,
+            scaler=hs.GradScaler("cpu", init_scale=chosen.init_scale) if chosen.dtype == "fp16" else None,
+        )  # fmt: skip
 
 
 class TorchAmp(Library):
@@ -198,38 +194,29 @@ class TorchAmp(Library):
         torch.library.register_autocast(op, "cpu", torch.bfloat16)
 
     def training(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor],
-        *,
-        dtype: str = "fp16",
-        weights: Weights = "fp32",
-        clip_norm: float | None = None,
-        scheduler: Any = None,
-        init_scale: float = 2.0**16,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Any]:
-        if weights == "low":  # "masters" it does not have
-            model.to(DTYPES[dtype])
-        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=dtype == "fp16")
+        chosen = Options(**options)
+        if chosen.weights == "low":  # there are no "masters"
+            model.to(DTYPES[chosen.dtype])
+        scaler = torch.amp.GradScaler("cpu", init_scale=chosen.init_scale, enabled=chosen.dtype == "fp16")
         calls = 0
 
         def step(*batch: Any) -> Any:
             nonlocal calls
-            with torch.autocast("cpu", dtype=DTYPES[dtype]):
-                loss = loss_fn(model, *batch) / accumulate
+            with torch.autocast("cpu", dtype=DTYPES[chosen.dtype]):
+                loss = loss_fn(model, *batch) / chosen.accumulate
             torch.autograd.backward(scaler.scale(loss))
             calls += 1
-            if calls % accumulate:
+            if calls % chosen.accumulate:
                 return None
-            if clip_norm is not None:
+            if chosen.clip_norm is not None:
                 scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.clip_norm)
             returned = scaler.step(optimizer)
             scaler.update()
-            if scheduler is not None:
-                scheduler.step()
+            if chosen.scheduler is not None:
+                chosen.scheduler.step()
             optimizer.zero_grad()
             return returned
 
