@@ -55,11 +55,7 @@ class _Mixed(_Fused):
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """`FusedLayerNorm` whose result has the format of its weight, whatever that of the input.
-
-    Raises:
-        RuntimeError: ``elementwise_affine=False``: there would be no weight.
-    """
+    """`FusedLayerNorm` whose result has the format of its weight, whatever that of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` normalised, in the weight's format."""
@@ -69,11 +65,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """`FusedRMSNorm` whose result has the format of its weight, whatever that of the input.
-
-    Raises:
-        RuntimeError: ``elementwise_affine=False``: there would be no weight.
-    """
+    """`FusedRMSNorm` whose result has the format of its weight, whatever that of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` normalised, in the weight's format."""

@@ -26,21 +26,13 @@ def get_default_device() -> str:
 
 
 def set_default_device(device: str = "xpux") -> None:
-    """Make new tensors and models on `device`.
-
-    Raises:
-        RegionError: not a device's name.
-    """
+    """Make new tensors and models on `device`."""
     device_of(device)
     _default[0] = device
 
 
 def device_of(name: str | torch.device | None = None) -> torch.device:
-    """Return torch's device for one of MegEngine's (or torch's) names; None: the default.
-
-    Raises:
-        RegionError: not a device's name.
-    """
+    """Return torch's device for one of MegEngine's (or torch's) names; None: the default."""
     name = _default[0] if name is None else name
     if isinstance(name, torch.device):
         return name
@@ -74,9 +66,6 @@ def tensor(
         no_cache: kept for MegEngine's signature; there is no cache of small tensors.
         name: kept for MegEngine's signature.
         format: "default", or "nhwc" for torch.channels_last.
-
-    Raises:
-        RegionError: an unknown dtype, device or format.
     """
     if format not in ("default", "nchw", "nhwc"):
         raise RegionError(f"tensor(format={format!r}): expected 'default', 'nchw' or 'nhwc'")
@@ -96,11 +85,7 @@ def tensor(
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
-    """Return torch's dtype for a name, numpy's or torch's dtype.
-
-    Raises:
-        RegionError: there is none; the message names the nearest.
-    """
+    """Return torch's dtype for a name, numpy's or torch's dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
     name: str = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "") or getattr(dtype, "name", "")

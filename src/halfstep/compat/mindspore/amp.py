@@ -56,18 +56,12 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 CELLS: Mapping[type, str] = MappingProxyType(
     {
-        layers.Conv1d: "Conv1d",
-        layers.Conv2d: "Conv2D",
-        layers.Conv3d: "Conv3D",
-        layers.Conv1dTranspose: "Conv1dTranspose",
-        layers.Conv2dTranspose: "Conv2DTranspose",
-        layers.Conv3dTranspose: "Conv3DTranspose",
-        layers.Dense: "Dense",
-        layers.LSTMCell: "LSTMCell",
-        layers.RNNCell: "RNNCell",
-        layers.GRUCell: "GRUCell",
+        layers.Conv1d: "Conv1d", layers.Conv2d: "Conv2D", layers.Conv3d: "Conv3D",
+        layers.Conv1dTranspose: "Conv1dTranspose", layers.Conv2dTranspose: "Conv2DTranspose",
+        layers.Conv3dTranspose: "Conv3DTranspose", layers.Dense: "Dense", layers.LSTMCell: "LSTMCell",
+        layers.RNNCell: "RNNCell", layers.GRUCell: "GRUCell",
     }
-)
+)  # fmt: skip
 """The cells of the white list, and the row of `O1_WHITE` with their operators."""
 
 WHITE_LIST: tuple[type, ...] = (

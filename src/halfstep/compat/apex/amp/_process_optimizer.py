@@ -409,19 +409,12 @@ def amp_class(original: Any) -> type[Optimizer]:
             parameter.copy_(master)
 
     body = {
-        "step": step,
-        "zero_grad": zero_grad,
-        "add_param_group": add_param_group,
-        "__reduce_ex__": reduce_ex,
-        "_prepare_amp_backward": prepare_amp_backward,
-        "_post_amp_backward": post_amp_backward,
-        "_amp_lazy_init": lazy_init,
-        "_lazy_init_maybe_master_weights": lazy_init,
-        "_master_params_to_model_params": to_model,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
+        "step": step, "zero_grad": zero_grad, "add_param_group": add_param_group, "__reduce_ex__": reduce_ex,
+        "_prepare_amp_backward": prepare_amp_backward, "_post_amp_backward": post_amp_backward,
+        "_amp_lazy_init": lazy_init, "_lazy_init_maybe_master_weights": lazy_init,
+        "_master_params_to_model_params": to_model, "__module__": original.__module__,
+        "__qualname__": original.__qualname__, "__doc__": original.__doc__,
+    }  # fmt: skip
     return type(original.__name__, (original,), body)
 
 

@@ -102,11 +102,7 @@ def push(owner: object, *, enabled: bool, low: str, high: str) -> None:
 
 
 def pop(owner: object, *, failing: bool = False) -> None:
-    """Remove the innermost frame of `owner`.
-
-    Raises:
-        RegionError: it is not the innermost of all (a generator was suspended inside); everything is in order then.
-    """
+    """Remove the innermost frame of `owner`."""
     stack = _frames.stack
     index = next((i for i in range(len(stack) - 1, 0, -1) if stack[i].owner is owner), None)
     if index is None:
@@ -117,11 +113,7 @@ def pop(owner: object, *, failing: bool = False) -> None:
 
 
 def precision(dtype: object, where: str) -> str:
-    """Return the name of a format, given by name or as numpy's or torch's dtype.
-
-    Raises:
-        RegionError: not one of amp's formats.
-    """
+    """Return the name of a format, given by name or as numpy's or torch's dtype."""
     name = str(dtype_of(dtype)).removeprefix("torch.")
     if name not in SHORT:
         raise RegionError(f"amp: {where}={dtype!r}; expected one of {', '.join(map(repr, SHORT))}")
@@ -130,11 +122,7 @@ def precision(dtype: object, where: str) -> str:
 
 @functools.cache
 def policy_for(policy: hs.Policy, low: str, high: str) -> hs.Policy:
-    """Return `policy` for two formats.
-
-    Raises:
-        RegionError: they cannot be in force together.
-    """
+    """Return `policy` for two formats."""
     if high not in ("float32", low):
         raise RegionError(
             f"amp: high_prec_dtype={high!r} beside low_prec_dtype={low!r}; a region has one low format: use 'float32', "
@@ -153,9 +141,6 @@ class autocast:
         enabled: False: operators in it are not cast.
         low_prec_dtype: format of products: "float16" or "bfloat16" ("float32": nothing is lowered).
         high_prec_dtype: format of sensitive operators: "float32", or the low one.
-
-    Raises:
-        RegionError: another dtype, a decorated generator or coroutine, or regions left in the wrong order.
     """
 
     def __init__(self, enabled: bool = True, low_prec_dtype: str = "float16", high_prec_dtype: str = "float32") -> None:

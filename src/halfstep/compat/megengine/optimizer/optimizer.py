@@ -91,11 +91,7 @@ def clip_grad_norm(tensors: Tensor | Iterable[Tensor], max_norm: float, ord: flo
 
 @torch.no_grad()
 def clip_grad_value(tensors: Tensor | Iterable[Tensor], lower: float, upper: float) -> None:
-    """Bring every element of the gradients between `lower` and `upper`.
-
-    Raises:
-        StepError: `lower` is above `upper`.
-    """
+    """Bring every element of the gradients between `lower` and `upper`."""
     if lower > upper:
         raise StepError(f"clip_grad_value: lower={lower!r} is above upper={upper!r}; exchange them")
     for tensor in listed(tensors):
