@@ -8,7 +8,7 @@ import torch
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 
-__all__ = ["LOW_NAMES", "AnyParameter", "AnyTensor", "Gate", "listed"]
+__all__ = ["LOW_NAMES", "AnyParameter", "AnyTensor", "Gate", "alias", "listed"]
 
 LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
 """Low dtype -> the name that policies use."""
@@ -50,3 +50,15 @@ class Gate:
 def listed(value: Any) -> list[Any]:
     """Return a tensor or several as a list; None is an empty one."""
     return [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def alias(name: str, doc: str, *, of: str = "") -> Any:
+    """Return a property that reads and sets the attribute `name`, of the attribute `of` if one is given."""
+
+    def owner(instance: Any) -> Any:
+        return getattr(instance, of) if of else instance
+
+    def change(instance: Any, value: Any) -> None:
+        setattr(owner(instance), name, value)
+
+    return property(lambda instance: getattr(owner(instance), name), change, doc=doc)

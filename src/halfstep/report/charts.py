@@ -47,7 +47,7 @@ class LineChart:
 class Bar:
     """One bar from zero: its label and what is written beside it, its length, and the interval of that length.
 
-    A value of None draws no bar; `text` then has the reason.
+    A value of None draws none; `text` then has the reason.
     """
 
     label: str
@@ -69,16 +69,10 @@ class BarChart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dot:
+class Dot(Bar):
     """One estimate: where it lies, its interval, and how sure it is."""
 
-    label: str  # what was estimated
-    text: str  # what is written beside it
-    value: float | None  # the estimate; None draws no dot; `text` then has the reason
-    low: float | None = None  # lower end of the interval
-    high: float | None = None  # upper end
     mark: str = "full"  # "full" (decided, inside the band), "hollow" (undecided) or "cross" (decided, outside it)
-    key: Key = Key()  # how it looks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler as AmpLossScaler
+from halfstep.compat.shared import alias
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 
 __all__ = [
@@ -453,20 +454,5 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
 
-    @property
-    def state(self) -> Any:
-        """The optimizer's state, keyed by masters."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, which hold the masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    state = alias("state", "The optimizer's state, keyed by masters.", of="optimizer")
+    param_groups = alias("param_groups", "The optimizer's groups, which hold the masters.", of="optimizer")

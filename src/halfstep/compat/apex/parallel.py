@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
+from halfstep.compat.shared import alias
+
 __all__ = [
     "LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model",
     "create_syncbn_process_group",
@@ -239,14 +241,7 @@ class LARC:
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
+    param_groups = alias("param_groups", "The optimizer's groups.", of="optim")
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> Any:

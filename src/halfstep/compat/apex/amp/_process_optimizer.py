@@ -149,45 +149,19 @@ class AmpOptimizerState:
         """Whether the next step will be skipped."""
         return bool(self.overflow)
 
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """Low parameters with a master, by group."""
-        return [[p for p in g["params"] if self.master(p) is not p] for g in self.param_groups]
+    def _groups_with(self, *, masters: bool) -> list[list[Tensor]]:
+        return [[p for p in g["params"] if (self.master(p) is not p) == masters] for g in self.param_groups]
 
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters, by group."""
-        return [[self.master(p) for p in group] for group in self.fp16_groups]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Parameters that are their own masters, by group."""
-        return [[p for p in g["params"] if self.master(p) is p] for g in self.param_groups]
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """Low parameters with a master."""
-        return [p for group in self.fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Their masters."""
-        return [p for group in self.fp32_from_fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """Parameters that are their own masters."""
-        return [p for group in self.fp32_from_fp32_groups for p in group]
-
-    @property
-    def all_fp16_grad_stash(self) -> list[Tensor | None]:
-        """Gradients set aside during a `scale_loss` block, of low parameters."""
-        return self._stashed(self.all_fp16_params)
-
-    @property
-    def all_fp32_from_fp32_grad_stash(self) -> list[Tensor | None]:
-        """Gradients set aside during a `scale_loss` block, of the others."""
-        return self._stashed(self.all_fp32_from_fp32_params)
+    # Low parameters with a master, their masters, and parameters that are their own masters: by group, and flat.
+    fp16_groups = property(lambda self: self._groups_with(masters=True))
+    fp32_from_fp16_groups = property(lambda self: [[self.master(p) for p in g] for g in self.fp16_groups])
+    fp32_from_fp32_groups = property(lambda self: self._groups_with(masters=False))
+    all_fp16_params = property(lambda self: [p for g in self.fp16_groups for p in g])
+    all_fp32_from_fp16_params = property(lambda self: [p for g in self.fp32_from_fp16_groups for p in g])
+    all_fp32_from_fp32_params = property(lambda self: [p for g in self.fp32_from_fp32_groups for p in g])
+    # Gradients set aside during a `scale_loss` block.
+    all_fp16_grad_stash = property(lambda self: self._stashed(self.all_fp16_params))
+    all_fp32_from_fp32_grad_stash = property(lambda self: self._stashed(self.all_fp32_from_fp32_params))
 
     def _stashed(self, parameters: list[Tensor]) -> list[Tensor | None]:
         kept = {id(parameter): gradient for parameter, gradient in self._kept}

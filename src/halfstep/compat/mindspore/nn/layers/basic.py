@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.compat.mindspore.common.initializer import chosen
 from halfstep.compat.mindspore.nn.cell import Cell
+from halfstep.compat.shared import alias
 
 __all__ = [
     "Dense", "Dropout", "Embedding", "Flatten", "GELU", "GRUCell", "LSTMCell", "RNNCell", "ReLU", "Sigmoid", "Softmax",
@@ -180,10 +181,7 @@ class Embedding(Layer, nn.Embedding):
             with torch.no_grad():
                 self.weight[padding_idx] = 0.0
 
-    @property
-    def embedding_table(self) -> Any:
-        """The table; torch's weight."""
-        return self.weight
+    embedding_table = alias("weight", "The table; torch's weight.")
 
     def construct(self, ids: Tensor) -> Tensor:
         """Return the rows `ids`."""

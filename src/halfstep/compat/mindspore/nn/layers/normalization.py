@@ -18,6 +18,7 @@ from halfstep.compat.mindspore.checks import (
 )
 from halfstep.compat.mindspore.nn.layers.basic import Layer
 from halfstep.compat.mindspore.nn.optim import NOT_DECAYED
+from halfstep.compat.shared import alias
 
 __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm"]
 
@@ -77,25 +78,10 @@ class _BatchNorm(_Norm):
         self.fill("moving_mean_init", self.running_mean, moving_mean_init)
         self.fill("moving_var_init", self.running_var, moving_var_init)
 
-    @property
-    def gamma(self) -> Any:
-        """The factor; torch's weight."""
-        return self.weight
-
-    @property
-    def beta(self) -> Any:
-        """The summand; torch's bias."""
-        return self.bias
-
-    @property
-    def moving_mean(self) -> Any:
-        """The running mean."""
-        return self.running_mean
-
-    @property
-    def moving_variance(self) -> Any:
-        """The running variance."""
-        return self.running_var
+    gamma = alias("weight", "The factor; torch's weight.")
+    beta = alias("bias", "The summand; torch's bias.")
+    moving_mean = alias("running_mean", "The running mean.")
+    moving_variance = alias("running_var", "The running variance.")
 
     def construct(self, x: Tensor) -> Tensor:
         """Return `x` normalised."""
