@@ -1,9 +1,9 @@
 """Whom each instrument names, on one and the same fault: operator, module and source line.
 
 The faults are those of list A of the fault bench (`tests/faults`) that have a producer and that torch alone has too.
-halfstep runs them in its own step, the others in the same loop written with torch.autocast. What an instrument says is
-judged in three parts, generously where it speaks of something near: a node of the graph counts as the operator that it
-belongs to, and the innermost line of the program in any traceback counts as the line that was named.
+halfstep runs them in its own step, the others in the same loop written with torch.autocast. The report of an instrument
+is graded in three parts, generously where it is near: a node of the graph counts as the operator that it belongs to,
+and the innermost line of the program in any traceback counts as the line that was named.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def hooks_on_modules(fault: Fault) -> Said:
     case = fault.build()
     watch_modules(case.model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that a hook of a first module sees no gradient of its inputs
+        warnings.simplefilter("ignore")  # torch warns that a hook of a first module gets no gradient of its inputs
         try:
             list(plain_bad_steps(case))
         except NotFinite as found:
@@ -163,7 +163,7 @@ def judged(said: Said, fault: Fault) -> dict[str, Any]:
 
 
 def asked() -> list[Fault]:
-    """Return the faults that every instrument is asked about."""
+    """Return the faults that every instrument is tried on."""
     faults = (*LIST_A, *SECOND_A)
     return [fault for fault in faults if fault.plain and fault.truth.op and marked_line(fault) is not None]
 
@@ -178,7 +178,7 @@ def answer(ask: Callable[[Fault], Said], fault: Fault) -> Said:
 
 
 def compared(faults: Iterable[Fault]) -> dict[str, Any]:
-    """Return what every instrument says of every fault."""
+    """Return the report of every instrument on every fault."""
     rows = {}
     for fault in faults:
         truth, marked = fault.truth, marked_line(fault)

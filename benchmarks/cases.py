@@ -225,7 +225,7 @@ GPT124M = Case(
 )
 
 # torch's fp16 kernels on a CPU without fp16 units take ten and more times as long as fp32: few rounds are enough, and
-# torch.amp in bf16 gives the spread that loss curves are held to (`curves.py`).
+# torch.amp in bf16 gives the spread that loss curves are compared with (`curves.py`).
 HALF = ("fp32", "fp32 again", "torch.amp bf16", AMP, "torch", "mixed", "O2", "pure")
 LENET_FP16 = replace(LENET, name="lenet5_fp16", dtype="fp16", cpu=HALF, cuda=(), seconds=12.0)
 RESNET_FP16 = Case(

@@ -39,7 +39,7 @@ from halfstep.tasks.gpt import GPT
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "concepts"
 
-# ------------------------------------------------------------------ what the code says of itself
+# ------------------------------------------------------------------ tables from the code
 
 
 def number(value: float) -> str:
@@ -51,7 +51,7 @@ def number(value: float) -> str:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """Return attribute -> what the class docstring says about it, in Markdown."""
+    """Return attribute -> its description in the class docstring, in Markdown."""
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
     text = re.split(r"\n(?=\w+:\n)", text)[0]
     found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.MULTILINE)
@@ -166,7 +166,7 @@ def storage_bytes(found: Iterable[Tensor]) -> int:
 
 
 class LowCopies(TorchDispatchMode):
-    """Notes every cast of a weight to a low format, and says how many bytes of these copies are still alive."""
+    """Notes every cast of a weight to a low format, and counts the bytes of these copies that are still alive."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it without types
@@ -355,7 +355,7 @@ def blocks() -> dict[str, str]:
 
 
 def stale_pages(*, write: bool = False) -> list[str]:
-    """Return the pages whose tables are not what the code says; `write` puts them right."""
+    """Return the pages whose tables differ from the code; `write` corrects them."""
     made, stale = blocks(), []
     for path in sorted(PAGES.glob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -371,7 +371,7 @@ def main() -> int:
     check = "--check" in sys.argv
     stale = stale_pages(write=not check)
     if stale and check:
-        print(f"not what the code says: {', '.join(stale)}; run `make tables`", file=sys.stderr)
+        print(f"tables that differ from the code: {', '.join(stale)}; run `make tables`", file=sys.stderr)
         return 1
     return 0
 

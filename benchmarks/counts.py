@@ -1,4 +1,4 @@
-"""What one step does, counted: operators, casts and their bytes, reads by the host, bytes kept and held.
+"""What one step does, counted: operators, casts and their bytes, reads by the host, bytes kept and in use.
 
 On a CPU all of it is seen by a dispatch mode; an operator is one kernel or a few. On a GPU kernels are counted by the
 profiler and waits for the device by torch's sync debug mode. Compiled and captured steps show neither operators nor
@@ -124,7 +124,7 @@ def watch(run: Run, batch: Batch) -> tuple[Seen, int]:
 
 
 def allocated(call: Callable[[], Any], device: str) -> int:
-    """Return the most bytes that `call` held at one time beyond what was there before: every allocation counts."""
+    """Return the most bytes that `call` had in use at one time beyond those before it: every allocation counts."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -134,10 +134,10 @@ def allocated(call: Callable[[], Any], device: str) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         call()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = most = 0
+    used = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+        used += event.nbytes()
+        most = max(most, used)
     return most
 
 
@@ -171,7 +171,7 @@ def count(run: Run, batch: Batch) -> tuple[Counts, Seen]:
 
     seen, saved = (Seen(), None) if run.stages is None else watch(run, batch)
     eager, cuda = run.stages is not None, device != "cpu"
-    held = state_bytes(*run.holds)
+    state = state_bytes(*run.holds)
     return Counts(
         operators=seen.operators if eager else None,
         launches=launches(step) if cuda else None,
@@ -179,6 +179,6 @@ def count(run: Run, batch: Batch) -> tuple[Counts, Seen]:
         casts=seen.casts if eager else None,
         cast_bytes=seen.cast_bytes if eager else None,
         saved_bytes=saved,
-        state_bytes=held,
-        peak_bytes=held + allocated(step, device),
+        state_bytes=state,
+        peak_bytes=state + allocated(step, device),
     ), seen

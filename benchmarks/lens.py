@@ -146,7 +146,7 @@ def explained(case: Case, layer: str, repeats: int) -> dict[str, Any]:
         run.step(batch)  # which also hears the verdict on the step before
         with (
             quiet_collector(),
-            timed(stepbox.StepBox, "_explained") as explanations,  # in the step, or when it is asked for
+            timed(stepbox.StepBox, "_explained") as explanations,  # in the step, or on request
             timed(stepbox, "cures") as cured,
         ):
             steps.append(seconds(lambda: run.step(batch)))  # noqa: B023  # called at once

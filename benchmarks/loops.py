@@ -25,7 +25,7 @@ FIRST_SCALE = 2.0**12  # of fp16: no case overflows at it, so that curves do not
 
 
 class Absent(Exception):
-    """A candidate cannot run here; the message says why."""
+    """A candidate cannot run here; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

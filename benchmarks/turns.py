@@ -45,7 +45,7 @@ def ratio(track: Track, baseline: Track, *, plus: float = 0.0) -> Ratio:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector out of timed steps: it walks over every candidate's objects whoever called it."""
+    """Keep the garbage collector out of timed steps: it walks over the objects of all candidates."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""An audit: fp16 without a loss scale trains a deep network badly and says nothing; the audit says where, and its cure.
+"""An audit: fp16 without a loss scale trains a deep network badly without an error; the audit names place and cure.
 
 Nothing here is ever inf or nan: gradients of the first layers are too small for fp16 and become zero. The audit runs a
 few steps on a copy, names the layers, and hands over a policy without the fault.

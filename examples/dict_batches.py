@@ -35,7 +35,7 @@ class Classifier(nn.Module):
 
 
 def batches(count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield sentences of random length; the label says whether the token 7 occurs in them."""
+    """Yield sentences of random length; the label is whether the token 7 occurs in them."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         ids = torch.randint(8, VOCABULARY, (32, LENGTH), generator=generator)

@@ -1,6 +1,6 @@
 """A gradient penalty (WGAN-GP): the loss contains a gradient, so the backward pass differentiates twice.
 
-The inner gradient is asked for in the loss function. In fp16 it may underflow like any other, so the scores are scaled
+The inner gradient is computed in the loss function. In fp16 it may underflow like any other, so the scores are scaled
 for the inner backward pass and the penalty is computed from the unscaled gradient, in fp32. The outer loss is scaled by
 the step as always.
 """

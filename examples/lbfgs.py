@@ -1,7 +1,7 @@
 """LBFGS and other optimizers that need a closure: a hand-written loop, in bf16 or fp32, without a loss scale.
 
-Such an optimizer evaluates the loss several times within one step, so nobody can skip a step or unscale a gradient from
-outside. What cannot work says so: a scaler that is on, low weights with fp32 masters, and `TrainStep` refuse it.
+Such an optimizer evaluates the loss several times within one step, so a step cannot be skipped, nor a gradient
+unscaled, from outside. A scaler that is on, low weights with fp32 masters, and `TrainStep` refuse it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def refused(attempt: Callable[[], object]) -> str:
 
 
 def main() -> dict[str, float | str]:
-    """Fit in fp32 and in bf16; return the losses, and what halfstep says to what cannot work."""
+    """Fit in fp32 and in bf16; return the losses, and the errors of what cannot work."""
     first, fp32 = train(hs.Policy.of("O0"))
     _, bf16 = train(hs.Policy.of("mixed", dtype="bf16"))
     errors = {

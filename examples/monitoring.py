@@ -2,7 +2,7 @@
 
 A deep network of sigmoids makes its gradients smaller in every layer. In fp16 without a loss scale those of the first
 layers become subnormal, then zero, and nothing fails: the loss falls, only slowly. `hs.Monitor` looks at every tenth
-update, finds it, and says what to change; with the scale it asks for there is nothing left to find.
+update, finds it, and names the change; with that scale there is nothing left to find.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A precision plan in a TOML file: a preset, changed for some operators and some modules.
 
-The file is data that can be committed and diffed. `diff` says how it differs from its preset, `explain` which rule
+The file is data that can be committed and diffed. `diff` shows how it differs from its preset, `explain` which rule
 decides for an operator or a module, and `hs.resolve` what the policy means for this model before anything is trained.
 """
 

@@ -1,4 +1,4 @@
-"""A DCGAN of 2019 with Apex: two models, two optimizers, three losses with a scale each. Nothing in it knows halfstep.
+"""A DCGAN of 2019 with Apex: two models, two optimizers, three losses with a scale each. It does not mention halfstep.
 
 The data is made here: 8x8 pictures with one bright stripe. Run it with ``halfstep run examples/legacy/dcgan.py``.
 """

@@ -1,4 +1,4 @@
-"""A training script of 2019 for image classification, as many wrote it for Apex: nothing in it knows halfstep.
+"""A training script of 2019 for image classification, as many wrote it for Apex: it does not mention halfstep.
 
 Options come as text from argparse and go to ``amp.initialize`` as they are. The data is made here: 8x8 pictures of four
 classes. Run it with ``halfstep run examples/legacy/main_amp.py --opt-level O2``.

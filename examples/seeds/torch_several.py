@@ -9,36 +9,13 @@ and ``torch.cuda.amp.GradScaler`` into its bare name. Without CUDA: emulated fp1
 # fmt: off
 
 import torch
-from torch import nn
+from pictures import Net, device, epochs, loss_fn, make_data
 
 from halfstep.compat.torch_amp.cuda import GradScaler, autocast
 
-# ---- what the document leaves out: a model, data, numbers
+# ---- what the document leaves out: a model and data (pictures.py beside this file), numbers
 
-torch.manual_seed(0)
-device = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class Net(nn.Sequential):
-    """A small convolutional network for images of 8 by 8."""
-
-    def __init__(self):
-        super().__init__(
-            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 1),
-        )
-
-
-def make_data(batches=10):
-    """Return batches of noise and, for each image, the difference of its halves."""
-    images = torch.randn(batches, 32, 1, 8, 8)
-    targets = images[..., :4].mean((2, 3, 4)) - images[..., 4:].mean((2, 3, 4))
-    return [(x.to(device), 4 * y[:, None].to(device)) for x, y in zip(images, targets, strict=True)]
-
-
-loss_fn = nn.MSELoss()
 data = make_data()
-epochs = range(12)
 
 model0, model1 = Net().to(device), Net().to(device)
 optimizer0 = torch.optim.SGD(model0.parameters(), lr=0.002, momentum=0.9)

@@ -96,7 +96,7 @@ def test_a_step_that_is_not_bad_is_no_measurement() -> None:
         broken(run, "2", SMALL.batch(0))
 
 
-def test_calls_of_a_function_are_timed_and_it_is_put_back() -> None:
+def test_calls_of_a_function_are_timed_and_it_is_restored() -> None:
     original = blame.plain
     with timed(blame, "plain") as spent:
         assert blame.plain("linalg.EIGH_") == "eigh"

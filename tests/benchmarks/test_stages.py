@@ -1,4 +1,4 @@
-"""Stages are those of the step, whoever wrote it; weight casts are found where they are."""
+"""Stages are those of the step, in every library; weight casts are found where they are."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_recast_writes_into_what_it_is_given_and_leaves_the_weight() -> None:
     assert torch.equal(target, before.bfloat16()) and torch.equal(weight.detach(), before)
 
 
-def test_counts_of_fp32_are_what_arithmetic_says() -> None:
+def test_counts_of_fp32_agree_with_arithmetic() -> None:
     counts, _ = count(started("fp32"), SMALL.batch(2))
     parameters = sum(p.numel() for p in SMALL.model().parameters())
     steps = 4 * len(list(SMALL.model().parameters()))  # fused AdamW's counters, fp32 scalars

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep.tasks.compare import Comparison, Row
+from halfstep.tasks.compare import CandidateRow, Comparison
 from halfstep.tasks.measure import Ratio, difference
 
 CONTROL = Ratio(median=1.002, low=0.99, high=1.012, rounds=100)
@@ -13,7 +13,9 @@ SAME = Ratio(median=1.008, low=1.005, high=1.01, rounds=100)
 SLOW = Ratio(median=1.4, low=1.38, high=1.42, rounds=100)
 
 
-def row(label: str, metrics: tuple[float, ...], to_fp32: Ratio | None, to_amp: Ratio | None, **changes: Any) -> Row:
+def row(
+    label: str, metrics: tuple[float, ...], to_fp32: Ratio | None, to_amp: Ratio | None, **changes: Any
+) -> CandidateRow:
     """Return a row whose fp32 ended at 97.0 with every seed, with a margin of 1."""
     fields: dict[str, Any] = {
         "label": label,
@@ -31,10 +33,10 @@ def row(label: str, metrics: tuple[float, ...], to_fp32: Ratio | None, to_amp: R
         "scale": (65536.0,) * len(metrics),
         "losses": (2.0, 1.0),
     }
-    return Row(**{**fields, **changes})
+    return CandidateRow(**{**fields, **changes})
 
 
-def comparison(seeds: int, *more: Row, **changes: Any) -> Comparison:
+def comparison(seeds: int, *more: CandidateRow, **changes: Any) -> Comparison:
     """Return fp32, torch.amp and `more`; without more a policy that is worse and faster."""
     fields: dict[str, Any] = {
         "task": "toy",

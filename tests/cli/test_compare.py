@@ -44,7 +44,7 @@ def test_compare_prints_both_tables_as_plain_text(task: str, tmp_path: Path) -> 
     lines = done.stdout.splitlines()
     for label in ("fp32", "torch.amp bf16", "mixed bf16", "O2 fp16"):
         assert sum(line.startswith(f"| {label} ") for line in lines) == 2, label
-    assert "\x1b[" not in done.stdout  # no colours where nobody is watching
+    assert "\x1b[" not in done.stdout  # no colours where it is no terminal
     assert "minus fp32, 90 % interval" in done.stdout and "time / torch.amp bf16" in done.stdout
     assert "with 2 of 5 seeds this is only an indication" in done.stdout
     assert "(the same result, bit for bit)" in done.stdout

@@ -24,7 +24,7 @@ def test_the_numbers_are_those_of_the_loop_that_made_the_step() -> None:
     assert record.loss == float(moment.loop.loss) and record.grad_norm == float(moment.loop.grad_norm) > 0
 
 
-def test_where_nobody_watches_there_is_one_plain_line_a_seed() -> None:
+def test_without_a_terminal_there_is_one_plain_line_a_seed() -> None:
     file = io.StringIO()
     found = moments()
     with Live(Console(file=file, width=400), "small", runs=4, steps=3, seeds=2) as live:

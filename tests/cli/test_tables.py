@@ -20,7 +20,7 @@ def cells(text: str, label: str) -> list[list[str]]:
     return [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith(f"| {label} ")]
 
 
-def test_what_a_row_says() -> None:
+def test_a_row() -> None:
     text = shown(comparison(5))
     result, cost = cells(text, "O2 fp16")
     assert result == ["O2 fp16", "90", "-7 [-7, -7]", "worse", "0 to 4", "65536"]

@@ -1,7 +1,7 @@
 """Tables of calls: name -> a call with the original's arguments and the value that the original gives.
 
 A key is a name as a page writes it, and after a space what is special about this call. A page and its table agree
-when every name that the page says is there is called, and every name that is called is on the page.
+when every name that the page lists is called, and every name that is called is on the page.
 """
 
 from __future__ import annotations

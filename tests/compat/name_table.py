@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-class Row(NamedTuple):
+class NameRow(NamedTuple):
     """One line of a table."""
 
     names: tuple[str, ...]
@@ -18,13 +18,13 @@ class Row(NamedTuple):
     note: str
 
 
-def rows(page: str) -> list[Row]:
+def rows(page: str) -> list[NameRow]:
     """Return the rows of the tables with three columns whose second is a verdict."""
     found = []
     for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
         if line.startswith("| `") and len(cells) == 3 and cells[1] in VERDICTS:
-            found.append(Row(tuple(re.findall(r"`([\w.]+)[^`]*`", cells[0])), cells[1], cells[2]))
+            found.append(NameRow(tuple(re.findall(r"`([\w.]+)[^`]*`", cells[0])), cells[1], cells[2]))
     return found
 
 
@@ -47,7 +47,7 @@ def exists(root: Any, name: str) -> bool:
     return True
 
 
-def repeated(table: list[Row]) -> Iterator[str]:
+def repeated(table: list[NameRow]) -> Iterator[str]:
     """Yield the names that have more than one row."""
     names = [name for row in table for name in row.names]
     yield from sorted({name for name in names if names.count(name) > 1})

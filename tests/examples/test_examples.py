@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,20 +12,9 @@ import torch
 from torch.nn import functional as F
 
 import halfstep as hs
+from tests.examples.loading import EXAMPLES, load
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.py"))
-
-
-@cache
-def load(name: str) -> ModuleType:
-    """Import a recipe by its path, under a name by which a process it starts can import it too."""
-    spec = importlib.util.spec_from_file_location(f"examples.{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(name: str, *args: Any) -> Any:

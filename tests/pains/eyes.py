@@ -30,7 +30,7 @@ class Calls(TorchDispatchMode):
 
 
 class Casts(Calls):
-    """Collect the shapes of fp32 tensors that were copied to a low format, and the copies that somebody still holds."""
+    """Collect the shapes of fp32 tensors that were copied to a low format, and the copies that are still alive."""
 
     def __init__(self) -> None:
         super().__init__(self._note)

@@ -1,4 +1,4 @@
-"""Both libraries behind one small namespace, each used as its own documentation says."""
+"""Both libraries behind one small namespace, each used as in its own documentation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from torch.autograd import Function
 
 import halfstep as hs
 from halfstep import operator
+from halfstep.formats import DTYPES
 
 __all__ = ["HALFSTEP", "TORCH", "Library"]
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Weights = Literal["fp32", "low", "masters"]
 """How a training step keeps weights: fp32; low if the library can; low with fp32 masters if the library can."""
 
 
-@dataclass(frozen=True)
-class Loop:
-    """What a training loop does besides the model's own work."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a training loop."""
 
     dtype: str = "fp16"
     weights: Weights = "fp32"
@@ -42,7 +41,7 @@ class Library:
 
     Attributes:
         name: for messages.
-        errors: what it raises when it refuses something and says what to do instead.
+        errors: what it raises when it refuses something and names the remedy.
         autocast: the region, with torch's signature.
         GradScaler: the scaler, with torch's signature.
     """
@@ -87,13 +86,14 @@ class Library:
     def training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Any]:
-        """Return ``step(*batch)`` of the library's recommended loop under `Loop`; it returns what the library tells."""
-        return self.step_of(model, optimizer, loss_fn, Loop(**options))
+        """Return ``step(*batch)`` of the library's recommended loop, which returns the library's result.
 
-    def step_of(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], loop: Loop
-    ) -> Callable[..., Any]:
-        """Return what `training` returns."""
+        Args:
+            model: to train, as `optimizer` and `loss_fn`.
+            optimizer: its optimizer.
+            loss_fn: ``loss_fn(model, *batch)``.
+            **options: the fields of `Options`.
+        """
         raise NotImplementedError
 
 
@@ -135,19 +135,16 @@ class Halfstep(Library):
     def lower(self, op: Any) -> None:
         operator("low")(op)
 
-    def step_of(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], loop: Loop
+    def training(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Any]:
+        chosen = Options(**options)
+        policy = hs.Policy.of("mixed" if chosen.weights == "fp32" else "O2", dtype=chosen.dtype)
         return hs.TrainStep(
-            model,
-            optimizer,
-            loss_fn,
-            policy=hs.Policy.of("mixed" if loop.weights == "fp32" else "O2", dtype=loop.dtype),
-            clip_norm=loop.clip_norm,
-            scheduler=loop.scheduler,
-            scaler=hs.GradScaler("cpu", init_scale=loop.init_scale) if loop.dtype == "fp16" else None,
-            accumulate=loop.accumulate,
-        )
+            model, optimizer, loss_fn, policy=policy,
+            clip_norm=chosen.clip_norm, scheduler=chosen.scheduler, accumulate=chosen.accumulate,
+            scaler=hs.GradScaler("cpu", init_scale=chosen.init_scale) if chosen.dtype == "fp16" else None,
+        )  # fmt: skip
 
 
 class TorchAmp(Library):
@@ -196,29 +193,30 @@ class TorchAmp(Library):
     def lower(self, op: Any) -> None:
         torch.library.register_autocast(op, "cpu", torch.bfloat16)
 
-    def step_of(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], loop: Loop
+    def training(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Any]:
-        if loop.weights == "low":  # "masters" it does not have
-            model.to(DTYPES[loop.dtype])
-        scaler = torch.amp.GradScaler("cpu", init_scale=loop.init_scale, enabled=loop.dtype == "fp16")
+        chosen = Options(**options)
+        if chosen.weights == "low":  # there are no "masters"
+            model.to(DTYPES[chosen.dtype])
+        scaler = torch.amp.GradScaler("cpu", init_scale=chosen.init_scale, enabled=chosen.dtype == "fp16")
         calls = 0
 
         def step(*batch: Any) -> Any:
             nonlocal calls
-            with torch.autocast("cpu", dtype=DTYPES[loop.dtype]):
-                loss = loss_fn(model, *batch) / loop.accumulate
+            with torch.autocast("cpu", dtype=DTYPES[chosen.dtype]):
+                loss = loss_fn(model, *batch) / chosen.accumulate
             torch.autograd.backward(scaler.scale(loss))
             calls += 1
-            if calls % loop.accumulate:
+            if calls % chosen.accumulate:
                 return None
-            if loop.clip_norm is not None:
+            if chosen.clip_norm is not None:
                 scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), loop.clip_norm)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.clip_norm)
             returned = scaler.step(optimizer)
             scaler.update()
-            if loop.scheduler is not None:
-                loop.scheduler.step()
+            if chosen.scheduler is not None:
+                chosen.scheduler.step()
             optimizer.zero_grad()
             return returned
 

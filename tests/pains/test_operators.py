@@ -52,7 +52,7 @@ def refused(calls: Mapping[str, Callable[..., Any]], *args: Callable[[], Tensor]
 
 
 class States(NamedTuple):
-    """What somebody's model hands on."""
+    """What a user's model returns."""
 
     logits: Tensor
     mask: Tensor

@@ -111,7 +111,7 @@ def test_replicas_in_threads_run_in_the_format_asked_for(amp: Any) -> None:
 
 
 class Island(nn.Module):
-    """A part of somebody's model that switches autocast off for itself."""
+    """A part of a user's model that switches autocast off for itself."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ def test_an_optimizer_with_a_closure_never_steps_on_scaled_gradients(amp: Any) -
     try:
         got = train(amp.GradScaler("cpu", init_scale=16.0))
     except amp.errors:
-        return  # it says what to do instead
+        return  # the error names the remedy
     assert torch.equal(got, expected), f"moved as if the gradient were another: {got.tolist()}"
 
 
@@ -214,7 +214,7 @@ def test_a_forgotten_scale_is_told(amp: Any) -> None:
     try:
         scaler.step(optimizer)
     except amp.errors:
-        return  # it says what was forgotten
+        return  # the error names what was forgotten
     assert torch.allclose(before - weight, torch.full((2,), 0.1)), "the update is 65536 times too small"
 
 

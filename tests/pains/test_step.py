@@ -52,7 +52,7 @@ def test_a_skipped_step_is_known(amp: Any) -> None:
         returned = scaler.step(optimizer)
         told.append(bool(scaler.skipped(optimizer)) if hasattr(scaler, "skipped") else returned)
         scaler.update()
-    assert told[0] != told[1], f"a skipped step says the same as a good one: {told[1]}"
+    assert told[0] != told[1], f"a skipped step returns the same as a good one: {told[1]}"
 
 
 @pain(27, torch_fails_with=AssertionError, saying="does not say which parameter")

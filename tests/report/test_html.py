@@ -9,53 +9,43 @@ from halfstep.errors import HalfstepError
 from halfstep.report import (
     Bar,
     BarChart,
-    Bullets,
-    Cell,
-    Code,
-    Details,
-    Document,
-    Fact,
-    Facts,
-    Figure,
-    Gallery,
     Key,
     LineChart,
     MissingExtraError,
-    Note,
-    Paragraph,
-    Section,
     Series,
-    Table,
     picture_file,
     render,
     require_extra,
 )
+from halfstep.report import document as doc
 from tests.report.reader import Page
 
 EVIL = "<b>&\"'</style></svg><script>alert(1)</script> {{ 7 * 7 }} $x$ --> %"
 
 
-def document(text: str = "words", **changes: object) -> Document:
+def document(text: str = "words", **changes: object) -> doc.Document:
     """Return a document with every kind of block, `text` in every place of each."""
     key = Key(colour=2, light=True)
     lines = LineChart(x_label=text, series=(Series(label=text, x=(1, 2), y=(3.0, 4.0), marks=(1.5,), key=key),))
     bars = BarChart(x_label=text, bars=(Bar(label=text, text=text, value=1.0, low=0.9, high=1.1),))
     blocks = (
-        Paragraph(text=text),
-        Bullets(items=(text, text)),
-        Note(text=text),
-        Facts(facts=(Fact(heading=text, text=text, more=(text,), tone="good"),)),
-        Table(caption=text, headers=("name", text), rows=((Cell(text=text), Cell(text=text, tone="bad")),)),
-        Gallery(
+        doc.Paragraph(text=text),
+        doc.Bullets(items=(text, text)),
+        doc.Note(text=text),
+        doc.Facts(facts=(doc.Fact(heading=text, text=text, more=(text,), tone="good"),)),
+        doc.Table(caption=text, headers=("name", text), rows=((doc.Cell(text=text), doc.Cell(text=text, tone="bad")),)),
+        doc.Gallery(
             figures=(
-                Figure(heading=text, caption=text, alt=text, chart=lines),
-                Figure(heading=text, caption=text, alt=text, chart=bars),
+                doc.Figure(heading=text, caption=text, alt=text, chart=lines),
+                doc.Figure(heading=text, caption=text, alt=text, chart=bars),
             ),
             legend=((text, key),),
         ),
-        Details(summary=text, blocks=(Code(text=text), Details(summary="deeper", blocks=(Note(text=text),)))),
+        doc.Details(
+            summary=text, blocks=(doc.Code(text=text), doc.Details(summary="deeper", blocks=(doc.Note(text=text),)))
+        ),
     )
-    return Document(title=text, lead=text, sections=(Section(heading=text, blocks=blocks),), footer=text)
+    return doc.Document(title=text, lead=text, sections=(doc.Section(heading=text, blocks=blocks),), footer=text)
 
 
 def test_a_page_is_whole_html_and_every_block_is_in_it() -> None:
@@ -100,9 +90,9 @@ def test_every_picture_has_words_for_who_does_not_see_it() -> None:
 
 def test_no_name_occurs_twice_although_pictures_are_alike() -> None:
     chart = LineChart(x_label="step", series=(Series(label="a", x=(1.0, 2.0), y=(1.0, 2.0), marks=(1.0,)),))
-    twins = tuple(Figure(heading="", caption="", alt="twin", chart=chart) for _ in range(3))
-    blocks = (Gallery(figures=twins),)
-    page = Page(render(Document(title="t", lead="", sections=(Section(heading="s", blocks=blocks),))))
+    twins = tuple(doc.Figure(heading="", caption="", alt="twin", chart=chart) for _ in range(3))
+    blocks = (doc.Gallery(figures=twins),)
+    page = Page(render(doc.Document(title="t", lead="", sections=(doc.Section(heading="s", blocks=blocks),))))
     names = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     used = [a["href"][1:] for _, a in page.elements if "href" in a]
     assert len(names) == len(set(names)) >= 3

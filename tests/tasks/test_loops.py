@@ -29,7 +29,7 @@ def net() -> nn.Sequential:
 
 
 def by_hand(model: nn.Module, steps: int, *, low: bool) -> Tensor:
-    """Train as the documentation of torch.amp says, bf16."""
+    """Train as in the documentation of torch.amp, bf16."""
     optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
     for i in range(steps):
         x, y = batches(0, i)

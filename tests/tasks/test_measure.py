@@ -48,7 +48,7 @@ def test_student_quantiles_are_scipys(freedom: int, probability: float) -> None:
         ([95.0, 95.1, 94.9, 95.0, 95.1], False, "better"),
         ([99.0, 99.1, 98.9, 99.0, 99.1], True, "better"),
         ([99.0, 99.1, 98.9, 99.0, 99.1], False, "worse"),
-        ([99.0, 95.0, 97.0, 98.0, 96.0], True, "undecided"),  # equal means, but nobody can tell
+        ([99.0, 95.0, 97.0, 98.0, 96.0], True, "undecided"),  # equal means, but wide intervals
         ([97.0, 97.0, math.nan, 97.0, 97.0], True, "diverged"),
         ([97.0, 97.0, math.inf, 97.0, 97.0], True, "diverged"),
     ],
@@ -141,7 +141,7 @@ def test_nothing_hides_behind_an_attribute() -> None:
     assert state_bytes(Hidden()) == 28
 
 
-def test_what_is_only_known_weakly_is_somebody_elses() -> None:
+def test_weak_references_keep_nothing() -> None:
     other, own = nn.Linear(8, 8), nn.Linear(2, 2, bias=False)
     known = weakref.WeakKeyDictionary({other: own})
     found = weakref.WeakValueDictionary({"other": other})

@@ -98,7 +98,7 @@ def test_noise() -> None:
     ("threads", "cores", "load", "used"),
     [(2, 2, 0.1, 2), (2, 2, 1.0, 1), (2, 2, 9.0, 1), (4, 8, 3.0, 4), (8, 8, 3.0, 5)],
 )
-def test_measuring_uses_the_cores_that_nobody_else_does(threads: int, cores: int, load: float, used: int) -> None:
+def test_measuring_uses_the_free_cores(threads: int, cores: int, load: float, used: int) -> None:
     assert threads_to_use(threads, cores, load) == used
 
 

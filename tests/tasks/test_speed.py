@@ -57,7 +57,7 @@ def test_a_speed_is_decided_only_beyond_what_identical_programs_differ_by() -> N
     assert not work(0.99, 1.01).decided(Speed(label="fp32", gflops=1.0, faster=None))
 
 
-def test_tf32_is_switched_on_cuda_alone_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_is_switched_on_cuda_alone_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     matmul, conv = SimpleNamespace(fp32_precision="none"), SimpleNamespace(fp32_precision="tf32")
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     monkeypatch.setattr(torch.backends.cudnn, "conv", conv)

@@ -54,7 +54,7 @@ def test_an_unknown_task_names_the_nearest() -> None:
     assert task_names() == ("lenet5", "resnet", "gpt")
 
 
-def test_a_task_from_somebodys_file(tmp_path: Path) -> None:
+def test_a_task_from_a_users_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from tests.tasks.small import small_task\n\ndef make():\n    return small_task(name='mine')\n\nthree = 3\n"

@@ -4,32 +4,18 @@ import json
 
 from halfstep.testing import Counts, Row, Sync
 
+
+def row(phase: str, operator: str, kind: str, casts: int, launches: int, kernels: int, read: int, written: int) -> Row:
+    numbers = {"casts": casts, "launches": launches, "kernels": kernels, "read": read, "written": written}
+    return Row(phase=phase, operator=f"aten::{operator}", kind=kind, **numbers)
+
+
 COUNTS = Counts(
     rows=(
-        Row(
-            phase="forward",
-            operator="aten::_to_copy",
-            kind="weight",
-            casts=2,
-            launches=2,
-            kernels=2,
-            read=80,
-            written=40,
-        ),
-        Row(phase="forward", operator="aten::mm", launches=1, kernels=1, read=100, written=50),
-        Row(
-            phase="backward", operator="aten::_to_copy", kind="up", casts=1, launches=1, kernels=1, read=20, written=40
-        ),
-        Row(
-            phase="tail",
-            operator="aten::_foreach_copy_",
-            kind="weight",
-            casts=3,
-            launches=1,
-            kernels=2,
-            read=9,
-            written=1,
-        ),
+        row("forward", "_to_copy", "weight", 2, 2, 2, 80, 40),
+        row("forward", "mm", "", 0, 1, 1, 100, 50),
+        row("backward", "_to_copy", "up", 1, 1, 1, 20, 40),
+        row("tail", "_foreach_copy_", "weight", 3, 1, 2, 9, 1),
     ),
     syncs=(Sync(phase="tail", operator="aten::_local_scalar_dense", where="train.py:3 loss.item()"),),
     parameters=10,

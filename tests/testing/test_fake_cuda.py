@@ -29,7 +29,7 @@ def start(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What `on_fake_cuda.py` says."""
+    """The output of `on_fake_cuda.py`."""
     answer: dict[str, Any] = json.loads(start(str(SCRIPT)))
     return answer
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.testing.launches import CHUNK, multi_tensor_launches
+from halfstep.testing.traffic import CHUNK, multi_tensor_launches
 
 
 @pytest.mark.parametrize(

@@ -139,11 +139,11 @@ def test_extra_traffic_takes_nothing_back(extra: Callable[[Any], tuple[int, int]
 
 @pytest.mark.usefixtures("nothing_declared")
 def test_a_declaration_may_come_before_the_operator() -> None:
-    declare_traffic("halfstep_tests::later", reads=("nobody",), writes=())
+    declare_traffic("halfstep_tests::later", reads=("absent",), writes=())
 
     @torch.library.custom_op("halfstep_tests::later", mutates_args=())
     def later(x: Tensor) -> Tensor:
         return x.clone()
 
-    with pytest.raises(DeclarationError, match="'nobody' is none of its arguments"):
+    with pytest.raises(DeclarationError, match="'absent' is none of its arguments"):
         cost(torch.ops.halfstep_tests.later.default, torch.ones(2))

@@ -1,4 +1,4 @@
-"""The door of the command line: which commands there are and what they take."""
+"""The commands and their options; each command imports its code when it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+Device = Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")]
+PolicyLabel = Annotated[
+    str, typer.Option("--policy", help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -55,14 +62,14 @@ def compare(
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Runs of each policy. Default: 5, the fewest for a verdict.")
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json: Json = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a report with pictures: one file, to look at and to send.")
     ] = None,
     excerpt: Annotated[
         bool, typer.Option("--excerpt", help="Three seeds and few steps: a look, in a minute or two.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")] = "",
+    device: Device = "",
 ) -> None:
     """Train each policy from the same weights on the same batches, in turns, beside fp32 and torch.amp at its best.
 
@@ -71,18 +78,11 @@ def compare(
     from halfstep.cli.compare import run_compare
 
     labels = [label for group in policies or () for label in group.split(",") if label.strip()]
-    raise typer.Exit(
-        run_compare(
-            tasks=task or (),
-            labels=labels,
-            steps=steps,
-            seeds=seeds,
-            json_path=json,
-            html_path=html,
-            excerpt=excerpt,
-            device=device,
-        )
-    )
+    code = run_compare(
+        tasks=task or (), labels=labels, steps=steps, seeds=seeds, json_path=json, html_path=html, excerpt=excerpt,
+        device=device,
+    )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -90,9 +90,7 @@ def audit(
     task: Annotated[
         str, typer.Argument(help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.")
     ],
-    policy: Annotated[
-        str, typer.Option("--policy", help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.")
-    ] = "mixed",
+    policy: PolicyLabel = "mixed",
     steps: Annotated[int, typer.Option(min=1, help="Steps to look at.")] = 3,
     after: Annotated[int, typer.Option(min=0, help="Training steps before them.")] = 0,
     rows: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 24,
@@ -107,8 +105,8 @@ def audit(
         list[str] | None,
         typer.Option("--what-if", help="A format, such as fp16 or fp8_e4m3:1024 (loss scale): what it would lose."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")] = "",
-    json: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+    device: Device = "",
+    json: Json = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures: one file.")] = None,
 ) -> None:
     """Run a few steps of a task under a policy and show what precision does to every operator, weight and gradient.
@@ -117,22 +115,11 @@ def audit(
     """
     from halfstep.cli.audit import run_audit
 
-    raise typer.Exit(
-        run_audit(
-            task=task,
-            policy=policy,
-            steps=steps,
-            after=after,
-            rows=rows,
-            sort=sort,
-            module=module,
-            role=role,
-            what_if=what_if or (),
-            device=device,
-            json_path=json,
-            html_path=html,
-        )
-    )
+    code = run_audit(
+        task=task, policy=policy, steps=steps, after=after, rows=rows, sort=sort, module=module, role=role,
+        what_if=what_if or (), device=device, json_path=json, html_path=html,
+    )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -141,7 +128,7 @@ def doctor(
         str, typer.Option(help="The only device type to look at. Default: the accelerator, if any, and the CPU.")
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: an indication.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+    json: Json = None,
 ) -> None:
     """Measure what this machine gains from each format, and say which preset to use, and why.
 
@@ -158,9 +145,7 @@ def ops(
         list[str] | None,
         typer.Argument(metavar="PATTERN", help="Operators, such as softmax or 'conv*'. Default: all with a rule."),
     ] = None,
-    policy: Annotated[
-        str, typer.Option("--policy", help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.")
-    ] = "mixed",
+    policy: PolicyLabel = "mixed",
     diff: Annotated[str, typer.Option("--diff", help="Show what differs from this policy instead.")] = "",
     model: Annotated[
         str,
@@ -169,10 +154,10 @@ def ops(
             help="path/to/file.py:function, which returns an hs.Task or a torch.nn.Module: show its plan.",
         ),
     ] = "",
-    device: Annotated[str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.")] = "",
-    json: Annotated[Path | None, typer.Option("--json", help="Write all of it to this file.")] = None,
+    device: Device = "",
+    json: Json = None,
 ) -> None:
-    """Show the rule of every operator under a policy: which part of the policy decides, why, and who says so."""
+    """Show the rule of every operator under a policy: which part of the policy decides, why, and from which source."""
     from halfstep.cli.ops import run_ops
 
     raise typer.Exit(

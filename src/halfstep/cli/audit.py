@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from rich.text import Text
 
 import halfstep as hs
-from halfstep.cli.terminal import complain, console, device_type, item, say, table, writable, write_json
+from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, table, writable, write_json
 from halfstep.report import require_extra
 from halfstep.tasks import Task, TaskError, load_task
-from halfstep.tasks.candidates import candidates
+from halfstep.tasks.candidates import policy_candidate
 
 __all__ = ["run_audit"]
 
@@ -29,36 +28,10 @@ COLOURS = {"overflow_risk": "yellow", "rounding": "yellow", "saturation": "yello
 
 
 def run_audit(
-    *,
-    task: str,
-    policy: str,
-    steps: int,
-    after: int,
-    rows: int,
-    sort: str,
-    module: str,
-    role: str,
-    what_if: Sequence[str],
-    device: str,
-    json_path: Path | None,
-    html_path: Path | None,
-) -> int:
-    """Run the command; return its exit code: 0, or 2 for bad input.
-
-    Args:
-        task: name or ``file.py:function``.
-        policy: label of a policy, as in ``halfstep compare``.
-        steps: how many to look at.
-        after: training steps before them.
-        rows: how many to print.
-        sort: a number of a row, or "" for what loses most.
-        module: pattern of modules to print.
-        role: pattern of roles to print.
-        what_if: formats to ask about, each with ``:scale`` for gradients.
-        device: device type, "" for the accelerator, if any.
-        json_path: where to write everything, or None.
-        html_path: where to write the page, or None.
-    """
+    *, task: str, policy: str, steps: int, after: int, rows: int, sort: str, module: str, role: str,
+    what_if: Sequence[str], device: str, json_path: Path | None, html_path: Path | None,
+) -> int:  # fmt: skip
+    """Run the command, whose options the arguments are; return its exit code: 0, or 2 for bad input."""
     out = console()
     try:
         where = device_type(device)
@@ -70,7 +43,7 @@ def run_audit(
             require_extra("--html")
             writable(html_path, "--html")
         empty = hs.lens.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
-        _asked(empty, module, role, sort, questions)  # what makes no sense is said before anything runs
+        _asked(empty, module, role, sort, questions)  # refuses bad options before anything runs
         audit = _audited(loaded, chosen, where, steps, after)
         shown, answers = _asked(audit, module, role, sort, questions)
     except hs.HalfstepError as error:
@@ -79,9 +52,8 @@ def run_audit(
     _print_rows(out, shown, rows)
     for text, answer in zip(what_if, answers, strict=True):
         _print_answer(out, text, answer, rows)
-    words = {"--policy": policy, "--steps": str(steps), "--after": str(after) if after else "", "--device": device}
-    command = ["halfstep", "audit", task, *(w for option, value in words.items() if value for w in (option, value))]
-    report: dict[str, Any] = {"command": shlex.join(command), "halfstep": hs.__version__, **audit.to_dict()}
+    command = command_line("audit", task, policy=policy, steps=steps, after=after, device=device)
+    report: dict[str, Any] = {"command": command, "halfstep": hs.__version__, **audit.to_dict()}
     report["what_if"] = [
         {"question": text, "rows": [a.record() for a in answer]} for text, answer in zip(what_if, answers, strict=True)
     ]
@@ -93,20 +65,16 @@ def run_audit(
 
 
 def _policy(label: str, device: str) -> hs.Policy:
-    found = [c.policy for c in candidates([label], device) if c.policy is not None]
-    if not found:
+    found = policy_candidate(label, device)
+    if found is None or found.policy is None:
         raise TaskError(
             f"{label!r} is a training loop without halfstep; audit a preset ('torch' has torch.amp's lists)"
         )
-    return found[0]
+    return found.policy
 
 
 def _question(text: str) -> tuple[str, float | None]:
-    """Return format and scale of ``fp16`` or ``fp16:1024``.
-
-    Raises:
-        TaskError: the scale is no number.
-    """
+    """Return format and scale of ``fp16`` or ``fp16:1024``."""
     form, colon, scale = text.partition(":")
     try:
         return form, float(scale) if colon else None
@@ -120,17 +88,14 @@ def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int)
     model = task.model().to(device)
     optimizer = task.optimizer(model)
 
-    def batch(step: int) -> Any:
-        return hs.trees.map_tensors(task.batches(0, step), lambda tensor: tensor.to(device))
-
     scaler = None
     if after:
         train = hs.TrainStep(model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm)
         for step in range(after):
-            train(*batch(step))
+            train(*task.batch_on(device, 0, step))
         train.flush()
         scaler = train.scaler
-    batches = [batch(after + step) for step in range(steps)]
+    batches = [task.batch_on(device, 0, after + step) for step in range(steps)]
     return hs.audit(
         model, batches, task.loss_fn, policy, optimizer, steps=steps, clip_norm=task.clip_norm, scaler=scaler
     )
@@ -139,17 +104,10 @@ def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int)
 def _asked(
     audit: hs.lens.Audit, module: str, role: str, sort: str, questions: Sequence[tuple[str, float | None]]
 ) -> tuple[hs.lens.Audit, list[tuple[Any, ...]]]:
-    """Return the rows to print, and the answers to ``--what-if``.
-
-    Raises:
-        HalfstepError: no such role, number or format.
-    """
+    """Return the rows to print, and the answers to ``--what-if``."""
     shown = audit.filter(module=module, role=role)
     shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
     return shown, [audit.what_if(form, scale) for form, scale in questions]
-
-
-# ------------------------------------------------------------------ printing
 
 
 def _print_findings(out: Any, audit: hs.lens.Audit) -> None:

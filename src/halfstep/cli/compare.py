@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import halfstep as hs
 from halfstep.cli.live import Live
 from halfstep.cli.page import comparison_page
 from halfstep.cli.tables import print_comparison
-from halfstep.cli.terminal import complain, console, device_type, say, writable, write_json
+from halfstep.cli.terminal import command_line, complain, console, device_type, say, writable, write_json
 from halfstep.report import render, require_extra
 from halfstep.tasks import Task, TaskError, load_task, machine, task_names
-from halfstep.tasks.candidates import Candidate, candidates, default_labels
+from halfstep.tasks.candidates import candidates, default_labels
 from halfstep.tasks.compare import Comparison, check, compare
 from halfstep.tasks.measure import ENOUGH_SEEDS
 
@@ -28,27 +27,13 @@ EXCERPT_SEEDS = 3
 
 
 def run_compare(
-    *,
-    tasks: Sequence[str],
-    labels: Sequence[str],
-    steps: int | None,
-    seeds: int | None,
-    json_path: Path | None,
-    html_path: Path | None,
-    excerpt: bool,
-    device: str,
-) -> int:
-    """Run the command; return its exit code: 0, or 2 for bad input, after which nothing was trained.
+    *, tasks: Sequence[str], labels: Sequence[str], steps: int | None, seeds: int | None, json_path: Path | None,
+    html_path: Path | None, excerpt: bool, device: str,
+) -> int:  # fmt: skip
+    """Run the command, whose options the arguments are.
 
-    Args:
-        tasks: names or ``file.py:function``; none: all that come with halfstep and can be loaded.
-        labels: policies; none: the default list.
-        steps: of each run; None: the task's.
-        seeds: None: 5, or 3 in an excerpt.
-        json_path: where to write everything measured, or None.
-        html_path: where to write the report with pictures, or None.
-        excerpt: few steps and seeds.
-        device: device type, "" for the accelerator, if any.
+    Returns:
+        Its exit code: 0, or 2 for bad input, after which nothing was trained.
     """
     out, err = console(), console(stderr=True)
     try:
@@ -64,22 +49,20 @@ def run_compare(
     about = machine()
     if excerpt:
         say(out, f"An excerpt: few steps, {runs} seeds. The full comparison is `halfstep compare` without --excerpt.")
-    _say_machine(out, about)
+    on = f", {about['accelerator']}" if about["accelerator"] else ""
+    say(out, f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}")
     comparisons = []
     for task in loaded:
         length = steps or (task.excerpt_steps if excerpt else task.steps)
-        comparisons.append(_compare(task, compared, length, runs, where, err))
+        with Live(err, task.name, runs=len(compared) + 1, steps=length, seeds=runs) as live:
+            made = compare(task, compared, steps=length, seeds=runs, device=where, on_step=live.see)
+        comparisons.append(made)
         print_comparison(out, comparisons[-1])
-    command = _command(
-        tasks=tasks,
-        labels=labels,
-        steps=steps,
-        seeds=seeds,
-        json_path=json_path,
-        html_path=html_path,
-        excerpt=excerpt,
-        device=device,
-    )
+    chosen = [word for task in tasks for word in ("--task", task)]
+    command = command_line(
+        "compare", *chosen, policies=",".join(labels), steps=steps, seeds=seeds, device=device, json=json_path,
+        html=html_path, excerpt=excerpt,
+    )  # fmt: skip
     write_json(out, json_path, _report(comparisons, about, command, excerpt=excerpt))
     if html_path is not None:
         today = datetime.date.today()
@@ -90,11 +73,7 @@ def run_compare(
 
 
 def _check_outputs(json_path: Path | None, html_path: Path | None) -> None:
-    """Make sure that all that was asked for can be written, before hours of training.
-
-    Raises:
-        TaskError, MissingExtraError: it cannot.
-    """
+    """Check that all output can be written, before hours of training."""
     if html_path is not None:
         require_extra("--html")
         if json_path is not None and json_path.resolve() == html_path.resolve():
@@ -104,7 +83,7 @@ def _check_outputs(json_path: Path | None, html_path: Path | None) -> None:
 
 
 def _load(names: Sequence[str], err: Console) -> list[Task]:
-    """Return the tasks called `names`; without names, every task whose data is installed, and say which is not."""
+    """Return the tasks called `names`; without names, every task whose data is installed, and print which is not."""
     if names:
         return [load_task(name) for name in dict.fromkeys(names)]
     loaded = []
@@ -114,44 +93,6 @@ def _load(names: Sequence[str], err: Console) -> list[Task]:
         except TaskError as error:
             err.print(f"left out: {error}", markup=False, highlight=False)
     return loaded
-
-
-def _say_machine(out: Console, about: dict[str, Any]) -> None:
-    on = f", {about['accelerator']}" if about["accelerator"] else ""
-    line = f"{about['cpu']}, {about['cores']} cores{on}; torch {about['torch']}, Python {about['python']}"
-    say(out, line)
-
-
-def _compare(
-    task: Task, compared: tuple[Candidate, ...], steps: int, seeds: int, device: str, err: Console
-) -> Comparison:
-    with Live(err, task.name, runs=len(compared) + 1, steps=steps, seeds=seeds) as live:
-        return compare(task, compared, steps=steps, seeds=seeds, device=device, on_step=live.see)
-
-
-def _command(
-    *,
-    tasks: Sequence[str],
-    labels: Sequence[str],
-    steps: int | None,
-    seeds: int | None,
-    json_path: Path | None,
-    html_path: Path | None,
-    excerpt: bool,
-    device: str,
-) -> str:
-    """Return the command line that asks for this comparison again."""
-    options = {
-        "--policies": ",".join(labels),
-        "--steps": steps,
-        "--seeds": seeds,
-        "--device": device,
-        "--json": json_path,
-        "--html": html_path,
-    }
-    words = [word for task in tasks for word in ("--task", task)]
-    words += [str(word) for option, value in options.items() if value for word in (option, value)]
-    return shlex.join(["halfstep", "compare", *words, *(["--excerpt"] if excerpt else [])])
 
 
 def _report(comparisons: Sequence[Comparison], about: dict[str, Any], command: str, *, excerpt: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 import halfstep as hs
-from halfstep.cli.terminal import complain, console, device_type, item, say, table, writable, write_json
+from halfstep.cli.numbers import counted
+from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, table, writable, write_json
 from halfstep.tasks import machine
 from halfstep.tasks.advice import Advice, advise
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
@@ -29,14 +29,7 @@ SizesOf = Callable[[str], Sizes]
 
 
 def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: SizesOf | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 for bad input, after which nothing was measured.
-
-    Args:
-        device: the only device type to look at; "" for the CPU and the accelerator, if there is one.
-        json_path: where to write everything, or None.
-        quick: small sizes and few rounds.
-        sizes: device type -> how much to compute; None: what `quick` says.
-    """
+    """Run the command; return its exit code: 0, or 2 for bad input, after which nothing was measured."""
     out, err = console(), console(stderr=True)
     try:
         main = device_type(device)
@@ -44,15 +37,18 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
     except hs.HalfstepError as error:
         return complain(error)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    about = {**machine(), **_versions()}
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    versions = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
+    about = {**machine(), **versions}
     devices = [main] if device or main == "cpu" else [main, "cpu"]
     _print_machine(out, about)
     units = [hs.policy.units(each) for each in devices]
     _print_units(out, units)
     threads = threads_to_use(torch.get_num_threads(), usable_cores(), load)
-    with _threads(threads), _Progress(err) as progress:
-        speeds = [measure_speed(each, (sizes or _sizes(quick))(each), on_step=progress.say) for each in devices]
-        progress.say("optimizers")
+    with _threads(threads), _StatusLine(err) as status:
+        chosen = sizes or (lambda kind: sizes_for(kind, quick=quick))
+        speeds = [measure_speed(each, chosen(each), on_step=status.show) for each in devices]
+        status.show("optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
         reads.append(host_reads(main, torch.optim.AdamW, scheduler=True))
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
@@ -65,30 +61,23 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         _print_advice(out, each)
     _print_reads(out, reads, main)
     _print_pitfalls(out, found)
-    words = ["halfstep", "doctor", *(["--device", device] if device else []), *(["--quick"] if quick else [])]
-    report = {
-        "command": shlex.join([*words, *(["--json", str(json_path)] if json_path else [])]),
+    report: dict[str, Any] = {
+        "command": command_line("doctor", device=device, quick=quick, json=json_path),
         "halfstep": hs.__version__,
         "quick": quick,
         "machine": about,
         "threads": threads,
-        "units": [dataclasses.asdict(each) for each in units],
-        "speeds": [dataclasses.asdict(each) for each in speeds],
-        "advice": [dataclasses.asdict(each) for each in advice],
-        "optimizers": [dataclasses.asdict(each) for each in reads],
         "pitfalls": list(found),
     }
+    for name, records in (("units", units), ("speeds", speeds), ("advice", advice), ("optimizers", reads)):
+        report[name] = [dataclasses.asdict(each) for each in records]
     write_json(out, json_path, report)
     return 0
 
 
-def _sizes(quick: bool) -> SizesOf:
-    return lambda device: sizes_for(device, quick=quick)
-
-
 @contextmanager
 def _threads(wanted: int) -> Iterator[None]:
-    """Let torch use so many threads meanwhile."""
+    """Set the number of torch's threads, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted)
     try:
@@ -97,15 +86,15 @@ def _threads(wanted: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Progress:
-    """A line on a terminal that says what is being measured and leaves no trace; elsewhere one plain line."""
+class _StatusLine:
+    """A line on a terminal with what is being measured, removed at the end; elsewhere one plain line."""
 
     def __init__(self, err: Console) -> None:
         if not err.is_terminal:
             say(err, "measuring ...")
         self._status = err.status("", spinner="line", refresh_per_second=1) if err.is_terminal else None
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _StatusLine:
         if self._status is not None:
             self._status.start()
         return self
@@ -114,29 +103,19 @@ class _Progress:
         if self._status is not None:
             self._status.stop()
 
-    def say(self, what: str) -> None:
+    def show(self, what: str) -> None:
         if self._status is not None:
             self._status.update(f"measuring: {what}")
 
 
-def _versions() -> dict[str, Any]:
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "cudnn": cudnn or ""}
-
-
 def _print_machine(out: Console, about: dict[str, Any]) -> None:
-    threads = f"{about['torch_threads']} {'thread' if about['torch_threads'] == 1 else 'threads'}"
+    threads = counted(about["torch_threads"], "thread")
     on = f"; {about['accelerator']}" if about["accelerator"] else ""
     say(out, f"{about['cpu']}, {about['cores']} cores, {threads} of torch{on}; {platform.system()}")
     build = [f"CUDA {about['cuda']}"] if about["cuda"] else [f"HIP {about['hip']}"] if about["hip"] else []
     build += [f"cuDNN {about['cudnn']}"] if about["cudnn"] else []
-    say(
-        out,
-        ", ".join(
-            [f"torch {about['torch']}", *(build or ["built for CPUs"]), f"Python {about['python']}"]
-            + [f"halfstep {hs.__version__}"]
-        ),
-    )
+    versions = [f"torch {about['torch']}", *(build or ["built for CPUs"]), f"Python {about['python']}"]
+    say(out, ", ".join([*versions, f"halfstep {hs.__version__}"]))
 
 
 def _print_units(out: Console, units: Sequence[hs.policy.Units]) -> None:
@@ -151,11 +130,7 @@ def _yes(there: bool) -> Text:
 
 
 def _print_speeds(out: Console, speed: DeviceSpeed, threads: int) -> None:
-    on = (
-        f"{speed.device}, {threads} {'thread' if threads == 1 else 'threads'}"
-        if speed.device == "cpu"
-        else speed.device
-    )
+    on = f"cpu, {counted(threads, 'thread')}" if speed.device == "cpu" else speed.device
     say(out)
     say(out, f"Speed on {on}, forward and backward", style="bold")
     made = table(out, "work", "format", "GFLOP/s", "speed / fp32", "90 % interval", right=(2, 3, 4))

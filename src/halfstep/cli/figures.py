@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from halfstep.cli.numbers import Decimals, Size, minus
 from halfstep.cli.tables import amp_label, ratio_text
 from halfstep.report import Bar, BarChart, Dot, DotChart, Figure, Gallery, Key, LineChart, Series
-from halfstep.tasks.candidates import FORMATS, FP32
+from halfstep.tasks.candidates import FP32, SUFFIXES
 from halfstep.tasks.compare import Comparison
 from halfstep.tasks.measure import Ratio
 
@@ -39,7 +39,7 @@ def _keys(comparison: Comparison) -> dict[str, Key]:
     keys = {}
     for row in comparison.rows:
         name, _, dtype = row.label.rpartition(" ")
-        name = name if name and dtype in FORMATS else row.label
+        name = name if name and dtype in SUFFIXES else row.label
         light = name in hues
         hue = 0 if row.label == FP32 else hues.setdefault(name, len(hues) + 1)
         keys[row.label] = Key(colour=hue, light=light)

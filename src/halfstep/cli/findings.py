@@ -8,7 +8,7 @@ from halfstep.cli.numbers import Size, listed
 from halfstep.cli.tables import amp_label
 from halfstep.report import Fact
 from halfstep.tasks.candidates import FP32
-from halfstep.tasks.compare import Comparison, Row
+from halfstep.tasks.compare import CandidateRow, Comparison
 from halfstep.tasks.measure import Ratio
 
 __all__ = ["findings"]
@@ -57,9 +57,6 @@ def _result(comparison: Comparison) -> Fact:
     return Fact(heading=f"Result ({comparison.metric})", text=text, more=tuple(more), tone=tone)
 
 
-# ------------------------------------------------------------------ time
-
-
 def _time(comparison: Comparison) -> Fact:
     control, amp = comparison.control, amp_label(comparison)
     heading = "Time of a step"
@@ -100,16 +97,13 @@ def _alike(ratio: Ratio | None, other: Ratio, control: Ratio) -> bool:
     return (ratio.low <= other.high and other.low <= ratio.high) or abs(ratio.median / other.median - 1.0) <= resolution
 
 
-def _caution(best: Row, rows: Sequence[Row], cost: Callable[[Row], float]) -> list[str]:
+def _caution(best: CandidateRow, rows: Sequence[CandidateRow], cost: Callable[[CandidateRow], float]) -> list[str]:
     """Return a warning if the cheapest row did not keep the result, with the cheapest that did."""
     if best.difference.verdict in ("within noise", "better"):
         return []
     safe = [row for row in rows if row.difference.verdict == "within noise"]
     first = f" First within noise of fp32: {min(safe, key=cost).label}." if safe else ""
     return [f"Its result is {best.difference.verdict}.{first}"]
-
-
-# ------------------------------------------------------------------ memory
 
 
 def _memory(comparison: Comparison) -> Fact:

@@ -15,7 +15,7 @@ from halfstep.tasks.compare import Moment
 
 __all__ = ["Live"]
 
-SECONDS = 0.25  # between two readings of the numbers: faster than anybody reads, and rare beside a step
+SECONDS = 0.25  # between two readings of the numbers: faster than a person reads, and rare beside a step
 
 
 def read(moment: Moment) -> hs.step.StepMetrics:
@@ -32,27 +32,12 @@ def read(moment: Moment) -> hs.step.StepMetrics:
 
 
 class Live:
-    """Shows the moments of one comparison; a context manager whose `see` is `compare`'s `on_step`.
-
-    Args:
-        console: where to; numbers move only if it is a terminal.
-        name: of the task.
-        runs: candidates in training at once, the repeated baseline among them.
-        steps: of each run.
-        seeds: how many runs of each candidate.
-        clock: seconds, for the pause between two readings.
-    """
+    """Shows the moments of one comparison; a context manager whose `see` is `compare`'s `on_step`."""
 
     def __init__(
-        self,
-        console: Console,
-        name: str,
-        *,
-        runs: int,
-        steps: int,
-        seeds: int,
+        self, console: Console, name: str, *, runs: int, steps: int, seeds: int,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._console = console
         self._name, self._steps, self._seeds = name, steps, seeds
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: a fixed count of decimals in a column, bytes in one unit, a real minus sign."""
+"""Numbers for readers: a fixed count of decimals in a column, bytes in one unit, a real minus sign."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from halfstep.cli.optables import (
     print_parameters,
     print_ruled_modules,
 )
-from halfstep.cli.terminal import complain, console, device_type, item, say, writable, write_json
+from halfstep.cli.terminal import command_line, complain, console, device_type, item, say, writable, write_json
 from halfstep.tasks import Task, TaskError
-from halfstep.tasks.candidates import Candidate, candidates
-from halfstep.tasks.source import load_model
+from halfstep.tasks.candidates import Candidate, policy_candidate
+from halfstep.tasks.registry import load_model
 from halfstep.tasks.used import Used, used_operators
 
 __all__ = ["run_ops"]
@@ -40,7 +39,7 @@ OWN = "::"  # in the names of custom operators, as in torch.library's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """What the command line asked for, checked."""
+    """The options of the command line, checked."""
 
     candidate: Candidate
     policy: hs.Policy
@@ -50,25 +49,8 @@ class _Asked:
     names: tuple[str, ...]
 
 
-def run_ops(
-    *,
-    policy: str,
-    patterns: Sequence[str],
-    diff: str,
-    model: str,
-    device: str,
-    json_path: Path | None,
-) -> int:
-    """Run the command; return its exit code: 0, or 2 for bad input.
-
-    Args:
-        policy: label of a policy, as in ``halfstep compare``.
-        patterns: operators to show, by name or pattern; none: those with a rule.
-        diff: label of a policy to compare with, or "".
-        model: ``path/to/file.py:function`` or a task's name, or "".
-        device: device type, "" for the accelerator, if there is one, else the CPU.
-        json_path: where to write everything, or None.
-    """
+def run_ops(*, policy: str, patterns: Sequence[str], diff: str, model: str, device: str, json_path: Path | None) -> int:
+    """Run the command, whose options the arguments are; return its exit code: 0, or 2 for bad input."""
     out = console()
     try:
         where = device or device_type("")
@@ -76,10 +58,8 @@ def run_ops(
         writable(json_path)
     except hs.HalfstepError as error:
         return complain(error)
-    words = {"--policy": policy, "--diff": diff, "--model": model, "--device": device, "--json": json_path}
-    options = [str(word) for option, value in words.items() if value for word in (option, value)]
     report: dict[str, Any] = {
-        "command": shlex.join(["halfstep", "ops", *options, *patterns]),
+        "command": command_line("ops", *patterns, policy=policy, diff=diff, model=model, device=device, json=json_path),
         "halfstep": hs.__version__,
         "device": where,
         "label": asked.candidate.label,
@@ -94,11 +74,7 @@ def run_ops(
 
 
 def _check(policy: str, patterns: Sequence[str], diff: str, model: str, device: str) -> _Asked:
-    """Check and load everything before anything is printed.
-
-    Raises:
-        HalfstepError: what cannot be understood.
-    """
+    """Check and load everything before anything is printed."""
     if diff and model:
         raise TaskError("--diff compares two policies and --model shows one; leave one of them out")
     if ":" in device:
@@ -119,23 +95,19 @@ def _check(policy: str, patterns: Sequence[str], diff: str, model: str, device: 
 
 def _candidate(label: str, device: str) -> Candidate:
     """Return the policy called `label`, with the format that ``halfstep compare`` would give it."""
-    found = [c for c in candidates([label], device) if c.policy is not None]
-    if not found:
+    found = policy_candidate(label, device)
+    if found is None:
         instead = "preset 'O0' keeps everything in fp32" if label.startswith("fp32") else "preset 'torch' has its lists"
         raise TaskError(f"{label!r} is a training loop without halfstep and has no policy; {instead}")
     name, colon, _ = label.rpartition(":")
     path = Path(name if colon and name.endswith(".toml") else label)
     if path.suffix != ".toml":
-        return found[0]
-    return dataclasses.replace(found[0], label=f"{path.name} {found[0].dtype}")  # its own name may be its preset's
+        return found
+    return dataclasses.replace(found, label=f"{path.name} {found.dtype}")  # its own name may be its preset's
 
 
 def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
-    """Return the operators that `patterns` stand for, each once.
-
-    Raises:
-        HalfstepError: a pattern stands for none; the message names the nearest.
-    """
+    """Return the operators that `patterns` stand for, each once."""
     names: list[str] = []
     for pattern in patterns:
         if OWN in pattern:
@@ -149,9 +121,6 @@ def _matching(patterns: Iterable[str], plan: hs.policy.Plan) -> tuple[str, ...]:
             found = hs.policy.operator_names(pattern)
         names += found
     return tuple(dict.fromkeys(names))
-
-
-# ------------------------------------------------------------------ one policy
 
 
 def _show_plan(out: Any, asked: _Asked, device: str, patterns: Sequence[str]) -> dict[str, Any]:
@@ -202,7 +171,7 @@ def _used(asked: _Asked, device: str) -> tuple[dict[str, Used] | None, str]:
     try:
         device_type(device)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "policy .* on ")  # the plan's notes say it
+            warnings.filterwarnings("ignore", "policy .* on ")  # it is among the plan's notes
             return used_operators(asked.source, asked.policy, device), ""
     except Exception as error:  # of the user's model: its plan is worth showing all the same
         first = (str(error).splitlines() or [""])[0]
@@ -221,9 +190,6 @@ def _remarks(asked: _Asked) -> list[str]:
     if asked.policy.modules and asked.source is None:
         remarks.append("the policy has rules for modules too, which win over those of operators; --model shows them")
     return remarks
-
-
-# ------------------------------------------------------------------ two policies
 
 
 def _show_difference(out: Any, asked: _Asked, other: Candidate, device: str) -> dict[str, Any]:

@@ -14,20 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 import halfstep as hs
+from halfstep.cli.numbers import counted
 from halfstep.cli.terminal import say, table
+from halfstep.formats import DTYPES
 
 __all__ = [
-    "Changed",
-    "RULES",
-    "Ruled",
-    "ordered",
-    "print_changes",
-    "print_fields",
-    "print_head",
-    "print_operators",
-    "print_parameters",
-    "print_ruled_modules",
-]
+    "Changed", "RULES", "Ruled", "ordered", "print_changes", "print_fields", "print_head", "print_operators",
+    "print_parameters", "print_ruled_modules",
+]  # fmt: skip
 
 RULES = ("low", "fp32", "keep", "widest", "banned", "")
 MEANINGS = {
@@ -39,37 +33,22 @@ MEANINGS = {
     "": "in the format its arguments come in",
 }
 COLOURS = {
-    "low": "green",
-    "fp32": "cyan",
-    "keep": "blue",
-    "widest": "magenta",
-    "banned": "red",
-    "": "dim",
-}
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+    "low": "green", "fp8": "green", "fp32": "cyan", "keep": "blue", "widest": "magenta", "banned": "red", "": "dim",
+}  # fmt: skip
 MEGABYTE = 1e6
 FEW = 3  # names shown of many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruled:
-    """One operator.
+    """One operator."""
 
-    Attributes:
-        operator: its name.
-        rule: "" for none.
-        decided_by: the part of the policy that decided, "" for none.
-        reason: why, with its source.
-        calls: how often a model called it, 0 if nobody counted.
-        gives: (format of the result, how often).
-    """
-
-    operator: str
-    rule: str
-    decided_by: str
-    reason: str
-    calls: int = 0
-    gives: tuple[tuple[str, int], ...] = ()
+    operator: str  # its name
+    rule: str  # "" for none
+    decided_by: str  # the part of the policy that decided, "" for none
+    reason: str  # why, with its source
+    calls: int = 0  # how often a model called it, 0 if not counted
+    gives: tuple[tuple[str, int], ...] = ()  # (format of the result, how often)
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -92,11 +71,8 @@ def ordered(rows: Iterable[Ruled]) -> list[Ruled]:
     return sorted(rows, key=lambda row: (RULES.index(row.rule), -sizes[row.group], row.group, row.operator))
 
 
-# ------------------------------------------------------------------ one policy
-
-
 def print_head(out: Console, label: str, plan: hs.policy.Plan, *, is_model: bool) -> None:
-    """Say what the tables are of."""
+    """Print what the tables are of."""
     subject = f"{plan.model} under {label} on {plan.device}" if is_model else f"{label} on {plan.device}"
     policy = plan.policy
     facts = [f"low format {policy.dtype}" if policy.dtype != "fp32" else "nothing is lowered"]
@@ -121,19 +97,11 @@ def _scale(policy: hs.Policy) -> str:
 def print_operators(
     out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan, *, total: int, used: bool, chosen: bool
 ) -> None:
-    """Print operators with their rules; on a terminal a row a reason.
-
-    Args:
-        out: where.
-        rows: sorted.
-        plan: whose operators they are.
-        total: how many operators torch has.
-        used: whether `rows` are those a model calls, with counts.
-        chosen: whether the user chose them by pattern.
-    """
+    """Print operators with their rules; on a terminal a row a reason."""
     say(out)
     if not rows:
-        say(out, "the model calls none of these operators" if used else _none(plan))
+        none = f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in"
+        say(out, "the model calls none of these operators" if used else none)
         return
     if used:
         _print_used(out, rows, plan)
@@ -142,7 +110,7 @@ def print_operators(
         say(out, f"{len(rows)} of {total} operators have a rule, the others run in the format their arguments come in")
     for rule in RULES:
         if any(row.rule == rule for row in rows):
-            say(out, f"{rule or 'no rule'}: {_meaning(rule, plan)}", style=COLOURS[rule])
+            say(out, f"{rule or 'no rule'}: {MEANINGS[rule].format(low=plan.policy.dtype)}", style=COLOURS[rule])
     if out.is_terminal:
         made = table(out, "rule", "operators", "decided by", "why (source)")
         groups: dict[tuple[str, str, str], list[str]] = {}
@@ -157,10 +125,6 @@ def print_operators(
     out.print(made)
 
 
-def _none(plan: hs.policy.Plan) -> str:
-    return f"no operator has a rule (table {plan.policy.table!r}): each runs in the format its arguments come in"
-
-
 def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan) -> None:
     say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
     made = table(out, "operator", "calls", "rule", "gives", "decided by", "why (source)", right=(1,))
@@ -171,10 +135,6 @@ def _print_used(out: Console, rows: Sequence[Ruled], plan: hs.policy.Plan) -> No
     out.print(made)
 
 
-def _meaning(rule: str, plan: hs.policy.Plan) -> str:
-    return MEANINGS[rule].format(low=plan.policy.dtype)
-
-
 def _rule(rule: str) -> Text:
     return Text(rule or "-", style=COLOURS[rule])
 
@@ -183,9 +143,6 @@ def _by(origin: str, plan: hs.policy.Plan) -> str:
     if origin == "table":
         return f"table {plan.policy.table}"
     return {"": "-", "operator": "@hs.operator"}.get(origin, f"field {origin}")
-
-
-# ------------------------------------------------------------------ two policies
 
 
 def print_fields(out: Console, labels: tuple[str, str], fields: Sequence[tuple[str, Any, Any]]) -> None:
@@ -212,7 +169,7 @@ def print_changes(out: Console, labels: tuple[str, str], changes: Sequence[Chang
         say(out, f"operators on {device}: no rule differs")
         return
     say(out)
-    count = f"{len(changes)} {'operator' if len(changes) == 1 else 'operators'}"
+    count = counted(len(changes), "operator")
     say(out, f"{count} with another rule on {device}; -: no rule, in the format the arguments come in", style="bold")
     if out.is_terminal:
         made = table(out, *labels, "operators")
@@ -229,9 +186,6 @@ def print_changes(out: Console, labels: tuple[str, str], changes: Sequence[Chang
                 change.before.operator, *(_rule(each.rule) for each in both), *(Text(each.reason) for each in both)
             )
     out.print(made)
-
-
-# ------------------------------------------------------------------ a model
 
 
 def print_ruled_modules(out: Console, plan: hs.policy.Plan) -> None:
@@ -281,4 +235,4 @@ def print_parameters(out: Console, plan: hs.policy.Plan) -> None:
 
 
 def _sizes(name: str, tensors: int, count: int) -> tuple[str, str, str, str]:
-    return name, str(tensors), f"{count:,}", f"{count * BYTES[name] / MEGABYTE:,.3f}"
+    return name, str(tensors), f"{count:,}", f"{count * DTYPES[name].itemsize / MEGABYTE:,.3f}"

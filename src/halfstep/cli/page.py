@@ -13,19 +13,7 @@ from halfstep.cli.figures import galleries
 from halfstep.cli.findings import findings
 from halfstep.cli.numbers import Decimals, Size, counted, listed
 from halfstep.cli.tables import amp_label, extremes, policy_notes, ratio_text
-from halfstep.report import (
-    Block,
-    Bullets,
-    Cell,
-    Code,
-    Details,
-    Document,
-    Facts,
-    Note,
-    Paragraph,
-    Section,
-    Table,
-)
+from halfstep.report import document as doc
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import CURVE_POINTS, Comparison
 from halfstep.tasks.measure import ENOUGH_SEEDS, Ratio
@@ -37,16 +25,8 @@ TONES = {"within noise": "good", "better": "good", "undecided": "open", "worse":
 
 def comparison_page(
     comparisons: Sequence[Comparison], *, about: Mapping[str, Any], command: str, excerpt: bool, day: datetime.date
-) -> Document:
-    """Return the report of comparisons that ran together.
-
-    Args:
-        comparisons: one a task.
-        about: the machine, from `machine()`.
-        command: what asks for all of it again.
-        excerpt: whether it was one.
-        day: of the measurement.
-    """
+) -> doc.Document:
+    """Return the report of comparisons that ran together."""
     on = f", {about['accelerator']}" if about["accelerator"] else ""
     units = f" ({', '.join(about['instruction_sets'])})" if about["instruction_sets"] else ""
     lead = (
@@ -58,7 +38,7 @@ def comparison_page(
     sections += [_task(comparison, excerpt=excerpt) for comparison in comparisons]
     sections.append(_policies(comparisons))
     sections.append(_method(comparisons, about, command))
-    return Document(
+    return doc.Document(
         title=f"halfstep compare: {', '.join(c.task for c in comparisons)}",
         lead=lead,
         sections=tuple(sections),
@@ -66,10 +46,7 @@ def comparison_page(
     )
 
 
-# ------------------------------------------------------------------ sections
-
-
-def _glance(comparisons: Sequence[Comparison]) -> Section:
+def _glance(comparisons: Sequence[Comparison]) -> doc.Section:
     """Return verdict and time of every policy, a column a task."""
     headers = ["policy"]
     for comparison in comparisons:
@@ -77,65 +54,65 @@ def _glance(comparisons: Sequence[Comparison]) -> Section:
     labels = list(dict.fromkeys(row.label for c in comparisons for row in c.rows if row.label != FP32))
     rows = []
     for label in labels:
-        cells = [Cell(text=label)]
+        cells = [doc.Cell(text=label)]
         for comparison in comparisons:
             row = next(row for row in comparison.rows if row.label == label)
             cells += [
-                Cell(text=row.difference.verdict, tone=TONES[row.difference.verdict]),
+                doc.Cell(text=row.difference.verdict, tone=TONES[row.difference.verdict]),
                 _ratio_cell(row.to_fp32, comparison.control),
             ]
         rows.append(tuple(cells))
-    table = Table(caption="Every policy beside fp32", headers=tuple(headers), rows=tuple(rows))
-    return Section(heading="At a glance", blocks=(*_few_seeds(comparisons[0]), table))
+    table = doc.Table(caption="Every policy beside fp32", headers=tuple(headers), rows=tuple(rows))
+    return doc.Section(heading="At a glance", blocks=(*_few_seeds(comparisons[0]), table))
 
 
-def _few_seeds(comparison: Comparison) -> tuple[Note, ...]:
+def _few_seeds(comparison: Comparison) -> tuple[doc.Note, ...]:
     """Return a note if there were too few seeds for a verdict."""
     count = len(comparison.seeds)
     if count >= ENOUGH_SEEDS:
         return ()
     runs = "one run" if count == 1 else f"{count} runs"
-    return (Note(text=f"An indication, not a verdict: {runs} of each policy. A verdict takes {ENOUGH_SEEDS}."),)
+    return (doc.Note(text=f"An indication, not a verdict: {runs} of each policy. A verdict takes {ENOUGH_SEEDS}."),)
 
 
-def _task(comparison: Comparison, *, excerpt: bool) -> Section:
+def _task(comparison: Comparison, *, excerpt: bool) -> doc.Section:
     about = f"{comparison.about[:1].upper()}{comparison.about[1:].rstrip('.')}. " if comparison.about else ""
     steps = f"{counted(comparison.steps, 'step')}{' (an excerpt)' if excerpt else ''}"
     seeds = counted(len(comparison.seeds), "seed")
-    blocks: list[Block] = [
-        Paragraph(text=f"{about}{steps}, {seeds}, on {comparison.device}."),
+    blocks: list[doc.Block] = [
+        doc.Paragraph(text=f"{about}{steps}, {seeds}, on {comparison.device}."),
         *_few_seeds(comparison),
     ]
     if not comparison.repeatable:
         blocks.append(
-            Note(
+            doc.Note(
                 text="The two runs of torch.amp did not end with the same result: runs on this machine are not "
                 "repeatable, so part of every difference is chance."
             )
         )
     blocks += [
-        Facts(facts=findings(comparison)),
+        doc.Facts(facts=findings(comparison)),
         *galleries(comparison),
         _result_table(comparison),
         _cost_table(comparison),
     ]
     notes = policy_notes(comparison)
     if notes:
-        blocks.append(Bullets(items=tuple(notes)))
-    return Section(heading=comparison.task, blocks=tuple(blocks))
+        blocks.append(doc.Bullets(items=tuple(notes)))
+    return doc.Section(heading=comparison.task, blocks=tuple(blocks))
 
 
-def _policies(comparisons: Sequence[Comparison]) -> Section:
-    how = Paragraph(
+def _policies(comparisons: Sequence[Comparison]) -> doc.Section:
+    how = doc.Paragraph(
         text="Each as a file that halfstep reads: save it as NAME.toml and pass it to --policies or hs.Policy.of(). "
         "fp32 and torch.amp are loops of torch alone."
     )
     texts = {row.label: row.policy for c in comparisons for row in c.rows if row.policy}
-    files = (Details(summary=label, blocks=(Code(text=text.strip()),)) for label, text in texts.items())
-    return Section(heading="The policies", blocks=(how, *files))
+    files = (doc.Details(summary=label, blocks=(doc.Code(text=text.strip()),)) for label, text in texts.items())
+    return doc.Section(heading="The policies", blocks=(how, *files))
 
 
-def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command: str) -> Section:
+def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command: str) -> doc.Section:
     amp = amp_label(comparisons[0])
     items = (
         "Training: every policy starts from the same weights and sees the same batches in the same order, with the "
@@ -156,26 +133,26 @@ def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command
     )
     machine = tuple(
         (
-            Cell(text=name.replace("_", " ")),
-            Cell(text=listed(value) if isinstance(value, list) else str(value) or "none"),
+            doc.Cell(text=name.replace("_", " ")),
+            doc.Cell(text=listed(value) if isinstance(value, list) else str(value) or "none"),
         )
         for name, value in about.items()
     )
-    return Section(
+    return doc.Section(
         heading="How it was measured",
         blocks=(
-            Bullets(items=items),
-            Paragraph(text="The command that asks for all of it again:"),
-            Code(text=command),
-            Details(summary="The machine", blocks=(Table(caption="Machine", headers=("what", "value"), rows=machine),)),
+            doc.Bullets(items=items),
+            doc.Paragraph(text="The command that asks for all of it again:"),
+            doc.Code(text=command),
+            doc.Details(
+                summary="The machine",
+                blocks=(doc.Table(caption="Machine", headers=("what", "value"), rows=machine),),
+            ),
         ),
     )
 
 
-# ------------------------------------------------------------------ tables
-
-
-def _result_table(comparison: Comparison) -> Table:
+def _result_table(comparison: Comparison) -> doc.Table:
     decimals = Decimals.of(comparison.margin)
     rows = []
     for row in comparison.rows:
@@ -188,39 +165,41 @@ def _result_table(comparison: Comparison) -> Table:
         )
         rows.append(
             (
-                Cell(text=row.label),
-                Cell(text=decimals(statistics.fmean(row.metrics))),
-                Cell(text=decimals.signed(difference.mean) if known else ""),
-                Cell(text=spread if known else ""),
-                Cell(text=difference.verdict, tone=TONES[difference.verdict]) if row.label != FP32 else Cell(text=""),
-                Cell(text=extremes(row.skipped)),
-                Cell(text=extremes(row.scale)),
+                doc.Cell(text=row.label),
+                doc.Cell(text=decimals(statistics.fmean(row.metrics))),
+                doc.Cell(text=decimals.signed(difference.mean) if known else ""),
+                doc.Cell(text=spread if known else ""),
+                doc.Cell(text=difference.verdict, tone=TONES[difference.verdict])
+                if row.label != FP32
+                else doc.Cell(text=""),
+                doc.Cell(text=extremes(row.skipped)),
+                doc.Cell(text=extremes(row.scale)),
             )
         )
-    return Table(
+    return doc.Table(
         caption="Result",
         headers=("policy", comparison.metric, "minus fp32", "90 % interval", "verdict", "steps skipped", "loss scale"),
         rows=tuple(rows),
     )
 
 
-def _cost_table(comparison: Comparison) -> Table:
+def _cost_table(comparison: Comparison) -> doc.Table:
     state = Size.of(row.state_bytes for row in comparison.rows)
     saved = Size.of(row.saved_bytes for row in comparison.rows)
     known = [row.milliseconds for row in comparison.rows if math.isfinite(row.milliseconds)]
     time = Decimals.of(max(known, default=1.0))
     rows = tuple(
         (
-            Cell(text=row.label),
-            Cell(text=time(row.milliseconds) if math.isfinite(row.milliseconds) else ""),
+            doc.Cell(text=row.label),
+            doc.Cell(text=time(row.milliseconds) if math.isfinite(row.milliseconds) else ""),
             _ratio_cell(row.to_fp32, comparison.control),
             _ratio_cell(row.to_amp, comparison.control),
-            Cell(text=state(row.state_bytes)),
-            Cell(text=saved(row.saved_bytes)),
+            doc.Cell(text=state(row.state_bytes)),
+            doc.Cell(text=saved(row.saved_bytes)),
         )
         for row in comparison.rows
     )
-    return Table(
+    return doc.Table(
         caption="Time and memory",
         headers=(
             "policy",
@@ -234,7 +213,7 @@ def _cost_table(comparison: Comparison) -> Table:
     )
 
 
-def _ratio_cell(ratio: Ratio | None, control: Ratio | None) -> Cell:
+def _ratio_cell(ratio: Ratio | None, control: Ratio | None) -> doc.Cell:
     if ratio is None or control is None:
-        return Cell(text="")
-    return Cell(text=ratio_text(ratio, control), tone="open" if ratio.finer_than(control) else "")
+        return doc.Cell(text="")
+    return doc.Cell(text=ratio_text(ratio, control), tone="open" if ratio.finer_than(control) else "")

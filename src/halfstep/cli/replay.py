@@ -8,7 +8,7 @@ import halfstep as hs
 from halfstep.cli.terminal import complain, console, say
 from halfstep.errors import HalfstepError
 from halfstep.tasks import Task, TaskError
-from halfstep.tasks.source import load_model
+from halfstep.tasks.registry import load_model
 
 __all__ = ["run_replay"]
 

@@ -20,11 +20,6 @@ def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int
     """Run `script` as Python would, with halfstep's Apex under the name ``apex``; return the exit status.
 
     Processes that it starts (workers, `torch.multiprocessing.spawn`) find it too, on their path.
-
-    Args:
-        script: path of a Python file.
-        args: its arguments.
-        force: take the place of an installed apex that has amp.
     """
     if not script.is_file():
         print(f"halfstep run: there is no file {str(script)!r}", file=sys.stderr)

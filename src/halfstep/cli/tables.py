@@ -12,7 +12,7 @@ from rich.text import Text
 from halfstep.cli.numbers import counted
 from halfstep.cli.terminal import say, table
 from halfstep.tasks.candidates import AMP
-from halfstep.tasks.compare import Comparison, Row
+from halfstep.tasks.compare import Comparison
 from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, Ratio
 
 __all__ = ["amp_label", "extremes", "policy_notes", "print_comparison", "ratio_text", "setting"]
@@ -22,7 +22,7 @@ MEGABYTE = 1e6
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print both tables and what must be known to read them; Markdown where the console is no terminal."""
+    """Print both tables and how to read them; Markdown where the console is no terminal."""
     seeds = len(comparison.seeds)
     margin = f"{comparison.margin:.3g}"
     say(console)
@@ -56,13 +56,13 @@ def extremes(values: Sequence[float]) -> str:
 
 
 def policy_notes(comparison: Comparison) -> list[str]:
-    """Return what the plans had to say, each note once behind the policies it is about, and what was left out."""
+    """Return the notes of the plans, each once behind its policies, and a note on what was left out."""
     notes: dict[str, list[str]] = {}
     for row in comparison.rows:
         for note in row.notes:
             notes.setdefault(note, []).append(row.label)
     lines = [f"{', '.join(labels)}: {note}" for note, labels in notes.items()]
-    if comparison.device == "cpu" and not any(_is_native_fp16(row) for row in comparison.rows):
+    if comparison.device == "cpu" and not any(row.label == "torch.amp fp16" for row in comparison.rows):
         lines.append(
             "torch.amp fp16 was not run: on CPUs without fp16 units torch's fp16 kernels take many times fp32's time; "
             "--policies torch.amp:fp16 adds it"
@@ -97,24 +97,14 @@ def _interval(difference: Difference) -> str:
 
 def _cost_table(console: Console, comparison: Comparison) -> Table:
     amp = amp_label(comparison)
-    made = _table(
-        console,
-        "policy",
-        "ms a step",
-        "time / fp32",
-        f"time / {amp}",
-        "parameters + state, MB",
-        "saved for backward, MB",
-    )
+    headers = ("ms a step", "time / fp32", f"time / {amp}", "parameters + state, MB", "saved for backward, MB")
+    made = _table(console, "policy", *headers)
     for row in comparison.rows:
         made.add_row(
-            Text(row.label),
-            f"{row.milliseconds:.3g}",
-            ratio_text(row.to_fp32, comparison.control),
-            ratio_text(row.to_amp, comparison.control),
-            f"{row.state_bytes / MEGABYTE:.3f}",
+            Text(row.label), f"{row.milliseconds:.3g}", ratio_text(row.to_fp32, comparison.control),
+            ratio_text(row.to_amp, comparison.control), f"{row.state_bytes / MEGABYTE:.3f}",
             f"{row.saved_bytes / MEGABYTE:.3f}",
-        )
+        )  # fmt: skip
     return made
 
 
@@ -134,7 +124,3 @@ def _on_times(comparison: Comparison) -> str:
         f"times are medians of paired ratios; undecided: finer than A/A, torch.amp twice = {control.median:.3f} "
         f"[{control.low:.3f}, {control.high:.3f}] ({equal})"
     )
-
-
-def _is_native_fp16(row: Row) -> bool:
-    return row.label == "torch.amp fp16"

@@ -1,9 +1,10 @@
-"""Terminal: what commands share: consoles, tables, input that is checked, and JSON that is JSON."""
+"""What the commands share: consoles, tables, checked input, their command lines, and strict JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from rich.table import Table
 from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 
-__all__ = ["WRONG_USE", "complain", "console", "device_type", "item", "say", "table", "writable", "write_json"]
+__all__ = [
+    "WRONG_USE", "command_line", "complain", "console", "device_type", "item", "say", "table", "writable",
+    "write_json",
+]  # fmt: skip
 
-PLAIN_WIDTH = 400  # columns of a table that no terminal cuts
+PLAIN_WIDTH = 400  # columns of a table in a file or pipe
 WRONG_USE = 2  # exit code for bad input
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that cuts nothing where nobody is watching."""
+    """Return a console; where it is no terminal, lines are not cut."""
     made = Console(stderr=stderr)
     return made if made.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH, soft_wrap=True)
 
@@ -41,10 +45,17 @@ def item(out: Console, line: str, style: str | None = None) -> None:
 
 
 def complain(error: BaseException) -> int:
-    """Say in red, on one line of stderr, what was wrong; return the exit code for bad input."""
+    """Print an error in red, on one line of stderr; return the exit code for bad input."""
     words = " ".join(f"error: {error}".split())
     console(stderr=True).print(words, style="red", markup=False, highlight=False)
     return WRONG_USE
+
+
+def command_line(*words: str, **options: object) -> str:
+    """Return the command line of ``halfstep *words``, with the options that are set; True is a flag."""
+    given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value]
+    parts = [part for name, value in given for part in ([name] if value is True else [name, str(value)])]
+    return shlex.join(["halfstep", *words, *parts])
 
 
 def table(out: Console, *headers: str, right: tuple[int, ...] = ()) -> Table:
@@ -56,11 +67,7 @@ def table(out: Console, *headers: str, right: tuple[int, ...] = ()) -> Table:
 
 
 def device_type(wanted: str) -> str:
-    """Return `wanted` if this machine has it; for "" the accelerator, if there is one, else "cpu".
-
-    Raises:
-        TaskError: it is not here.
-    """
+    """Return `wanted` if this machine has it; for "" the accelerator, if there is one, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     there = ("cpu",) if accelerator is None else (accelerator.type, "cpu")
     if not wanted:
@@ -71,11 +78,7 @@ def device_type(wanted: str) -> str:
 
 
 def writable(path: Path | None, option: str = "--json") -> None:
-    """Make sure that a report can be written to `path`, the value of `option`; what was not there is not left there.
-
-    Raises:
-        TaskError: it cannot.
-    """
+    """Make sure that a report can be written to `path`, the value of `option`; a new file is removed again."""
     if path is None:
         return
     new = not path.exists()
@@ -89,14 +92,14 @@ def writable(path: Path | None, option: str = "--json") -> None:
 
 
 def write_json(out: Console, path: Path | None, report: dict[str, Any]) -> None:
-    """Write `report` to `path`, if there is one, and say so."""
+    """Write `report` to `path`, if there is one, and print its path."""
     if path is not None:
         path.write_text(json.dumps(_plain(report), indent=1) + "\n", encoding="utf-8")
         say(out, f"written: {path}")
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with the floats JSON has no word for (nan, inf) as None."""
+    """Return `value` with the floats that JSON lacks (nan, inf) as None."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,50 +1,10 @@
-"""Reports: documents and charts as plain data, and the one HTML file they become. Knows nothing of training."""
+"""Reports: documents and charts as plain data, and the HTML file made of them. Independent of training."""
 
-from halfstep.report.charts import Bar, BarChart, Dot, DotChart, HeatMap, Key, LineChart, Series, Strip
-from halfstep.report.document import (
-    Block,
-    Bullets,
-    Cell,
-    Code,
-    Details,
-    Document,
-    Fact,
-    Facts,
-    Figure,
-    Gallery,
-    Note,
-    Paragraph,
-    Section,
-    Table,
-)
+from halfstep.report import charts, document
+from halfstep.report.charts import *  # noqa: F403  # each file lists its classes
+from halfstep.report.document import *  # noqa: F403
 from halfstep.report.html import MissingExtraError, picture_file, render, require_extra
 
-__all__ = [
-    "Bar",
-    "BarChart",
-    "Block",
-    "Bullets",
-    "Cell",
-    "Code",
-    "Details",
-    "Document",
-    "Dot",
-    "DotChart",
-    "Fact",
-    "Facts",
-    "Figure",
-    "Gallery",
-    "HeatMap",
-    "Key",
-    "LineChart",
-    "MissingExtraError",
-    "Note",
-    "Paragraph",
-    "Section",
-    "Series",
-    "Strip",
-    "Table",
-    "picture_file",
-    "render",
-    "require_extra",
-]
+__all__ = ["MissingExtraError", "picture_file", "render", "require_extra"]
+__all__ += charts.__all__
+__all__ += document.__all__

@@ -11,15 +11,10 @@ COLOURS = 6  # hues that stay apart for colour-blind readers; colour 0 is the te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """How something looks, the same in every picture of a document.
+    """How something looks, the same in every picture of a document."""
 
-    Attributes:
-        colour: 0 is the colour of text; 1 to `COLOURS` are hues; higher numbers start again at 1.
-        light: the second of two that share a colour: a dashed line, a paler bar.
-    """
-
-    colour: int = 0
-    light: bool = False
+    colour: int = 0  # 0 is the colour of text; 1 to `COLOURS` are hues; higher numbers start again at 1
+    light: bool = False  # the second of two that share a colour: a dashed line, a paler bar
 
     @property
     def hue(self) -> int:
@@ -29,21 +24,13 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One curve.
+    """One curve."""
 
-    Attributes:
-        label: its name.
-        x: where its points lie, rising.
-        y: their heights; a value that is not finite is a gap.
-        marks: places on the x axis where the curve is marked with a cross.
-        key: how it looks.
-    """
-
-    label: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    marks: tuple[float, ...] = ()
-    key: Key = Key()
+    label: str  # its name
+    x: tuple[float, ...]  # where its points lie, rising
+    y: tuple[float, ...]  # their heights; a value that is not finite is a gap
+    marks: tuple[float, ...] = ()  # places on the x axis where the curve is marked with a cross
+    key: Key = Key()  # how it looks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +47,7 @@ class LineChart:
 class Bar:
     """One bar from zero: its label and what is written beside it, its length, and the interval of that length.
 
-    A value of None draws no bar; `text` then says why.
+    A value of None draws none; `text` then has the reason.
     """
 
     label: str
@@ -73,42 +60,19 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BarChart:
-    """Bars below each other.
+    """Bars below each other."""
 
-    Attributes:
-        x_label: what the length means, with its unit.
-        bars: from top to bottom.
-        line: a value to compare with, drawn across all bars.
-        band: an interval around it that counts as equal.
-    """
-
-    x_label: str
-    bars: tuple[Bar, ...]
-    line: float | None = None
-    band: tuple[float, float] | None = None
+    x_label: str  # what the length means, with its unit
+    bars: tuple[Bar, ...]  # from top to bottom
+    line: float | None = None  # a value to compare with, drawn across all bars
+    band: tuple[float, float] | None = None  # an interval around it that counts as equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dot:
-    """One estimate: where it lies, its interval, and how sure it is.
+class Dot(Bar):
+    """One estimate: where it lies, its interval, and how sure it is."""
 
-    Attributes:
-        label: what was estimated.
-        text: what is written beside it.
-        value: the estimate; None draws no dot; `text` then says why.
-        low: lower end of the interval.
-        high: upper end.
-        mark: "full" (decided, inside the band), "hollow" (undecided) or "cross" (decided, outside it).
-        key: how it looks.
-    """
-
-    label: str
-    text: str
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    mark: str = "full"
-    key: Key = Key()
+    mark: str = "full"  # "full" (decided, inside the band), "hollow" (undecided) or "cross" (decided, outside it)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,20 +86,13 @@ class DotChart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strip:
-    """One row of a heat map: how many of its numbers lie in each binade.
+    """One row of a heat map: how many of its numbers lie in each binade."""
 
-    Attributes:
-        label: what it is of.
-        text: what is written beside it.
-        cells: (exponent, share of all numbers), rising; shares from 0 to 1.
-        zeros: share of zeros, drawn apart at the left end.
-        limits: exponents of the smallest number, the smallest with full precision and the largest of its format.
-    """
-
-    label: str
-    text: str
-    cells: tuple[tuple[int, float], ...]
-    zeros: float
+    label: str  # what it is of
+    text: str  # what is written beside it
+    cells: tuple[tuple[int, float], ...]  # (exponent, share of all numbers), rising; shares from 0 to 1
+    zeros: float  # share of zeros, drawn apart at the left end
+    # exponents of the smallest number, the smallest with full precision and the largest of its format
     limits: tuple[float, float, float]
 
 

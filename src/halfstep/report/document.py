@@ -1,4 +1,4 @@
-"""Documents: headings, paragraphs, tables and pictures as data. What they are about is their author's business."""
+"""Documents: headings, paragraphs, tables and pictures as data."""
 
 from __future__ import annotations
 
@@ -7,21 +7,9 @@ from dataclasses import dataclass
 from halfstep.report.charts import Chart, Key
 
 __all__ = [
-    "Block",
-    "Bullets",
-    "Cell",
-    "Code",
-    "Details",
-    "Document",
-    "Fact",
-    "Facts",
-    "Figure",
-    "Gallery",
-    "Note",
-    "Paragraph",
-    "Section",
-    "Table",
-]
+    "Block", "Bullets", "Cell", "Code", "Details", "Document", "Fact", "Facts", "Figure", "Gallery", "Note",
+    "Paragraph", "Section", "Table",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,19 +69,12 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A picture.
+    """A picture."""
 
-    Attributes:
-        heading: what it shows.
-        caption: how to read it.
-        alt: what it says, for somebody who does not see it.
-        chart: its content.
-    """
-
-    heading: str
-    caption: str
-    alt: str
-    chart: Chart
+    heading: str  # what it shows
+    caption: str  # how to read it
+    alt: str  # its content in words, for readers who do not see it
+    chart: Chart  # its content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

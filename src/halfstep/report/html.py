@@ -112,11 +112,8 @@ class MissingExtraError(HalfstepError, ImportError):
 def require_extra(wanted: str) -> None:
     """Make sure that what draws and renders is installed.
 
-    Args:
-        wanted: what needs it, as its user asked for it, such as "--html".
-
     Raises:
-        MissingExtraError: it is not; the message says what to install.
+        MissingExtraError: it is not; the message has the command that installs it.
     """
     for module in NEEDED:
         try:
@@ -155,11 +152,7 @@ def render(document: Document) -> str:
 
 
 def picture_file(chart: Chart, alt: str) -> str:
-    """Return `chart` as an SVG file of its own, for pages that are not ours: light and dark, with its own background.
-
-    Args:
-        chart: what to draw.
-        alt: what it says, for somebody who does not see it.
+    """Return `chart` as an SVG file of its own, for other pages: light and dark, with its own background.
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.
@@ -180,5 +173,5 @@ def picture_file(chart: Chart, alt: str) -> str:
 
 
 def _kept_together(value: Any) -> Any:
-    """Return text in which no line ends between a number and its unit; what is markup already stays as it is."""
+    """Return text in which no line ends between a number and its unit; markup stays as it is."""
     return UNIT.sub("\N{NO-BREAK SPACE}", value) if type(value) is str else value

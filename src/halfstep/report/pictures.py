@@ -373,7 +373,7 @@ def _inside(svg: str) -> str:
     """Return the content of matplotlib's SVG file made fit to stand in a page."""
     root = ElementTree.fromstring(svg)
     for element in root.iter():
-        element.tag = element.tag.partition("}")[2]  # a page knows SVG's elements without their namespace
+        element.tag = element.tag.partition("}")[2]  # in a page SVG's elements have no namespace
         element.attrib = {name.partition("}")[2] or name: value for name, value in element.attrib.items()}
     for parent in list(root.iter()):
         for child in list(parent):

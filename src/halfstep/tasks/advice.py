@@ -19,23 +19,14 @@ SHARE = 0.2  # of the products' time: when casting weights takes more, keep low 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What to use on a device.
+    """What to use on a device."""
 
-    Attributes:
-        device: its type.
-        preset: name of a preset.
-        dtype: "bf16", "fp16" or "fp32".
-        code: the argument to write.
-        why: the measured reasons.
-        also: (case, what to use then), for what one number cannot decide.
-    """
-
-    device: str
-    preset: str
-    dtype: str
-    code: str
-    why: tuple[str, ...]
-    also: tuple[tuple[str, str], ...] = ()
+    device: str  # its type
+    preset: str  # name of a preset
+    dtype: str  # "bf16", "fp16" or "fp32"
+    code: str  # the argument to write
+    why: tuple[str, ...]  # the measured reasons
+    also: tuple[tuple[str, str], ...] = ()  # (case, what to use then), for what one number cannot decide
 
 
 def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
@@ -69,13 +60,9 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
     if not there.fp16:
         also += _rehearsal(speed)
     return Advice(
-        device=speed.device,
-        preset="mixed",
-        dtype=dtype,
-        code=_code("mixed", dtype, speed.device),
-        why=tuple(why),
+        device=speed.device, preset="mixed", dtype=dtype, code=_code("mixed", dtype, speed.device), why=tuple(why),
         also=tuple(also),
-    )
+    )  # fmt: skip
 
 
 def _stay(there: hs.policy.Units, speed: DeviceSpeed, gains: dict[str, dict[str, float]]) -> Advice:

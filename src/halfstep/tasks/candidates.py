@@ -1,4 +1,4 @@
-"""Candidates: what a comparison can train, by label: fp32, torch.amp, a preset, a policy's file."""
+"""Candidates of a comparison, by label: fp32, torch.amp, a preset, a policy's file."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ import torch
 
 import halfstep as hs
 from halfstep.errors import did_you_mean
+from halfstep.formats import DTYPES, LOW_DTYPES
 from halfstep.tasks.task import TaskError
 
-__all__ = ["AMP", "FP32", "Candidate", "candidates", "default_format", "default_labels"]
+__all__ = ["AMP", "FP32", "Candidate", "candidates", "default_format", "default_labels", "policy_candidate"]
 
-FORMATS = ("bf16", "fp16", "fp32")
+SUFFIXES = ("bf16", "fp16", "fp32")  # behind the colon of a label
 AMP, FP32 = "torch.amp", "fp32"
-AMP_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One way to train a task.
+    """One policy or loop that trains a task."""
 
-    Attributes:
-        label: how tables and reports call it; unique in a comparison.
-        dtype: the low format: "bf16", "fp16", or "fp32" for none.
-        policy: what halfstep carries out, or None for a loop of torch alone.
-    """
-
-    label: str
-    dtype: str
-    policy: hs.Policy | None = None
+    label: str  # its name in tables and reports; unique in a comparison
+    dtype: str  # the low format: "bf16", "fp16", or "fp32" for none
+    policy: hs.Policy | None = None  # what halfstep carries out, or None for a loop of torch alone
 
 
 def default_format(device: str) -> str:
@@ -40,7 +34,7 @@ def default_format(device: str) -> str:
 
 
 def default_labels(device: str) -> tuple[str, ...]:
-    """Return what is compared unless told: the presets, and two of them in fp16, emulated where there are no units."""
+    """Return what is compared by default: the presets, and two of them in fp16, emulated where there are no units."""
     labels = ("torch", "O1", "mixed", "O2", "mixed:fp16", "O2:fp16")
     return labels if device == "cpu" else (f"{AMP}:fp16", *labels)
 
@@ -63,6 +57,11 @@ def candidates(labels: Sequence[str], device: str) -> tuple[Candidate, ...]:
     return tuple(unique.values())
 
 
+def policy_candidate(label: str, device: str) -> Candidate | None:
+    """Return the candidate called `label` if it has a policy; None for a loop of torch alone."""
+    return next((c for c in candidates([label], device) if c.policy is not None), None)
+
+
 def _candidate(label: str, device: str) -> Candidate:
     name, dtype = _split(label)
     if name == FP32:
@@ -71,14 +70,14 @@ def _candidate(label: str, device: str) -> Candidate:
         return Candidate(label=FP32, dtype="fp32")
     if name == AMP:
         made = dtype or default_format(device)
-        if made not in AMP_FORMATS:
+        if DTYPES[made] not in LOW_DTYPES:
             raise TaskError(f"policy {label!r}: torch.amp runs in bf16 or fp16")
         return Candidate(label=f"{AMP} {made}", dtype=made)
     if not name.endswith(".toml") and name not in hs.policy.PRESETS:
         known = (*hs.policy.PRESETS, FP32, AMP)
         raise TaskError(
             f"unknown policy {label!r}{did_you_mean(name, known)}; there are {', '.join(known)} and paths ending in "
-            f".toml, each with :{' or :'.join(FORMATS)} behind it for another format"
+            f".toml, each with :{' or :'.join(SUFFIXES)} behind it for another format"
         )
     policy = hs.Policy.of(name)
     if dtype or policy.dtype == "auto":
@@ -93,11 +92,11 @@ def _split(label: str) -> tuple[str, str]:
     """Return the name and the format behind its last colon (or blank, as tables print it), "" if there is none."""
     for separator in (":", " "):
         name, found, dtype = label.strip().rpartition(separator)
-        if found and dtype in FORMATS:
+        if found and dtype in SUFFIXES:
             return name.strip(), dtype
         if found and separator == ":" and not dtype.endswith(".toml"):
             raise TaskError(
-                f"policy {label!r}: unknown format {dtype!r}{did_you_mean(dtype, FORMATS)}; "
-                f"expected one of {', '.join(FORMATS)}"
+                f"policy {label!r}: unknown format {dtype!r}{did_you_mean(dtype, SUFFIXES)}; "
+                f"expected one of {', '.join(SUFFIXES)}"
             )
     return label.strip(), ""

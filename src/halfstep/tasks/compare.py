@@ -1,4 +1,4 @@
-"""Compare: train every candidate from the same weights on the same batches, in turns; what did each gain and cost?"""
+"""Compare: train every candidate from the same weights on the same batches, in turns; measure result and cost."""
 
 from __future__ import annotations
 
@@ -17,114 +17,76 @@ from torch.utils import _pytree
 
 import halfstep as hs
 from halfstep.tasks.candidates import AMP, FP32, Candidate
+from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.loops import Loop, make_loop
+from halfstep.tasks.machine import wait_for
 from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
 from halfstep.tasks.task import Task
 
-__all__ = ["Comparison", "Moment", "Row", "check", "compare", "thinned"]
+__all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "thinned"]
 
 WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
 PROBE_STEPS = 2  # the first makes optimizer state and buffers, the second is counted
-STEPS_OF_A_SEED = 1_000_003  # a prime larger than any run, so that no two (seed, step) share a random state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """Where a comparison is: some candidate has just made a step. Reading `loop` costs no candidate any time.
+    """Progress of a comparison after a step of one candidate. Reading `loop` is not timed."""
 
-    Attributes:
-        seed: of the run, from 0.
-        step: of the run, from 1.
-        label: the candidate.
-        loop: its training loop, to be read, not to be changed.
-        samples_per_second: of this step.
-        last: whether this was the last step of this seed's runs.
-    """
-
-    seed: int
-    step: int
-    label: str
-    loop: Loop
-    samples_per_second: float
-    last: bool
+    seed: int  # of the run, from 0
+    step: int  # of the run, from 1
+    label: str  # the candidate
+    loop: Loop  # its training loop, to be read, not to be changed
+    samples_per_second: float  # of this step
+    last: bool  # whether this was the last step of this seed's runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """What one candidate gained and cost.
+class CandidateRow:
+    """Result and cost of one candidate."""
 
-    Attributes:
-        label: the candidate.
-        policy: its policy as TOML, "" for loops of torch alone.
-        notes: what its plan has to say, such as how fp16 runs on a device without fp16 units.
-        metrics: final metric, one a seed.
-        difference: of the metric from fp32's, paired by seed.
-        milliseconds: median time of a step.
-        to_fp32: paired ratio of step time to fp32's; None for fp32 itself, or if no step was timed.
-        to_amp: paired ratio of step time to torch.amp's; None for torch.amp itself.
-        state_bytes: of parameters, buffers, optimizer state, precise weights and lasting gradient buffers.
-        saved_bytes: kept by autograd between forward and backward of one step, parameters excepted.
-        skipped: steps not applied, one number a seed.
-        skipped_steps: which those were, counted from 0, one list a seed.
-        scale: loss scale at the end, one number a seed.
-        losses: training loss, the mean over the seeds and over the steps that the comparison's `loss_steps` stand for,
-            to six digits; nan where it was not finite. Every candidate sees the same batches, so curves can be
-            subtracted.
-    """
-
-    label: str
-    policy: str
-    notes: tuple[str, ...]
-    metrics: tuple[float, ...]
-    difference: Difference
-    milliseconds: float
-    to_fp32: Ratio | None
-    to_amp: Ratio | None
-    state_bytes: int
-    saved_bytes: int
-    skipped: tuple[int, ...]
-    skipped_steps: tuple[tuple[int, ...], ...]
-    scale: tuple[float, ...]
+    label: str  # the candidate
+    policy: str  # its policy as TOML, "" for loops of torch alone
+    notes: tuple[str, ...]  # those of its plan, such as how fp16 runs on a device without fp16 units
+    metrics: tuple[float, ...]  # final metric, one a seed
+    difference: Difference  # of the metric from fp32's, paired by seed
+    milliseconds: float  # median time of a step
+    to_fp32: Ratio | None  # paired ratio of step time to fp32's; None for fp32 itself, or if no step was timed
+    to_amp: Ratio | None  # paired ratio of step time to torch.amp's; None for torch.amp itself
+    state_bytes: int  # of parameters, buffers, optimizer state, precise weights and lasting gradient buffers
+    saved_bytes: int  # kept by autograd between forward and backward of one step, parameters excepted
+    skipped: tuple[int, ...]  # steps not applied, one number a seed
+    skipped_steps: tuple[tuple[int, ...], ...]  # which those were, counted from 0, one list a seed
+    scale: tuple[float, ...]  # loss scale at the end, one number a seed
+    # training loss, the mean over the seeds and over the steps that the comparison's `loss_steps` stand for, to six
+    # digits; nan where it was not finite. Every candidate sees the same batches, so curves can be subtracted
     losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One task, trained by every candidate.
+    """One task, trained by every candidate."""
 
-    Attributes:
-        task: its name.
-        about: model and data in one line.
-        metric: what the metric is, with its unit.
-        higher_is_better: whether a larger metric is a better one.
-        margin: the margin within which a metric counts as equal to fp32's, in the metric's unit.
-        device: the device type everything ran on.
-        steps: of each run.
-        seeds: of the runs.
-        loss_steps: where the points of each row's `losses` lie, counted from 1: the middles of groups of consecutive
-            steps, as large as it takes to have no more than 200 points.
-        control: torch.amp over torch.amp: the ratio of identical programs on this machine; None if nothing was timed.
-        repeatable: whether those two identical runs ended with the same metric, bit for bit, with every seed.
-        rows: one a candidate, fp32 and torch.amp first.
-    """
-
-    task: str
-    about: str
-    metric: str
-    higher_is_better: bool
-    margin: float
-    device: str
-    steps: int
-    seeds: tuple[int, ...]
+    task: str  # its name
+    about: str  # model and data in one line
+    metric: str  # what the metric is, with its unit
+    higher_is_better: bool  # whether a larger metric is a better one
+    margin: float  # the margin within which a metric counts as equal to fp32's, in the metric's unit
+    device: str  # the device type everything ran on
+    steps: int  # of each run
+    seeds: tuple[int, ...]  # of the runs
+    # where the points of each row's `losses` lie, counted from 1: the middles of groups of consecutive steps, as large
+    # as it takes to have no more than 200 points
     loss_steps: tuple[float, ...]
+    # torch.amp over torch.amp: the ratio of identical programs on this machine; None if nothing was timed
     control: Ratio | None
-    repeatable: bool
-    rows: tuple[Row, ...]
+    repeatable: bool  # whether those two identical runs ended with the same metric, bit for bit, with every seed
+    rows: tuple[CandidateRow, ...]  # one a candidate, fp32 and torch.amp first
 
 
 def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
-    """Bind every candidate to the task's model once, so that what cannot run says so before anything is trained.
+    """Bind every candidate to the task's model once, so that errors are raised before anything is trained.
 
     Raises:
         HalfstepError: a policy cannot be bound to this model, or the task has no metric.
@@ -136,14 +98,9 @@ def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
 
 
 def compare(
-    task: Task,
-    candidates: Sequence[Candidate],
-    *,
-    steps: int,
-    seeds: int,
-    device: str = "cpu",
+    task: Task, candidates: Sequence[Candidate], *, steps: int, seeds: int, device: str = "cpu",
     on_step: Callable[[Moment], None] = lambda moment: None,
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Train and measure.
 
     Every round takes one step of every candidate in an order shuffled anew, with the same batch and the same state of
@@ -186,7 +143,7 @@ def compare(
         label = candidate.label
         metrics, skipped_steps, scales = (tuple(column) for column in zip(*ends[label], strict=True))
         rows.append(
-            Row(
+            CandidateRow(
                 label=label,
                 policy="" if candidate.policy is None else candidate.policy.to_toml(),
                 notes=() if candidate.policy is None else hs.resolve(candidate.policy, _start(task, 0, device)).notes,
@@ -237,14 +194,8 @@ def _start(task: Task, seed: int, device: str) -> nn.Module:
     return task.model().to(device)
 
 
-def _batch(task: Task, seed: int, step: int, device: str) -> tuple[Any, ...]:
-    moved = _pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, task.batches(seed, step))
-    assert isinstance(moved, tuple)
-    return moved
-
-
 def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
-    """Return (bytes held between steps, bytes saved for backward) of a candidate, on a run of its own."""
+    """Return (bytes between steps, bytes saved for backward) of a candidate, on a run of its own."""
     saved = 0
 
     def loss_fn(model: nn.Module, *batch: Any) -> Any:
@@ -256,57 +207,40 @@ def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
 
     loop = make_loop(candidate, replace(task, loss_fn=loss_fn), _start(task, 0, device), PROBE_STEPS)
     for step in range(PROBE_STEPS):
-        loop(_batch(task, 0, step, device))
+        loop(task.batch_on(device, 0, step))
     return state_bytes(*loop.state()), saved
 
 
 def _train(
-    task: Task,
-    loops: dict[str, Loop],
-    seed: int,
-    steps: int,
-    device: str,
-    times: dict[str, list[float]],
+    task: Task, loops: dict[str, Loop], seed: int, steps: int, device: str, times: dict[str, list[float]],
     on_step: Callable[[Moment], None],
-) -> dict[str, list[float]]:
+) -> dict[str, list[float]]:  # fmt: skip
     """Train every loop to its end, add the seconds of its steps to `times`, and return the loss of each step."""
     order = list(loops)
     losses: dict[str, list[torch.Tensor]] = {label: [] for label in order}
     shuffle = random.Random(seed)
     for step in range(steps):
         shuffle.shuffle(order)
-        batch = _batch(task, seed, step, device)
+        batch = task.batch_on(device, seed, step)
         for label in order:
             torch.manual_seed(STEPS_OF_A_SEED * seed + step)
-            _wait(device)
+            wait_for(device)
             start = time.perf_counter()
             loops[label](batch)
-            _wait(device)
+            wait_for(device)
             seconds = time.perf_counter() - start
             if step >= WARM_UP:
                 times[label].append(seconds)
             losses[label].append(loops[label].loss)  # read on the host when the run is over: nothing waits for it
-            on_step(
-                Moment(
-                    seed=seed,
-                    step=step + 1,
-                    label=label,
-                    loop=loops[label],
-                    samples_per_second=_samples(batch) / seconds,
-                    last=step + 1 == steps and label == order[-1],
-                )
-            )
+            last, speed = step + 1 == steps and label == order[-1], _samples(batch) / seconds
+            loop = loops[label]
+            on_step(Moment(seed=seed, step=step + 1, label=label, loop=loop, samples_per_second=speed, last=last))
     return {label: torch.stack(found).double().flatten().tolist() for label, found in losses.items()}
 
 
 def _samples(batch: tuple[Any, ...]) -> int:
     first = next((leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
     return 1 if first is None else first.shape[0]
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _evaluate(task: Task, loop: Loop, seed: int) -> float:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.task import Task
 
 __all__ = ["GPT", "gpt_task"]
@@ -48,15 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over a vocabulary of `vocabulary` tokens.
-
-    Args:
-        vocabulary: number of tokens.
-        width: of the residual stream; a multiple of `heads`.
-        layers: number of blocks.
-        heads: attention heads of a block.
-        length: longest sequence.
-    """
+    """A decoder-only transformer over a vocabulary of `vocabulary` tokens."""
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
@@ -103,7 +96,7 @@ def windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Return batch `step` of a run: random places of the training text that only `seed` and `step` decide."""
     train, _, _ = corpus()
-    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    generator = torch.Generator().manual_seed(STEPS_OF_A_SEED * seed + step)
     return windows(train, torch.randint(len(train) - LENGTH, (BATCH,), generator=generator))
 
 
@@ -143,18 +136,8 @@ def validation_loss(model: nn.Module) -> float:
 def gpt_task() -> Task:
     """Return the task `gpt`."""
     return Task(
-        name="gpt",
-        model=model,
-        batches=batches,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=validation_loss,
-        metric_name="validation loss, nats/char",
-        higher_is_better=False,
-        margin=0.01,
-        relative_margin=True,
-        steps=400,
-        excerpt_steps=80,
+        name="gpt", model=model, batches=batches, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler,
+        metric=validation_loss, metric_name="validation loss, nats/char", higher_is_better=False, margin=0.01,
+        relative_margin=True, steps=400, excerpt_steps=80,
         about=f"character-level GPT, {LAYERS} layers of {WIDTH}, batch {BATCH} x {LENGTH}, on Python's documentation",
-    )
+    )  # fmt: skip

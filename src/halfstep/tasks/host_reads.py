@@ -23,26 +23,18 @@ STEPS = 3
 WIDTH = 4
 SCALE = 2.0**8  # small enough that no step overflows
 USUAL: Mapping[str, Mapping[str, Any]] = MappingProxyType({"SGD": {"momentum": 0.9}})
-"""Options nearly everybody passes and that change the answer."""
+"""Usual options that change the answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostReads:
-    """What one optimizer costs in waiting.
+    """What one optimizer costs in waiting."""
 
-    Attributes:
-        optimizer: its class and the options it was made with, as one writes it.
-        scheduler: whether the step was given a learning-rate scheduler.
-        first: reads of a device value by the host in the first step.
-        later: ... in each later step; 0: the optimizer takes the verdict on the device.
-        problem: why it cannot be stepped with a loss scale, "" if it can.
-    """
-
-    optimizer: str
-    scheduler: bool = False
-    first: int = 0
-    later: int = 0
-    problem: str = ""
+    optimizer: str  # its class and the options it was made with
+    scheduler: bool = False  # whether the step was given a learning-rate scheduler
+    first: int = 0  # reads of a device value by the host in the first step
+    later: int = 0  # the same in each later step; 0: the optimizer checks the flag on the device
+    problem: str = ""  # why it cannot be stepped with a loss scale, "" if it can
 
 
 def optimizer_classes() -> Iterator[type[Optimizer]]:
@@ -71,7 +63,7 @@ def host_reads(device: str, kind: type[Optimizer], *, scheduler: bool = False) -
             before = step.host_reads + step.scaler.host_reads
             step(batch.to(device))
             counts.append(step.host_reads + step.scaler.host_reads - before)
-    except Exception as error:  # whatever an optimizer objects to is the answer
+    except Exception as error:  # the optimizer's objection is the result
         return HostReads(optimizer=name, scheduler=scheduler, problem=_problem(error))
     return HostReads(optimizer=name, scheduler=scheduler, first=counts[0], later=max(counts[1:]))
 

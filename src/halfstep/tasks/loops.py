@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import halfstep as hs
-from halfstep.tasks.candidates import AMP_FORMATS, Candidate
+from halfstep.formats import DTYPES
+from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.task import Task
 
 __all__ = ["Loop", "make_loop"]
@@ -17,7 +19,7 @@ __all__ = ["Loop", "make_loop"]
 FUSED = (Adam, AdamW, SGD, Adagrad)
 
 
-class Loop(Protocol):
+class Loop(ABC):
     """One candidate in training. A call is one step on one batch; nothing else of it is timed.
 
     Attributes:
@@ -27,43 +29,38 @@ class Loop(Protocol):
         grad_norm: of the last step, before clipping: a 0-dim tensor; nan where the loop has no use for it.
     """
 
-    model: nn.Module
-    loss: Tensor
-    grad_norm: Tensor
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.loss = self.grad_norm = torch.tensor(torch.nan)
 
+    @abstractmethod
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
 
     def evaluate(self, task: Task) -> float:
-        """Return the task's metric as somebody who trains this way would compute it."""
+        """Return the task's metric, computed in the precision of the training."""
+        return task.measured(self.model)
 
     def skipped(self) -> tuple[int, ...]:
         """Return which steps were not applied so far, counted from 0."""
+        return ()
 
     def scale(self) -> float:
         """Return the loss scale, 1.0 without scaling."""
+        return 1.0
 
+    @abstractmethod
     def state(self) -> tuple[object, ...]:
         """Return the objects that hold parameters and optimizer state."""
 
 
 def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) -> Loop:
-    """Return a loop that trains `model`, in place, the way `candidate` says.
-
-    Args:
-        candidate: fp32, torch.amp or a policy.
-        task: loss, optimizer and clipping.
-        model: fp32 weights to start from, on the device to train on.
-        steps: length of the run, for the learning-rate scheduler.
-
-    Raises:
-        HalfstepError: the policy cannot be bound to this model.
-    """
+    """Return a loop that trains `model`, in place, as `candidate`."""
     if candidate.policy is not None:
         return PolicyLoop(candidate.policy, task, model, steps)
     if candidate.dtype == "fp32":
         return Fp32Loop(task, model, steps)
-    return AmpLoop(AMP_FORMATS[candidate.dtype], task, model, steps)
+    return AmpLoop(DTYPES[candidate.dtype], task, model, steps)
 
 
 def fused(optimizer: Optimizer) -> Optimizer:
@@ -81,16 +78,15 @@ def fused(optimizer: Optimizer) -> Optimizer:
     return made
 
 
-class Fp32Loop:
-    """What one writes without mixed precision."""
+class Fp32Loop(Loop):
+    """A training loop without mixed precision."""
 
     def __init__(self, task: Task, model: nn.Module, steps: int) -> None:
-        self.model = model
+        super().__init__(model)
         self.loss_fn, self.clip_norm = task.loss_fn, task.clip_norm
         self.optimizer = fused(task.optimizer(model))
         self.scheduler = task.scheduler and task.scheduler(self.optimizer, steps)
         self.parameters = list(model.parameters())
-        self.loss = self.grad_norm = torch.tensor(torch.nan)
 
     def __call__(self, batch: tuple[Any, ...]) -> None:
         """Train on one batch."""
@@ -103,18 +99,6 @@ class Fp32Loop:
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def evaluate(self, task: Task) -> float:
-        """Return the metric of the fp32 model."""
-        return task.measured(self.model)
-
-    def skipped(self) -> tuple[int, ...]:
-        """Return (): fp32 skips nothing."""
-        return ()
-
-    def scale(self) -> float:
-        """Return 1.0: fp32 scales nothing."""
-        return 1.0
 
     def state(self) -> tuple[object, ...]:
         """Return model and optimizer."""
@@ -171,7 +155,7 @@ class AmpLoop(Fp32Loop):
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
 
-class PolicyLoop:
+class PolicyLoop(Loop):
     """halfstep's TrainStep under one policy."""
 
     def __init__(self, policy: hs.Policy, task: Task, model: nn.Module, steps: int) -> None:
@@ -180,8 +164,7 @@ class PolicyLoop:
         self.step = hs.TrainStep(
             model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler
         )
-        self.model = model
-        self.loss = self.grad_norm = torch.tensor(torch.nan)
+        super().__init__(model)
         self.skips: list[Tensor] = []
 
     def __call__(self, batch: tuple[Any, ...]) -> None:

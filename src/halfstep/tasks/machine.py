@@ -1,4 +1,4 @@
-"""The machine a number was measured on."""
+"""The machine that numbers are measured on: its description, and the wait for its device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["machine"]
+__all__ = ["machine", "wait_for"]
 
 UNITS = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "fphp", "asimdhp")
 """Instruction sets in /proc/cpuinfo (x86 flags, ARM features) that decide how fast low formats are."""
@@ -33,6 +33,12 @@ def machine() -> dict[str, Any]:
         "mkldnn": torch._C._has_mkldnn,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def wait_for(device: str) -> None:
+    """Wait until the accelerator has finished, so that a clock can be read."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
 
 
 def _processor() -> tuple[str, frozenset[str]]:

@@ -1,4 +1,4 @@
-"""Measurements that can be believed: paired ratios and differences with their intervals, and counted bytes.
+"""Measurements: paired ratios and differences with their intervals, and counted bytes.
 
 Two rules (and their reasons) stand behind every number. Timings are compared within a round, because what disturbs a
 machine disturbs neighbours in time alike: identical code differs by several per cent in unpaired medians and by tenths
@@ -19,39 +19,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
-    "ENOUGH_SEEDS",
-    "Difference",
-    "Ratio",
-    "SavedForBackward",
-    "difference",
-    "paired_ratio",
-    "state_bytes",
+    "ENOUGH_SEEDS", "Difference", "Ratio", "SavedForBackward", "difference", "paired_ratio", "state_bytes",
     "student_quantile",
-]
+]  # fmt: skip
 
 CONFIDENCE = 0.90  # of every interval here; a 90 % interval inside the margin is equivalence at the 5 % level
-SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names: nobody's memory in particular
+SHARED = (type, ModuleType, FunctionType, MethodType, str)  # code and names, shared by all
 ENOUGH_SEEDS = 5  # fewer runs give an indication, not a verdict
-
-
-# ------------------------------------------------------------------ time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """The median of paired ratios and its 90 % interval (from order statistics: no distribution assumed).
+    """The median of paired ratios and its 90 % interval (from order statistics: no distribution assumed)."""
 
-    Attributes:
-        median: candidate's time over the baseline's in the same round.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        rounds: how many pairs.
-    """
-
-    median: float
-    low: float
-    high: float
-    rounds: int
+    median: float  # candidate's time over the baseline's in the same round
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
+    rounds: int  # how many pairs
 
     def finer_than(self, control: Ratio) -> bool:
         """Return whether this ratio differs from 1 by less than `control`, a pair of identical programs, may."""
@@ -69,27 +53,17 @@ def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
     return Ratio(median=statistics.median(ratios), low=ratios[low], high=ratios[high], rounds=count)
 
 
-# ------------------------------------------------------------------ result
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A metric's paired difference from fp32 over the seeds.
+    """A metric's paired difference from fp32 over the seeds."""
 
-    Attributes:
-        mean: mean of candidate minus fp32.
-        low: lower end of the 90 % interval of that mean (Student's t); None with one seed.
-        high: upper end.
-        verdict: "within noise" (the interval lies inside the margin), "better" or "worse" (outside it), "undecided", or
-            "diverged" (the metric is not finite).
-        enough: whether there were enough seeds for a verdict; with fewer it is an indication.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
+    mean: float  # mean of candidate minus fp32
+    low: float | None  # lower end of the 90 % interval of that mean (Student's t); None with one seed
+    high: float | None  # upper end
+    # "within noise" (the interval lies inside the margin), "better" or "worse" (outside it), "undecided", or "diverged"
+    # (the metric is not finite)
     verdict: str
-    enough: bool
+    enough: bool  # whether there were enough seeds for a verdict; with fewer it is an indication
 
 
 def difference(values: Sequence[float], reference: Sequence[float], margin: float, *, higher: bool) -> Difference:
@@ -150,9 +124,6 @@ def _student_tail(t: float, freedom: int) -> float:
     return 0.5 - (angle + math.sin(angle) * total) / math.pi
 
 
-# ------------------------------------------------------------------ bytes
-
-
 def state_bytes(*roots: object) -> int:
     """Return the bytes of every tensor that `roots` keep alive; memory shared by several tensors counts once.
 
@@ -183,7 +154,7 @@ def _tensors(roots: Iterable[object]) -> list[Tensor]:
                 waiting += [getattr(item, name) for name in made_of()[0]]
             waiting.append(item.grad if item.is_leaf else None)
         elif isinstance(item, WeakValueDictionary):
-            continue  # keeps nothing alive; that other optimizers and models are known here makes them nobody's memory
+            continue  # keeps nothing alive; it only registers other optimizers and models
         elif isinstance(item, WeakKeyDictionary):
             waiting += item.values()
         elif isinstance(item, Mapping):
@@ -205,7 +176,7 @@ class SavedForBackward:
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._kept: dict[int, Tensor] = {}  # held, so that no address comes twice
+        self._kept: dict[int, Tensor] = {}  # keeps them alive, so that no address comes twice
         self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def usable_cores() -> int:
 
 
 def cores_granted(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return how many cores' time a container grants this process, or None if it grants all (or nobody says)."""
+    """Return how many cores' time a container grants this process, or None if all or unknown."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
         return None if quota == "max" else float(quota) / float(period)
@@ -52,25 +52,14 @@ def cores_granted(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def threads_to_use(threads: int, cores: int, load: float) -> int:
-    """Return with how many of torch's `threads` to measure: threads that wait for a core someone else has, time that.
-
-    Args:
-        threads: torch's.
-        cores: that this process may run on.
-        load: load average before measuring.
-    """
+    """Return with how many of torch's `threads` to measure: a thread that waits for a busy core would be timed too."""
     return threads if load <= BUSY * cores else max(1, min(threads, cores - math.ceil(load - BUSY)))
 
 
 def pitfalls(
-    speeds: Sequence[DeviceSpeed],
-    *,
-    load: float = 0.0,
-    threads: int | None = None,
-    cores: int | None = None,
-    granted: float | None = None,
-    environ: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[str, ...]:
+    speeds: Sequence[DeviceSpeed], *, load: float = 0.0, threads: int | None = None, cores: int | None = None,
+    granted: float | None = None, environ: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, ...]:  # fmt: skip
     """Return what to know about this machine and process, one line each; nothing if there is nothing.
 
     Args:

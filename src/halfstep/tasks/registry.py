@@ -1,37 +1,24 @@
-"""Which tasks there are: three by name, and anybody's own as ``path/to/file.py:function``."""
+"""The tasks and models that the command line loads: three tasks by name, and functions ``path/to/file.py:function``."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+from torch import nn
 
 from halfstep.errors import did_you_mean
 from halfstep.tasks.task import Task, TaskError
 
-__all__ = ["load_task", "task_names"]
+__all__ = ["call_function", "load_model", "load_task", "task_names"]
 
 
-def _lenet5() -> Task:
-    from halfstep.tasks.lenet import lenet5_task
-
-    return lenet5_task()
-
-
-def _resnet() -> Task:
-    from halfstep.tasks.resnet import resnet_task
-
-    return resnet_task()
-
-
-def _gpt() -> Task:
-    from halfstep.tasks.gpt import gpt_task
-
-    return gpt_task()
-
-
-TASKS: Mapping[str, Callable[[], Task]] = MappingProxyType({"lenet5": _lenet5, "resnet": _resnet, "gpt": _gpt})
+TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "lenet", "resnet": "resnet", "gpt": "gpt"})
+"""Name of a task -> the module with its function NAME_task; imported when it is loaded."""
 
 
 def task_names() -> tuple[str, ...]:
@@ -45,29 +32,75 @@ def load_task(name: str) -> Task:
     Raises:
         TaskError: no such task, file or function, its data is not installed, or the function returns something else.
     """
-    path, colon, function = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _from_file(Path(path), function)
-    if name not in TASKS:
-        raise TaskError(
-            f"unknown task {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
-            "and path/to/file.py:function, a function that returns an hs.Task"
-        )
-    return TASKS[name]()
+    path, colon, _ = name.rpartition(":")
+    if not (colon and path.endswith(".py")):
+        if name not in TASKS:
+            raise TaskError(
+                f"unknown task {name!r}{did_you_mean(name, TASKS)}; there are {', '.join(TASKS)} "
+                "and path/to/file.py:function, a function that returns an hs.Task"
+            )
+        made: Task = getattr(importlib.import_module(f"halfstep.tasks.{TASKS[name]}"), f"{name}_task")()
+        return made
+    task = call_function(name)
+    if not isinstance(task, Task):
+        raise TaskError(f"{name} must return an hs.Task and returned {type(task).__name__}")
+    return task
 
 
-def _from_file(path: Path, function: str) -> Task:
+def load_model(name: str) -> Task | nn.Module:
+    """Return the task called `name`, or what ``path/to/file.py:function`` returns: an hs.Task or a model.
+
+    Raises:
+        TaskError: no such task, file or function, it raises, or it returns something else.
+    """
+    path, colon, _ = name.rpartition(":")
+    if not (colon and path.endswith(".py")):
+        if name.endswith(".py"):
+            raise TaskError(f"model {name!r} names no function; write {name}:function")
+        if name not in TASKS:
+            raise TaskError(
+                f"unknown model {name!r}{did_you_mean(name, TASKS)}; expected path/to/file.py:function, "
+                f"which returns an hs.Task or a torch.nn.Module, or one of {', '.join(TASKS)}"
+            )
+        return load_task(name)
+    made = call_function(name)
+    if not isinstance(made, (Task, nn.Module)):
+        raise TaskError(f"{name} must return an hs.Task or a torch.nn.Module and returned {type(made).__name__}")
+    return made
+
+
+def call_function(name: str) -> object:
+    """Return what the function at ``path/to/file.py:function`` returns.
+
+    Raises:
+        TaskError: no such file or function, or it raises; the message has the line.
+    """
+    text, _, function = name.rpartition(":")
+    path = Path(text)
     if not path.is_file():
-        raise TaskError(f"task file {str(path)!r} does not exist")
+        raise TaskError(f"file {text!r} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # a .py suffix always finds the source loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise TaskError(_raised(path, error)) from error
     make = getattr(module, function, None)
     if not callable(make):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise TaskError(f"{path} has no function {function!r}{did_you_mean(function, names)}")
-    task = make()
-    if not isinstance(task, Task):
-        raise TaskError(f"{path}:{function} must return an hs.Task and returned {type(task).__name__}")
-    return task
+    try:
+        made: object = make()
+    except Exception as error:
+        raise TaskError(_raised(path, error)) from error
+    return made
+
+
+def _raised(path: Path, error: Exception) -> str:
+    """Return what went wrong in a user's file and on which of its lines."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename) == path:
+            line = frame.lineno
+    return f"{path}{f':{line}' if line else ''} raised {type(error).__name__}: {error}"

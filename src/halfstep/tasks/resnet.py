@@ -14,13 +14,20 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from halfstep.tasks.task import Task, TaskError
+from halfstep.tasks.images import (
+    BATCH,
+    STEPS_OF_A_SEED,
+    Split,
+    accuracy_on,
+    batch_rows,
+    missing_package,
+    split_images,
+)
+from halfstep.tasks.task import Task
 
 __all__ = ["ResNet", "resnet_task"]
 
-BATCH = 64
 TRAIN = 1280  # images to train on, 20 batches; the other 517 are the test set
-SPLIT_SEED = 5  # which images: the same in every run
 LARGEST = 16.0  # pixels are counts from 0 to 16
 WIDTHS = (16, 32, 64)
 PEAK_RATE = 0.1
@@ -61,37 +68,24 @@ class ResNet(nn.Module):
 
 
 @cache
-def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images (1280, 1, 8, 8) and labels, test images (517, 1, 8, 8) and labels; a fixed split.
-
-    Raises:
-        TaskError: scikit-learn is not installed.
-    """
+def split() -> Split:
+    """Return training images (1280, 1, 8, 8) and labels, test images (517, 1, 8, 8) and labels."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise TaskError(
-            "task 'resnet' trains on the digits in the package scikit-learn, which is not installed; "
-            "pip install 'halfstep[tasks]', or take --task gpt, which needs nothing"
-        ) from error
+        raise missing_package("resnet", "digits", "scikit-learn") from error
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div_(LARGEST).sub_(0.5).mul_(2.0)[:, None]
-    labels = torch.from_numpy(digits.target).long()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
-    images, labels = images[order], labels[order]
-    return images[:TRAIN], labels[:TRAIN], images[TRAIN:], labels[TRAIN:]
+    return split_images(images, torch.from_numpy(digits.target).long(), TRAIN)
 
 
 def batches(seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Return batch `step` of a run, each image moved by at most a pixel; only `seed` and `step` decide."""
-    images, labels, _, _ = split()
-    epoch, place = divmod(step, TRAIN // BATCH)
-    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-    rows = torch.randperm(TRAIN, generator=generator)[place * BATCH : (place + 1) * BATCH]
-    generator.manual_seed(1_000_003 * seed + step)
+    rows = batch_rows(seed, step, TRAIN)
+    generator = torch.Generator().manual_seed(STEPS_OF_A_SEED * seed + step)
     down, right = torch.randint(0, 3, (2,), generator=generator).tolist()
-    moved = F.pad(images[rows], (1, 1, 1, 1), value=-1.0)[:, :, down : down + 8, right : right + 8]
-    return moved, labels[rows]
+    moved = F.pad(split().images[rows], (1, 1, 1, 1), value=-1.0)[:, :, down : down + 8, right : right + 8]
+    return moved, split().labels[rows]
 
 
 def loss_fn(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -109,35 +103,13 @@ def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
     return OneCycleLR(optimizer, max_lr=PEAK_RATE, total_steps=steps + 1, pct_start=0.25, cycle_momentum=False)
 
 
-def accuracy(model: nn.Module) -> float:
-    """Return the percentage of the 517 test images that `model` gets right."""
-    _, _, images, labels = split()
-    device = next(model.parameters()).device
-    found = model(images.to(device)).argmax(-1).cpu()
-    return 100.0 * float((found == labels).double().mean())
-
-
 def resnet_task() -> Task:
-    """Return the task `resnet`.
-
-    Raises:
-        TaskError: scikit-learn is not installed.
-    """
+    """Return the task `resnet`."""
     split()
     return Task(
-        name="resnet",
-        model=ResNet,
-        batches=batches,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=accuracy,
-        metric_name="accuracy, %",
-        higher_is_better=True,
-        margin=1.5,
-        steps=400,
-        excerpt_steps=100,
-        clip_norm=1.0,
+        name="resnet", model=ResNet, batches=batches, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler,
+        metric=accuracy_on(split), metric_name="accuracy, %", higher_is_better=True, margin=1.5, steps=400,
+        excerpt_steps=100, clip_norm=1.0,
         about=f"pre-activation ResNet with BatchNorm, 77,562 parameters, {TRAIN} scikit-learn digits of 8x8, "
         f"batch {BATCH}; tested on 517 others",
-    )
+    )  # fmt: skip

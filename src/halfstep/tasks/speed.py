@@ -1,4 +1,4 @@
-"""Speed: what each format brings on this machine, in a matrix product and a convolution, forward and backward.
+"""Speed: how fast each format is on this machine, in a matrix product and a convolution, forward and backward.
 
 Formats run in turns with fp32, in an order shuffled each round, so that ratios are paired (`paired_ratio`); fp32
 runs twice, and what the two differ by is what cannot be resolved. A format without units can take hundreds of times
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
+from halfstep.tasks.machine import wait_for
 from halfstep.tasks.measure import Ratio, paired_ratio
 
 __all__ = ["DeviceSpeed", "Sizes", "Speed", "WorkSpeed", "measure_speed", "sizes_for"]
@@ -33,21 +34,13 @@ TF32_FROM = (8, 0)  # CUDA compute capability
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much is computed, and for how long.
+    """How much is computed, and for how long."""
 
-    Attributes:
-        product: rows and columns of the matrices.
-        small_product: the same, for formats without units.
-        image: (batch, channels, height = width) of a convolution's input; as many channels come out.
-        small_image: the same, for formats without units.
-        seconds: for each of the two kinds of work.
-    """
-
-    product: int
-    small_product: int
-    image: tuple[int, int, int]
-    small_image: tuple[int, int, int]
-    seconds: float
+    product: int  # rows and columns of the matrices
+    small_product: int  # the same, for formats without units
+    image: tuple[int, int, int]  # (batch, channels, height = width) of a convolution's input; as many channels come out
+    small_image: tuple[int, int, int]  # the same, for formats without units
+    seconds: float  # for each of the two kinds of work
 
 
 def sizes_for(device: str, *, quick: bool = False) -> Sizes:
@@ -64,34 +57,21 @@ def sizes_for(device: str, *, quick: bool = False) -> Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """One format in one kind of work.
+    """One format in one kind of work."""
 
-    Attributes:
-        label: "fp32", "tf32", "bf16", "fp16" or "fp16 emulated".
-        gflops: 1e9 floating-point operations a second, from the median time of forward and backward.
-        faster: fp32's time over this format's in the same round: 2 is twice as fast; None for fp32 itself.
-    """
-
-    label: str
-    gflops: float
-    faster: Ratio | None
+    label: str  # "fp32", "tf32", "bf16", "fp16" or "fp16 emulated"
+    gflops: float  # 1e9 floating-point operations a second, from the median time of forward and backward
+    faster: Ratio | None  # fp32's time over this format's in the same round: 2 is twice as fast; None for fp32 itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkSpeed:
-    """Formats that ran in turns on the same numbers.
+    """Formats that ran in turns on the same numbers."""
 
-    Attributes:
-        work: "matrix product" or "convolution".
-        size: its size, in words.
-        control: fp32 over fp32: the ratio of identical programs here.
-        speeds: fp32 first.
-    """
-
-    work: str
-    size: str
-    control: Ratio
-    speeds: tuple[Speed, ...]
+    work: str  # "matrix product" or "convolution"
+    size: str  # its size, in words
+    control: Ratio  # fp32 over fp32: the ratio of identical programs here
+    speeds: tuple[Speed, ...]  # fp32 first
 
     def decided(self, speed: Speed) -> bool:
         """Return whether `speed` differs from fp32's by a larger factor than identical programs here."""
@@ -103,21 +83,15 @@ class WorkSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpeed:
-    """What was measured on one device type.
+    """What was measured on one device type."""
 
-    Attributes:
-        device: its type.
-        works: what ran in full size, then what had to run in a small one.
-        cast_seconds: to cast one element of a weight down to bf16 and its gradient up again.
-    """
-
-    device: str
-    works: tuple[WorkSpeed, ...]
-    cast_seconds: float
+    device: str  # its type
+    works: tuple[WorkSpeed, ...]  # what ran in full size, then what had to run in a small one
+    cast_seconds: float  # to cast one element of a weight down to bf16 and its gradient up again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
+class _Variant:
     """A format and how to compute in it: tensors of `dtype`, tf32 allowed or not, in halfstep's fp16 region or not."""
 
     label: str
@@ -126,7 +100,7 @@ class _Way:
     region: bool = False
 
 
-FP32 = _Way(label="fp32", dtype=torch.float32)
+FP32 = _Variant(label="fp32", dtype=torch.float32)
 AGAIN = replace(FP32, label="fp32 again")
 
 
@@ -142,54 +116,43 @@ class _Work:
 
 
 def measure_speed(device: str, sizes: Sizes, *, on_step: Callable[[str], None] = lambda what: None) -> DeviceSpeed:
-    """Measure every format that can run on `device`.
-
-    Args:
-        device: device type.
-        sizes: how much and for how long.
-        on_step: called with what is about to be measured.
-    """
-    ways, slow_ways = _ways(device)
+    """Measure every format that can run on `device`."""
+    variants, slow_variants = _variants(device)
     works, slow = [], []
     for large, small in _works(sizes):
         on_step(f"{large.name} on {device}")
-        works.append(_in_turns(large, ways, device, sizes.seconds, MOST))
-        if slow_ways:
-            slow.append(_in_turns(small, slow_ways, device, sizes.seconds / 2, MOST_SMALL))
+        works.append(_in_turns(large, variants, device, sizes.seconds, MOST))
+        if slow_variants:
+            slow.append(_in_turns(small, slow_variants, device, sizes.seconds / 2, MOST_SMALL))
     on_step(f"casts on {device}")
     return DeviceSpeed(device=device, works=(*works, *slow), cast_seconds=_cast_seconds(device, sizes))
 
 
-def _ways(device: str) -> tuple[list[_Way], list[_Way]]:
+def _variants(device: str) -> tuple[list[_Variant], list[_Variant]]:
     """Return the formats besides fp32 that `device` has units for (or emulates), and those it lacks units for."""
     there = hs.policy.units(device)
-    bf16, fp16 = _Way(label="bf16", dtype=torch.bfloat16), _Way(label="fp16", dtype=torch.float16)
-    has: list[_Way] = []
-    lacks: list[_Way] = []
+    bf16, fp16 = _Variant(label="bf16", dtype=torch.bfloat16), _Variant(label="fp16", dtype=torch.float16)
+    has: list[_Variant] = []
+    lacks: list[_Variant] = []
     if device == "cuda" and torch.cuda.get_device_capability() >= TF32_FROM:
-        has.append(_Way(label="tf32", dtype=torch.float32, tf32=True))
+        has.append(_Variant(label="tf32", dtype=torch.float32, tf32=True))
     (has if there.bf16 else lacks).append(bf16)
     (has if there.fp16 else lacks).append(fp16)
     if not there.fp16:
-        has.append(_Way(label="fp16 emulated", dtype=torch.float16, region=True))
+        has.append(_Variant(label="fp16 emulated", dtype=torch.float16, region=True))
     return has, lacks
 
 
 def _works(sizes: Sizes) -> list[tuple[_Work, _Work]]:
-    return [
-        (_product(sizes.product), _product(sizes.small_product)),
-        (_convolution(*sizes.image), _convolution(*sizes.small_image)),
-    ]
+    images = (_convolution(*sizes.image), _convolution(*sizes.small_image))
+    return [(_product(sizes.product), _product(sizes.small_product)), images]
 
 
 def _product(n: int) -> _Work:
     return _Work(
-        name="matrix product",
-        size=f"{n} x {n} x {n}",
-        call=torch.matmul,
-        shapes=((n, n), (n, n)),
+        name="matrix product", size=f"{n} x {n} x {n}", call=torch.matmul, shapes=((n, n), (n, n)),
         operations=2.0 * n**3,
-    )
+    )  # fmt: skip
 
 
 def _convolution(batch: int, channels: int, side: int) -> _Work:
@@ -202,9 +165,9 @@ def _convolution(batch: int, channels: int, side: int) -> _Work:
     )
 
 
-def _in_turns(work: _Work, ways: Sequence[_Way], device: str, seconds: float, most: int) -> WorkSpeed:
-    """Run fp32 twice and every one of `ways` once a round, for about `seconds`."""
-    runs = {way.label: _runner(work, way, device) for way in (FP32, AGAIN, *ways)}
+def _in_turns(work: _Work, variants: Sequence[_Variant], device: str, seconds: float, most: int) -> WorkSpeed:
+    """Run fp32 twice and every one of `variants` once a round, for about `seconds`."""
+    runs = {variant.label: _runner(work, variant, device) for variant in (FP32, AGAIN, *variants)}
     times: dict[str, list[float]] = {label: [] for label in runs}
     order = list(runs)
     shuffle = random.Random(0)
@@ -227,18 +190,18 @@ def _in_turns(work: _Work, ways: Sequence[_Way], device: str, seconds: float, mo
     return WorkSpeed(work=work.name, size=work.size, control=control, speeds=speeds)
 
 
-def _runner(work: _Work, way: _Way, device: str) -> Callable[[], None]:
+def _runner(work: _Work, variant: _Variant, device: str) -> Callable[[], None]:
     """Return a function that runs `work` forward and backward once."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
-        torch.randn(shape, generator=generator).to(device, way.dtype).requires_grad_() for shape in work.shapes
+        torch.randn(shape, generator=generator).to(device, variant.dtype).requires_grad_() for shape in work.shapes
     )
-    region = hs.autocast(device, dtype=torch.float16) if way.region else nullcontext()
+    region = hs.autocast(device, dtype=torch.float16) if variant.region else nullcontext()
     with torch.no_grad():
-        seed = torch.ones_like(work.call(x, weight)) if not way.region else None
+        seed = torch.ones_like(work.call(x, weight)) if not variant.region else None
 
     def run() -> None:
-        with _tf32(device, allowed=way.tf32):
+        with _tf32(device, allowed=variant.tf32):
             with region:
                 out = work.call(x, weight)
             torch.autograd.grad(out, (x, weight), torch.ones_like(out) if seed is None else seed)
@@ -247,16 +210,11 @@ def _runner(work: _Work, way: _Way, device: str) -> Callable[[], None]:
 
 
 def _seconds(run: Callable[[], None], device: str) -> float:
-    _wait(device)
+    wait_for(device)
     start = time.perf_counter()
     run()
-    _wait(device)
+    wait_for(device)
     return time.perf_counter() - start
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _cast_seconds(device: str, sizes: Sizes) -> float:
@@ -273,7 +231,7 @@ def _cast_seconds(device: str, sizes: Sizes) -> float:
 
 @contextmanager
 def _tf32(device: str, *, allowed: bool) -> Iterator[None]:
-    """Say whether CUDA may compute fp32 products and convolutions in tf32; put the setting back afterwards."""
+    """Set whether CUDA may compute fp32 products and convolutions in tf32; restore the setting afterwards."""
     if device != "cuda":
         yield
         return

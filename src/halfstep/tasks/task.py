@@ -1,4 +1,4 @@
-"""Task: what the command line works on: a model, its data, its loss, its optimizer and the number that matters."""
+"""Task: a model, its data, loss and optimizer, and the metric that counts; input of the command line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from halfstep.errors import HalfstepError
 
@@ -27,12 +28,12 @@ class Task:
         name: short name, used in tables and on the command line.
         model: returns a new fp32 model; its weights may depend only on torch's global generator, which is seeded first.
         batches: ``batches(seed, step)`` returns the positional arguments of `loss_fn` after the model; equal arguments
-            give equal batches, whatever was asked before. Tensors on the CPU.
+            give equal batches, in whatever order they are asked for. Tensors on the CPU.
         loss_fn: ``loss_fn(model, *batch)`` returns a 0-dim loss.
         optimizer: returns a new torch optimizer over the parameters of the model it is given.
         scheduler: ``scheduler(optimizer, steps)`` returns a learning-rate scheduler for a run of that length, advanced
             after every applied step; None: the rate stays.
-        metric: the number that matters, computed from a trained model in eval mode without gradients, on fixed data;
+        metric: the number that counts, computed from a trained model in eval mode without gradients, on fixed data;
             None: the task can be audited and replayed, not compared.
         metric_name: what `metric` returns, with its unit, such as "accuracy, %".
         higher_is_better: whether a larger metric is a better one.
@@ -75,6 +76,12 @@ class Task:
             raise TaskError(f"task {self.name!r}: margin must be a positive number and is {self.margin!r}")
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise TaskError(f"task {self.name!r}: clip_norm must be positive or None and is {self.clip_norm!r}")
+
+    def batch_on(self, device: str, seed: int, step: int) -> tuple[Any, ...]:
+        """Return a batch with its tensors on `device`."""
+        batch = self.batches(seed, step)
+        moved: tuple[Any, ...] = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+        return moved
 
     def measured(self, model: nn.Module) -> float:
         """Return the metric of `model`.

@@ -1,4 +1,4 @@
-"""Used: which operators a task's model and loss really call under a policy, how often, and what format they give."""
+"""Used: the operators that a task's model and loss call under a policy, how often, and the format of their results."""
 
 from __future__ import annotations
 
@@ -14,27 +14,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 import halfstep as hs
+from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.tasks.task import Task
 
 __all__ = ["Used", "used_operators"]
 
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "low", torch.float16: "low"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Used:
-    """One operator in one forward pass.
+    """One operator in one forward pass."""
 
-    Attributes:
-        calls: how often it was called.
-        gives: (format of its result, how often), the most frequent first: "low", "fp32", or a dtype rules never touch.
-    """
-
-    calls: int
+    calls: int  # how often it was called
+    # (format of its result, how often), the most frequent first: "low", "fp32", or a dtype rules never touch
     gives: tuple[tuple[str, int], ...]
 
 
-class _Recorder(TorchFunctionMode):
+class _OperatorCounter(TorchFunctionMode):
     """Counts operators while it is `on`.
 
     It has to be entered before the policy's region: then it sees what the region's rules call, with the arguments they
@@ -59,7 +54,8 @@ class _Recorder(TorchFunctionMode):
 def _format(result: Any) -> str:
     for leaf in _pytree.tree_leaves(result):
         if isinstance(leaf, Tensor):
-            return FORMATS.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
+            low = leaf.dtype in LOW_DTYPES
+            return "low" if low else DTYPE_NAMES.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
     return "none"
 
 
@@ -67,14 +63,6 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
     """Train a new model of `task` for one step under `policy` and return what forward pass and loss called.
 
     fp16 runs as bf16 here: the rules are the same, and emulation would show its own operators.
-
-    Args:
-        task: its model, first batch, loss and optimizer.
-        policy: what to carry out; its `dtype` is bf16, fp16 or fp32.
-        device: where.
-
-    Raises:
-        HalfstepError: the policy cannot be bound to this model.
     """
     if policy.dtype == "fp16":
         policy = hs.Policy.of(policy, dtype="bf16")
@@ -85,19 +73,19 @@ def used_operators(task: Task, policy: hs.Policy, device: str) -> dict[str, Used
 
 def _count(task: Task, policy: hs.Policy, device: str) -> dict[str, Used]:
     model = copy.deepcopy(task.model()).to(device)
-    batch = _pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, task.batches(0, 0))
-    recorder = _Recorder()
+    batch = task.batch_on(device, 0, 0)
+    counter = _OperatorCounter()
 
     def loss_fn(model: nn.Module, *batch: Any) -> Any:
-        recorder.on = True
+        counter.on = True
         try:
             return task.loss_fn(model, *batch)
         finally:
-            recorder.on = False
+            counter.on = False
 
     step = hs.TrainStep(model, task.optimizer(model), loss_fn, policy=hs.Policy.of(policy, emulate="never"))
-    with recorder:
+    with counter:
         step(*batch)
     return {
-        name: Used(calls=found.total(), gives=tuple(found.most_common())) for name, found in recorder.results.items()
+        name: Used(calls=found.total(), gives=tuple(found.most_common())) for name, found in counter.results.items()
     }

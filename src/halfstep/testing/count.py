@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.formats import DTYPES
 from halfstep.testing.counter import count_step
 from halfstep.testing.counts import MIB, Counts
 from halfstep.testing.fake_cuda import LOADED, FakeCudaError, fake_cuda, run_python
 from halfstep.testing.models import GPT, ResNet18
 
-__all__ = ["FORMATS", "MODELS", "POLICIES", "count_program", "main"]
+__all__ = ["LOW_FORMATS", "MODELS", "POLICIES", "count_program", "main"]
 
-FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LOW_FORMATS = ("fp16", "bf16")
 POLICIES = ("torch", "O1", "mixed", "O2", "pure")
 LIMIT = "limit"
 """Low weights, forward, backward and a fused optimizer without clipping: nothing is cast, and no fp32 weight exists."""
@@ -57,15 +58,9 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
-    """Count a step of one of `MODELS`; inside ``with fake_cuda():``.
-
-    Args:
-        model: "gpt" or "resnet18".
-        program: "torch.amp", "limit" or a preset, with ":fp16" or ":bf16".
-        clip: whether the norm of the gradients is clipped.
-    """
+    """Count a step of one of `MODELS`; inside ``with fake_cuda():``."""
     name, _, form = program.partition(":")
-    if model not in MODELS or form not in FORMATS:
+    if model not in MODELS or form not in LOW_FORMATS:
         raise SystemExit(f"{model} {program}: expected one of {', '.join(MODELS)} and NAME:fp16 or NAME:bf16")
     make, make_batch = MODELS[model]
     with torch.device("cuda"):
@@ -73,11 +68,11 @@ def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
     x, y = make_batch()
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, fused=True)
     if name == "torch.amp":
-        return count_step(_torch_amp(made, optimizer, FORMATS[form], clip=clip), x, y)
+        return count_step(_torch_amp(made, optimizer, DTYPES[form], clip=clip), x, y)
     if name == LIMIT:
-        low = _lowered(made, FORMATS[form])
+        low = _lowered(made, DTYPES[form])
         optimizer = torch.optim.AdamW(low.parameters(), lr=1e-3, fused=True)
-        return count_step(_plain(low, optimizer), x.to(FORMATS[form]) if x.is_floating_point() else x, y)
+        return count_step(_plain(low, optimizer), x.to(DTYPES[form]) if x.is_floating_point() else x, y)
     policy = hs.Policy.of(name, dtype=form)
     return count_step(hs.TrainStep(made, optimizer, loss_fn, policy=policy, clip_norm=1.0 if clip else None), x, y)
 
@@ -85,7 +80,7 @@ def count_program(model: str, program: str, *, clip: bool = True) -> Counts:
 def _torch_amp(
     model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, clip: bool
 ) -> Callable[[Tensor, Tensor], None]:
-    """Return a step written for torch.amp, as its documentation has it."""
+    """Return a step written for torch.amp, as in its documentation."""
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -142,8 +137,8 @@ def cells(name: str, counts: Counts) -> tuple[str, ...]:
 
 
 def programs() -> list[str]:
-    """Return the programs that are counted unless told otherwise."""
-    return [f"{name}:{form}" for form in FORMATS for name in ("torch.amp", *POLICIES, LIMIT)]
+    """Return the programs that are counted by default."""
+    return [f"{name}:{form}" for form in LOW_FORMATS for name in ("torch.amp", *POLICIES, LIMIT)]
 
 
 def main(words: Sequence[str]) -> int:

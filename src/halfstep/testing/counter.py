@@ -49,7 +49,7 @@ class CountError(hs.HalfstepError, RuntimeError):
 
 
 class Counter(TorchDispatchMode):
-    """Counts all that torch does while it is open; `counts` says what that was.
+    """Counts all that torch does while it is open; `counts` returns it.
 
     Phases are found by themselves: forward from the call of a module, backward inside autograd, tail after it.
 
@@ -66,7 +66,7 @@ class Counter(TorchDispatchMode):
         self._phase = "other"
         self._rows: dict[tuple[str, str, str], list[int]] = {}
         self._syncs: list[Sync] = []
-        self._modules: dict[int, nn.Module] = {}  # held, so that no address comes twice
+        self._modules: dict[int, nn.Module] = {}  # keeps them alive, so that no address comes twice
         self._weights: dict[int, nn.Parameter] = {}  # by storage
         self._gradients: dict[int, Tensor] = {}  # of parameters, by storage; made when the tail begins
         self._raised: dict[int, tuple[int, int, Any]] = {}  # casts to more bits in this backward pass, by storage
@@ -78,12 +78,8 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self) -> Counter:
         """Begin to count."""
-        hooks = [
-            register_module_forward_pre_hook(self._called),
-            register_optimizer_step_pre_hook(self._stepped),
-        ]
-        for hook in hooks:
-            self._exits.callback(hook.remove)
+        self._exits.callback(register_module_forward_pre_hook(self._called).remove)
+        self._exits.callback(register_optimizer_step_pre_hook(self._stepped).remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -99,7 +95,7 @@ class Counter(TorchDispatchMode):
             yield
 
     def begin_forward(self) -> None:
-        """Say that the forward pass begins, where no module's call says it."""
+        """Mark the begin of the forward pass, where no module is called."""
         self._phase = "forward"
 
     def watch(self, model: nn.Module) -> None:
@@ -138,7 +134,7 @@ class Counter(TorchDispatchMode):
         self._optimizers[id(optimizer)] = optimizer
 
     def _arrived(self, gradient: Tensor) -> None:
-        """See a parameter's gradient arrive; if a cast has made it, that was a cast of a gradient."""
+        """Count a cast as one of a gradient if it made the gradient of a parameter."""
         cast = self._raised.pop(_storage(gradient), None)
         if cast is not None:
             for kind, sign in (("up", -1), ("gradient", 1)):
@@ -202,7 +198,7 @@ class Counter(TorchDispatchMode):
                 row[i] += amount
             read, written, launches, kernels = read - amounts[3], written - amounts[4], 0, 0
             if phase == "backward" and kind == "up" and name == CAST:
-                # the storage is held, so that no address comes twice; autograd still sees one owner of the tensor
+                # keeps the storage alive, so that no address comes twice; autograd still sees one owner of the tensor
                 self._raised[_storage(target)] = (*amounts[3:], target.untyped_storage())
         if not cost.casts or read or written:
             row = self._row(phase, name, "")
@@ -231,7 +227,7 @@ class Counter(TorchDispatchMode):
         try:
             return func(tensor)  # a constant has a value
         except DataDependentOutputException:
-            value = 1 if tensor.device.type == "cpu" else 0  # a step counter; a flag, and all is well
+            value = 1 if tensor.device.type == "cpu" else 0  # a step counter; a flag that is not set
             return bool(value) if tensor.dtype is torch.bool else float(value) if tensor.is_floating_point() else value
 
     def _counts_steps(self, tensor: Tensor) -> bool:
@@ -263,7 +259,7 @@ def count_step(step: hs.TrainStep | Callable[..., Any], *batch: Any, warm: int =
         CountError: it cannot be counted on fake tensors.
     """
     for _ in range(warm):
-        with Counter():  # where fake tensors let themselves be read
+        with Counter():  # which makes fake tensors readable
             step(*batch, **named)
     counter = Counter()
     if not isinstance(step, hs.TrainStep):

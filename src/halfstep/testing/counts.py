@@ -1,4 +1,4 @@
-"""What a step did, counted: frozen rows, their totals, a table and JSON."""
+"""The counts of a step: frozen rows, their totals, a table and JSON."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 Fake tensors with ``device="cuda"`` carry shapes and dtypes through the real CUDA paths of torch. On a torch built for
 CPUs only their backward pass fails, because autograd asks for a device it can switch to. A small C++ library, built
-here with g++, registers one whose every method does nothing, and says which attention kernel a GPU would take. torch
+here with g++, registers one whose every method does nothing, and chooses the attention kernel that a GPU takes. torch
 asks for its devices while it is imported, so the library has to be in the process before: `run_python` starts one, and
 ``python -m halfstep.testing script.py`` runs a script in it. In the script, inside ``with fake_cuda():``,
-``torch.empty(4, device="cuda")`` works as on a GPU, as long as nobody reads a value.
+``torch.empty(4, device="cuda")`` works as on a GPU, as long as no value is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import halfstep as hs
 __all__ = ["FakeCudaError", "build", "fake_cuda", "missing", "run_python"]
 
 LOADED = "_HALFSTEP_FAKE_CUDA"
-"""The environment variable by which a process knows that `run_python` has started it with the library."""
+"""The environment variable that `run_python` sets in the process it starts with the library."""
 
 CAPABILITY = (9, 0)
 """Compute capability of the fake device: bf16 and fp16 units."""
@@ -108,7 +108,7 @@ class FakeCudaError(hs.HalfstepError):
 
 
 def missing() -> str:
-    """Return what is missing to build the library here, "" if nothing is."""
+    """Return what is missing to build the library here, "" if nothing."""
     if not sys.platform.startswith("linux"):
         return f"the fake CUDA device is built for Linux, and this is {sys.platform}"
     if shutil.which("g++") is None:
@@ -160,7 +160,7 @@ def _cache() -> Path:
     folder = Path(tempfile.gettempdir(), f"halfstep-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise FakeCudaError(f"{folder} belongs to somebody else; set XDG_CACHE_HOME to a folder of your own")
+        raise FakeCudaError(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
     return folder
 
 
@@ -195,7 +195,7 @@ else:
 
 
 class _Mode(FakeTensorMode):
-    """torch's mode, which must not initialise a device because `torch.cuda.is_available` says that there is one."""
+    """torch's mode, which must not initialise a device because `torch.cuda.is_available` is True."""
 
     @property
     def avoid_device_init(self) -> bool:

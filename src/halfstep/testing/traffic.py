@@ -6,6 +6,9 @@ is only overwritten (`copy_`, ``out=``) is not read: what an eager program has t
 tensor expanded over a dimension counts as what it has in memory. A cast is an operator whose only work is to write
 values in another floating format; a cast inside an operator that computes, without a cast tensor in memory, is none,
 and neither is one of a single element.
+
+How often multi-tensor functions launch on CUDA follows the packing of `MultiTensorApply.cuh` (torch 2.10 to 2.13): a
+launch has at most 110, 64, 48, 36 or 30 tensors, by its number of lists, and at most 320 chunks of 65,536 elements.
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
-from halfstep.testing.launches import multi_tensor_launches
 
-__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "tensors_in"]
+__all__ = ["Cost", "DeclarationError", "bytes_of", "cost_of", "declare_traffic", "multi_tensor_launches", "tensors_in"]
 
 FREE = frozenset({"_unsafe_view", "device", "is_same_size", "resize_", "set_", "sym_numel", "sym_size", "sym_stride"})
 ALLOCATIONS = ("empty", "new_empty")
@@ -28,7 +30,11 @@ OVERWRITE = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_ze
 CAST_BY_COPY = frozenset({"aten::copy_", "aten::_foreach_copy_"})
 COUNTERS = frozenset({"state_steps"})  # lists beside those that a fused kernel walks
 
-Call = Mapping[str, Any]  # the arguments of a call, by name; "result" is what it returned
+CHUNK = 65536
+CHUNKS = 320
+TENSORS = (110, 64, 48, 36, 30)  # for 1, 2, ... lists
+
+Arguments = Mapping[str, Any]  # of a call, by name; "result" is what it returned
 
 
 class DeclarationError(hs.HalfstepError, ValueError):
@@ -37,21 +43,13 @@ class DeclarationError(hs.HalfstepError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What one call costs.
+    """What one call costs."""
 
-    Attributes:
-        read: bytes of the tensors read.
-        written: bytes of the tensors written.
-        launches: 1, or 0 for views and allocations; a declared operator says.
-        kernels: the same, with multi-tensor functions as the launches they need on CUDA.
-        casts: (from, to) of each tensor cast.
-    """
-
-    read: int = 0
-    written: int = 0
-    launches: int = 0
-    kernels: int = 0
-    casts: tuple[tuple[Tensor, Tensor], ...] = ()
+    read: int = 0  # bytes of the tensors read
+    written: int = 0  # bytes of the tensors written
+    launches: int = 0  # 1, or 0 for views and allocations; as declared for a declared operator
+    kernels: int = 0  # the same, with multi-tensor functions as the launches they need on CUDA
+    casts: tuple[tuple[Tensor, Tensor], ...] = ()  # (from, to) of each tensor cast
 
 
 NOTHING = Cost()
@@ -61,7 +59,7 @@ NOTHING = Cost()
 class _Declaration:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    extra: Callable[[Call], tuple[int, int]] | None
+    extra: Callable[[Arguments], tuple[int, int]] | None
     launches: int
 
 
@@ -69,14 +67,10 @@ _DECLARED: dict[str, _Declaration] = {}
 
 
 def declare_traffic(
-    operator: str,
-    *,
-    reads: Sequence[str],
-    writes: Sequence[str],
-    extra: Callable[[Call], tuple[int, int]] | None = None,
-    launches: int = 1,
-) -> None:
-    """Say what a custom operator reads and writes, where its schema says too much or too little.
+    operator: str, *, reads: Sequence[str], writes: Sequence[str],
+    extra: Callable[[Arguments], tuple[int, int]] | None = None, launches: int = 1,
+) -> None:  # fmt: skip
+    """Declare what a custom operator reads and writes, where its schema has too much or too little.
 
     Without a declaration it reads all its tensor arguments once, and writes its results and the arguments that its
     schema marks as written. Checked here as far as the operator is known, and at every call.
@@ -102,7 +96,7 @@ def declare_traffic(
 
 
 def _find(operator: str) -> Any:
-    """Return the overload `operator` names, or None if it is not registered (yet)."""
+    """Return the overload called `operator`, or None if it is not registered (yet)."""
     name, _, overload = operator.partition(".")
     space, _, short = name.partition("::")
     packet = getattr(getattr(torch.ops, space), short, None)
@@ -148,24 +142,21 @@ def cost_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     if not schema.is_mutable:
         written += sum(map(bytes_of, tensors_in(result)))
     return Cost(
-        read=read,
-        written=written,
-        launches=1,
-        kernels=_kernels(schema, short, call),
+        read=read, written=written, launches=1, kernels=_kernels(schema, short, call),
         casts=tuple(_casts(schema.name, call)),
-    )
+    )  # fmt: skip
 
 
 def _written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _kept_gradients(short: str, name: str, call: Call) -> bool:
+def _kept_gradients(short: str, name: str, call: Arguments) -> bool:
     """Return whether an argument is marked as written and stays: fused optimizers write gradients only to unscale."""
     return short.startswith("_fused_") and name == "grads" and call.get("grad_scale") is None
 
 
-def _declared_cost(schema: Any, call: Call, declared: _Declaration) -> Cost:
+def _declared_cost(schema: Any, call: Arguments, declared: _Declaration) -> Cost:
     _check(schema.name, schema, declared)
     read, written = (
         sum(bytes_of(t) for name in names for t in tensors_in(call.get(name)))
@@ -179,7 +170,7 @@ def _declared_cost(schema: Any, call: Call, declared: _Declaration) -> Cost:
     return Cost(read=read, written=written, launches=declared.launches, kernels=declared.launches)
 
 
-def _kernels(schema: Any, short: str, call: Call) -> int:
+def _kernels(schema: Any, short: str, call: Arguments) -> int:
     """Return the launches of one call on CUDA."""
     multi = short.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     if not multi:
@@ -197,7 +188,7 @@ def _kernels(schema: Any, short: str, call: Call) -> int:
     return max(1, multi_tensor_launches(sizes, len(lists) + results))
 
 
-def _casts(name: str, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+def _casts(name: str, call: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (from, to) for each tensor that the call does nothing with but change its format."""
     if name == "aten::_to_copy":
         pairs = [(call["self"], call["result"])]
@@ -231,3 +222,48 @@ def bytes_of(tensor: Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
     return count
+
+
+def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
+    """Return the launches for tensors of `sizes` elements.
+
+    Args:
+        sizes: elements of each tensor of one list; empty ones are left out, as torch leaves them out.
+        lists: how many lists the kernel walks side by side, results that it writes to included.
+    """
+    most = TENSORS[min(max(lists, 1), len(TENSORS)) - 1]
+    launches = tensors = chunks = 0
+    for size in filter(None, sizes):
+        tensors += 1
+        needed = -(-size // CHUNK)
+        for chunk in range(1, needed + 1):
+            chunks += 1
+            last = chunk == needed
+            if chunks == CHUNKS or (last and tensors == most):
+                launches += 1
+                chunks, tensors = 0, 0 if last else 1  # a tensor cut in two goes on in the next launch
+    return launches + (chunks > 0)
+
+
+# ------------------------------------------------------------------ halfstep's own operators
+
+UPDATES = {"adam_": ("first", "second", "steps"), "sgd_": ("momenta",), "lion_": ("momenta",)}
+GIVEN = ("gradients", "factor", "bad", "draws", "rate")
+
+
+def declare_own() -> None:
+    """Declare halfstep's own operators where their schemas do not suffice.
+
+    On CUDA norms are two launches, and Adam counts its steps in one of its own.
+    """
+    declare_traffic("halfstep::norms", reads=("gradients",), writes=("result",), launches=2)
+    for name, states in UPDATES.items():
+        declare_traffic(
+            f"halfstep::{name}", reads=("weights", *states, *GIVEN), writes=("weights", "beside", *states),
+            extra=_beside, launches=2 if name == "adam_" else 1,
+        )  # fmt: skip
+
+
+def _beside(call: Arguments) -> tuple[int, int]:
+    """A low copy beside a master is written only; what else may be there is read too."""
+    return (0 if call["form"] == "copy" else sum(map(bytes_of, call["beside"]))), 0

@@ -280,7 +280,7 @@ def test_banned_functions_refuse_low_inputs_unless_they_are_allowed() -> None:
     assert F.binary_cross_entropy(low, low).dtype is FP32
 
 
-def test_raising_to_a_power_in_place_gives_fp32_as_the_list_says() -> None:
+def test_raising_to_a_power_in_place_gives_fp32_as_in_the_list() -> None:
     amp.init()
     x = torch.full((2,), 3.0).half()
     x **= 2

@@ -241,8 +241,8 @@ def test_p10_a_gradient_penalty_can_be_taken_from_the_unscaled_output(level: str
     def penalised(model: Any, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         output = model(x).float()
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        total: Tensor = (slope.norm(dim=1) - 1).square().mean() + output.square().mean()
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        total: Tensor = (gradient.norm(dim=1) - 1).square().mean() + output.square().mean()
         return total
 
     torch.manual_seed(0)

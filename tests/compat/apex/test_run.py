@@ -99,7 +99,7 @@ def test_processes_that_a_script_starts_find_apex_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "halfstep", "run", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["worker", "halfstep.compat.apex.amp", "halfstep.compat.apex.parallel.larc"]
+    assert done.stdout.split() == ["worker", "halfstep.compat.apex.amp", "halfstep.compat.apex.parallel"]
 
 
 def test_a_script_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

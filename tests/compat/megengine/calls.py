@@ -154,7 +154,7 @@ def grouped() -> tuple[Any, Any]:
     return (x.grad, y.grad, isinstance(both, autodiff.GradManagerGroup)), ([2.0], [1.0], True)
 
 
-def held() -> tuple[Any, Any]:
+def attached() -> tuple[Any, Any]:
     gm, kept = autodiff.GradManager(), mge.Parameter([1.0])
     gm.attach([kept, mge.Parameter([2.0])])
     return [one is kept for one in gm.attached_tensors()], [True]
@@ -247,7 +247,7 @@ CALLS: dict[str, Call] = {
     "amp.convert_module_format": nhwc_module,
     "autodiff.GradManager": lambda: (learned()[0].grad, [2.0, 2.0]),
     "autodiff.GradManager.attach": callbacks,
-    "autodiff.GradManager.attached_tensors": held,
+    "autodiff.GradManager.attached_tensors": attached,
     "autodiff.GradManager.record": recorded,
     "autodiff.GradManager.release": recorded,
     "autodiff.GradManager.backward": callbacks,

@@ -162,7 +162,7 @@ def test_an_assignment_takes_the_format_of_its_destination() -> None:
     assert destination.dtype is FP32 and bool(destination[0].any())
 
 
-def test_integers_and_fp64_are_nobodys_business() -> None:
+def test_integers_and_fp64_are_left_alone() -> None:
     with amp.autocast():
         assert (torch.ones(2, 2, dtype=torch.int32) @ torch.ones(2, 2, dtype=torch.int32)).dtype is torch.int32
         assert (X[0, 0].double() @ X[0, 0].double()).dtype is FP64

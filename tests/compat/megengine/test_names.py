@@ -68,7 +68,7 @@ def test_devices_have_megengines_names() -> None:
         mge.set_default_device("nothing")
     mge.set_default_device()
     assert mge.get_default_device() == "xpux"
-    from halfstep.compat.megengine.device import device_of
+    from halfstep.compat.megengine.tensor import device_of
 
     assert device_of("gpu1") == device_of("cuda:1") == torch.device("cuda", 1)
     assert device_of("gpux") == torch.device("cuda") and device_of(torch.device("cpu")) == device_of("cpux")

@@ -1,4 +1,4 @@
-"""docs/compat_megengine.md lists every name, and what it says of each is so."""
+"""docs/compat_megengine.md lists every name, and its statement on each is true."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import halfstep.compat.megengine as mge
 from halfstep.compat.megengine import amp, autodiff, functional, hub, optimizer
-from tests.compat.name_table import DOCS, Row, exists, repeated, rows
+from tests.compat.name_table import DOCS, NameRow, exists, repeated, rows
 
 PAGE = "compat_megengine.md"
 TABLE = rows(PAGE)
@@ -19,7 +19,7 @@ PACKAGES = ("amp", "autodiff", "functional", "hub", "optimizer")
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.names[0])
-def test_a_row_is_true(row: Row) -> None:
+def test_a_row_is_true(row: NameRow) -> None:
     for name in row.names:
         assert exists(mge, name) == (row.verdict != "absent"), name
     assert row.verdict == "works" or len(row.note) > 10, "why?"

@@ -130,7 +130,7 @@ def test_o0_returns_the_network_untouched_and_a_second_level_warns_and_changes_n
     amp.auto_mixed_precision(net, "O2")
     with pytest.warns(UserWarning, match="converted with level 'O2' before and stays as it is; 'O3' is not applied"):
         amp.auto_mixed_precision(net, "O3")
-    net.add_flags_recursive(fp16=False)  # as the warning says
+    net.add_flags_recursive(fp16=False)  # the remedy in the warning
     assert formats(net)["fc1"] is FP32
     assert formats(amp.auto_mixed_precision(net, "O3", ms.bfloat16))["fc1"] is BF16
 
@@ -260,7 +260,7 @@ CASTS = {None: None, "f32": FP32, "f16": FP16, "bf16": BF16}
     ("level", "cast", "keep", "manager"),
     list(itertools.product(CONFIG, CASTS, (None, True, False), ("default", "none", "fixed"))),
 )
-def test_every_combination_casts_and_scales_as_mindspores_order_of_work_says(
+def test_every_combination_casts_and_scales_as_in_mindspores_order_of_work(
     level: str, cast: str | None, keep: bool | None, manager: str
 ) -> None:
     kwargs: dict[str, Any] = {}

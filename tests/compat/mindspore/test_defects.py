@@ -1,4 +1,4 @@
-"""Where MindSpore 2.10 does the wrong thing (measured), this skin does the right one. One test for each."""
+"""Where MindSpore 2.10 does the wrong thing (measured), this front-end does the right one. One test for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page says what the code has: every row resolves, every public name has a row, every snippet runs."""
+"""The page agrees with the code: every row resolves, every public name has a row, every snippet runs."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_parts_inside_a_flagged_part_follow_it_again_when_their_flag_goes() -> N
     assert policy is not None and ("class:BatchNorm1d", "fp32") in policy.modules  # O2's exceptions are still there
 
 
-def test_add_flags_speaks_of_one_cell_and_cells_below_without_flags_follow() -> None:
+def test_add_flags_changes_one_cell_and_cells_below_without_flags_follow() -> None:
     net = LeNet5().add_flags(fp16=True)
     assert net.get_flags()["fp16"] and net.fc1.get_flags() == {}
     assert formats(net)["fc1"] is FP16

@@ -15,7 +15,7 @@ from tests.compat.mindspore.nets import BF16, FP16, FP32, Normed, TorchNet, form
 
 
 def data(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return batches of pictures whose row of light says the label."""
+    """Return batches of pictures whose row of light is the label."""
     rows, batches = torch.eye(4)[:3], []
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):

@@ -45,7 +45,7 @@ def test_a_plain_step_returns_the_loss_before_the_update_and_trains() -> None:
 
 @pytest.mark.parametrize("optimizer_scale", [1.0, 1024.0])
 @pytest.mark.parametrize("sens", [1.0, 1024.0])
-def test_gradients_are_divided_by_the_scale_once_whoever_was_told(sens: float, optimizer_scale: float) -> None:
+def test_gradients_are_divided_by_the_scale_once_for_every_combination(sens: float, optimizer_scale: float) -> None:
     # MindSpore: right for equal numbers only; with sens alone the step is 1024 times too long, without a word
     net, optimizer = line(loss_scale=optimizer_scale)
     One(net, optimizer, sens)(torch.tensor([2.0]))

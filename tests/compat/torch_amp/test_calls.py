@@ -1,4 +1,4 @@
-"""Every name that docs/compat_torch.md says works is called, and so is torch's: the two give the same."""
+"""Every name that works according to docs/compat_torch.md is called, and so is torch's: the two give the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Program = Callable[[Any], Any]
 
 
 def stepped(amp: Any) -> Any:
-    """Return what a scaler says at the beginning, after a good step and after a bad one."""
+    """Return a scaler's numbers at the beginning, after a good step and after a bad one."""
     scaler = amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], 0.5)

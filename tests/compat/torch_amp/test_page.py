@@ -1,4 +1,4 @@
-"""docs/compat_torch.md lists every name of torch.amp, and what it says of each is so."""
+"""docs/compat_torch.md lists every name of torch.amp, and its statement on each is true."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.cuda.amp
 import torch.distributed.fsdp.sharded_grad_scaler
 
 from halfstep.compat import torch_amp
-from tests.compat.name_table import DOCS, Row, exists, repeated, rows
+from tests.compat.name_table import DOCS, NameRow, exists, repeated, rows
 
 PAGE = "compat_torch.md"
 TABLE = rows(PAGE)
@@ -24,7 +24,7 @@ def here(name: str) -> str:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.names[0])
-def test_a_row_is_true(row: Row) -> None:
+def test_a_row_is_true(row: NameRow) -> None:
     for name in row.names:
         assert exists(torch, name), f"torch.{name} does not exist"
         if row.verdict in ("works", "differs"):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import runpy
-import sys
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from tests.examples.loading import load
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "seeds"
 IMPORT = "from halfstep.compat.torch_amp.cuda import GradScaler, autocast"
@@ -33,6 +31,12 @@ LOOPS: Mapping[str, tuple[Mapping[str, str], str]] = {
         "d5bd03f92f3f7777d2aa6f8da83baa3566f0703a0591c019dcb27e324aaeeae1",
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def programs_find_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python examples/seeds/NAME.py` does: they import pictures.py, which is beside them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 def source(name: str) -> str:
@@ -103,33 +107,22 @@ def test_replacing_the_import_changes_no_bit_where_torch_has_the_units(name: str
 # ---------------------------------------------------------------------- parallel
 
 
-@cache
-def load(name: str) -> ModuleType:
-    """Import a recipe by its path, under a name by which a process it starts can import it too."""
-    spec = importlib.util.spec_from_file_location(f"examples.seeds.{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_data_parallel_trains_with_the_region_around_the_call_and_inside_the_model() -> None:
-    out = load("torch_data_parallel").main()
+    out = load("seeds/torch_data_parallel").main()
     for one in out.values():
         assert one["formats"] == {torch.float16}
         assert one["last"] < 0.05 * one["first"]
 
 
 def test_a_region_inside_the_model_holds_in_the_threads_of_several_devices() -> None:
-    out = load("torch_several_devices").main()
+    out = load("seeds/torch_several_devices").main()
     assert out["formats"] == [torch.float16, torch.float16]
     assert out["last"] < 0.05 * out["first"]
 
 
 @pytest.mark.dist
 def test_the_processes_of_distributed_data_parallel_skip_together() -> None:
-    out = load("torch_distributed").main()
+    out = load("seeds/torch_distributed").main()
     assert out["last"] < 0.1 * out["first"]
     assert out["scales"] == [512.0, 512.0] and out["equal"]
 

@@ -9,13 +9,6 @@ from halfstep.compat.apex import amp, fp16_utils, multi_tensor_apply, normalizat
 from halfstep.compat.apex.install import DeprecatedFeatureWarning, install, uninstall
 
 __all__ = [
-    "DeprecatedFeatureWarning",
-    "amp",
-    "fp16_utils",
-    "install",
-    "multi_tensor_apply",
-    "normalization",
-    "optimizers",
-    "parallel",
-    "uninstall",
-]
+    "DeprecatedFeatureWarning", "amp", "fp16_utils", "install", "multi_tensor_apply", "normalization", "optimizers",
+    "parallel", "uninstall",
+]  # fmt: skip

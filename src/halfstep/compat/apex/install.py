@@ -62,7 +62,7 @@ def install(*, force: bool = False) -> bool:
     """Register this package as ``apex`` in `sys.modules`, with its submodules, for this process.
 
     An apex that is installed and has amp stays, unless `force`. One without amp (since May 2025) gives its place too:
-    its other parts need its extensions, and a script that says ``from apex import amp`` cannot use it.
+    its other parts need its extensions, and a script with ``from apex import amp`` cannot use it.
 
     Returns:
         Whether this package is ``apex`` now.

@@ -9,18 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [
-    "FusedLayerNorm",
-    "FusedRMSNorm",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-]
+    "FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm",
+    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine",
+]  # fmt: skip
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Fused(nn.Module):
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
     """Layer normalisation; torch.nn.LayerNorm.
 
     Args:
@@ -31,70 +33,45 @@ class FusedLayerNorm(nn.LayerNorm):
             result.
     """
 
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """Normalisation by the root of the mean square; torch.nn.RMSNorm. The arguments are those of `FusedLayerNorm`."""
 
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
-
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm` whose result has the format of its weight, whatever that of the input.
-
-    Raises:
-        RuntimeError: ``elementwise_affine=False``: there would be no weight.
-    """
+class _Mixed(_Fused):
+    weight: Any
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
     ) -> None:
-        _check_affine("MixedFusedLayerNorm", kwargs)
+        name = type(self).__name__
+        if not kwargs.pop("elementwise_affine", True):
+            raise RuntimeError(
+                f"{name}(elementwise_affine=False): there is no weight; use {name.removeprefix('Mixed')}"
+            )
+        if kwargs:
+            raise TypeError(f"{name} takes no argument {', '.join(kwargs)}")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """`FusedLayerNorm` whose result has the format of its weight, whatever that of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` normalised, in the weight's format."""
         wide = torch.promote_types(input.dtype, self.weight.dtype)
-        made = F.layer_norm(
-            input.to(wide), self.normalized_shape, self.weight.to(wide), self.bias.to(wide), self.eps
-        )  # fmt: skip
-        return made.to(self.weight.dtype)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
-    """`FusedRMSNorm` whose result has the format of its weight, whatever that of the input.
-
-    Raises:
-        RuntimeError: ``elementwise_affine=False``: there would be no weight.
-    """
-
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _check_affine("MixedFusedRMSNorm", kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+    """`FusedRMSNorm` whose result has the format of its weight, whatever that of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` normalised, in the weight's format."""
         wide = torch.promote_types(input.dtype, self.weight.dtype)
         made = F.rms_norm(input.to(wide), list(self.normalized_shape), self.weight.to(wide), self.eps)
         return made.to(self.weight.dtype)
-
-
-def _check_affine(name: str, arguments: dict[str, Any]) -> None:
-    if not arguments.pop("elementwise_affine", True):
-        raise RuntimeError(f"{name}(elementwise_affine=False): there is no weight; use {name.removeprefix('Mixed')}")
-    if arguments:
-        raise TypeError(f"{name} takes no argument {', '.join(arguments)}")
 
 
 def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:

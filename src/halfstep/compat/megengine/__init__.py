@@ -9,18 +9,9 @@ Example:
 """
 
 from halfstep.compat.megengine import amp, autodiff, functional, hub, optimizer
-from halfstep.compat.megengine.device import get_default_device, set_default_device
-from halfstep.compat.megengine.tensor import Parameter, Tensor, tensor
+from halfstep.compat.megengine.tensor import Parameter, Tensor, get_default_device, set_default_device, tensor
 
 __all__ = [
-    "Parameter",
-    "Tensor",
-    "amp",
-    "autodiff",
-    "functional",
-    "get_default_device",
-    "hub",
-    "optimizer",
-    "set_default_device",
-    "tensor",
-]
+    "Parameter", "Tensor", "amp", "autodiff", "functional", "get_default_device", "hub", "optimizer",
+    "set_default_device", "tensor",
+]  # fmt: skip

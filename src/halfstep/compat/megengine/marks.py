@@ -1,4 +1,4 @@
-"""What a gradient is: multiplied by the scale, or divided by it again. Told by a mark on the gradient itself.
+"""Marks on gradients: multiplied by the scale, or divided by it again.
 
 A mark lives as long as the gradient: adding to it keeps the mark, `clear_grad` drops both.
 """
@@ -17,7 +17,7 @@ Scale = tuple[object, Tensor]
 
 
 def mark(gradient: Tensor | None, what: str, scale: Scale | None = None) -> None:
-    """Say that `gradient` is `SCALED`, by `scale`, or `UNSCALED`."""
+    """Mark `gradient` as `SCALED`, by `scale`, or `UNSCALED`."""
     if gradient is not None:
         setattr(gradient, _ATTRIBUTE, what)
         setattr(gradient, _SCALE, scale)

@@ -13,7 +13,7 @@ The table of levels is MindSpore 2.10's:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,67 +21,54 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.loss_scale_manager import (
+from halfstep.compat.mindspore.checks import (
+    MindSporeTypeError,
+    MindSporeValueError,
+    check_bool,
+    check_module,
+    check_optimizer_class,
+)
+from halfstep.compat.mindspore.nn import layers
+from halfstep.compat.mindspore.nn.loss import WithLossCell
+from halfstep.compat.mindspore.nn.loss_scale import (
     DynamicLossScaleManager,
+    DynamicLossScaler,
     FixedLossScaleManager,
     LossScaleManager,
+    LossScaler,
+    StaticLossScaler,
+    all_finite,
 )
-from halfstep.compat.mindspore.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
-from halfstep.compat.mindspore.nn import layers
 from halfstep.compat.mindspore.nn.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, check_optimizer
-from halfstep.compat.mindspore.nn.wrap import WithLossCell
 from halfstep.compat.mindspore.ops import operations
-from halfstep.compat.mindspore.policies import LEVELS, LOW_FORMATS, O1_WHITE, level_policy, low_name, low_policy
+from halfstep.compat.mindspore.policies import LEVELS, O1_WHITE, level_policy, low_name, low_policy
 from halfstep.compat.mindspore.precision import low_format_in, mark_level, mark_of
+from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import did_you_mean
 
 __all__ = [
-    "DynamicLossScaleManager",
-    "DynamicLossScaler",
-    "FixedLossScaleManager",
-    "LossScaleManager",
-    "LossScaler",
-    "StaticLossScaler",
-    "all_finite",
-    "auto_mixed_precision",
-    "build_train_network",
-    "custom_mixed_precision",
-    "get_black_list",
-    "get_white_list",
-]
+    "DynamicLossScaleManager", "DynamicLossScaler", "FixedLossScaleManager", "LossScaleManager", "LossScaler",
+    "StaticLossScaler", "all_finite", "auto_mixed_precision", "build_train_network", "custom_mixed_precision",
+    "get_black_list", "get_white_list",
+]  # fmt: skip
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 CELLS: Mapping[type, str] = MappingProxyType(
     {
-        layers.Conv1d: "Conv1d",
-        layers.Conv2d: "Conv2D",
-        layers.Conv3d: "Conv3D",
-        layers.Conv1dTranspose: "Conv1dTranspose",
-        layers.Conv2dTranspose: "Conv2DTranspose",
-        layers.Conv3dTranspose: "Conv3DTranspose",
-        layers.Dense: "Dense",
-        layers.LSTMCell: "LSTMCell",
-        layers.RNNCell: "RNNCell",
-        layers.GRUCell: "GRUCell",
+        layers.Conv1d: "Conv1d", layers.Conv2d: "Conv2D", layers.Conv3d: "Conv3D",
+        layers.Conv1dTranspose: "Conv1dTranspose", layers.Conv2dTranspose: "Conv2DTranspose",
+        layers.Conv3dTranspose: "Conv3DTranspose", layers.Dense: "Dense", layers.LSTMCell: "LSTMCell",
+        layers.RNNCell: "RNNCell", layers.GRUCell: "GRUCell",
     }
-)
-"""The cells of the white list, and the row of `O1_WHITE` that says which operators they are."""
+)  # fmt: skip
+"""The cells of the white list, and the row of `O1_WHITE` with their operators."""
 
 WHITE_LIST: tuple[type, ...] = (
-    *CELLS,
-    operations.Conv2D,
-    operations.Conv3D,
-    operations.Conv2DTranspose,
-    operations.Conv3DTranspose,
-    operations.Conv2DBackpropInput,
-    operations.MatMul,
-    operations.BatchMatMul,
-    operations.PReLU,
-    operations.ReLU,
+    *CELLS, operations.Conv2D, operations.Conv3D, operations.Conv2DTranspose, operations.Conv3DTranspose,
+    operations.Conv2DBackpropInput, operations.MatMul, operations.BatchMatMul, operations.PReLU, operations.ReLU,
     operations.Ger,
-)
+)  # fmt: skip
 BLACK_LIST: tuple[type, ...] = (layers.BatchNorm1d, layers.BatchNorm2d, layers.BatchNorm3d, layers.LayerNorm)
 
 
@@ -126,9 +113,6 @@ def auto_mixed_precision(network: T, amp_level: str = "O0", dtype: torch.dtype =
 
     Returns:
         The same object; for a function a new one.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a network, or an unknown level or dtype.
     """
     name = low_name(dtype, "auto_mixed_precision")
     _check_level("auto_mixed_precision: amp_level", amp_level)
@@ -142,18 +126,15 @@ def auto_mixed_precision(network: T, amp_level: str = "O0", dtype: torch.dtype =
         )
     if amp_level == "O0" or _converted(network, amp_level):
         return network
-    black = tuple(f"class:{_torch_class(kind).__name__}" for kind in BLACK_LIST) if amp_level == "O2" else ()
+    black = _patterns(BLACK_LIST) if amp_level == "O2" else ()
     mark_level(network, amp_level, level_policy(amp_level, name, black))
     return network
 
 
 def custom_mixed_precision(
-    network: nn.Module,
-    *,
-    white_list: list[type] | None = None,
-    black_list: list[type] | None = None,
+    network: nn.Module, *, white_list: list[type] | None = None, black_list: list[type] | None = None,
     dtype: torch.dtype = torch.float16,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Convert a network with one's own white list (as O1) or black list (as O2), in place.
 
     Args:
@@ -161,12 +142,8 @@ def custom_mixed_precision(
         white_list: classes of cells or primitives to run in `dtype`; everything else runs in fp32.
         black_list: classes of cells to run in fp32; everything else runs in `dtype`.
         dtype: mstype.float16 or mstype.bfloat16.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a network, not exactly one list, or something else in a list.
     """
-    if not isinstance(network, nn.Module):
-        raise MindSporeTypeError(f"custom_mixed_precision: network is a {type(network).__name__}; expected a Cell")
+    check_module("custom_mixed_precision", network)
     name = low_name(dtype, "custom_mixed_precision")
     if (white_list is None) == (black_list is None):
         given = "neither" if white_list is None else "both"
@@ -178,8 +155,7 @@ def custom_mixed_precision(
     if _converted(network, "custom"):
         return network
     if black_list is not None:
-        black = tuple(f"class:{_torch_class(kind).__name__}" for kind in black_list)
-        mark_level(network, "O2", level_policy("O2", name, black))
+        mark_level(network, "O2", level_policy("O2", name, _patterns(black_list)))
         return network
     operators, cells = _meaning(white_list or [])
     for part in network.modules():
@@ -190,13 +166,9 @@ def custom_mixed_precision(
 
 
 def build_train_network(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[..., Any] | None = None,
-    level: str = "O0",
-    boost_level: str = "O0",
-    **kwargs: Any,
-) -> TrainOneStepCell | TrainOneStepWithLossScaleCell:
+    network: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any] | None = None,
+    level: str = "O0", boost_level: str = "O0", **kwargs: Any,
+) -> TrainOneStepCell | TrainOneStepWithLossScaleCell:  # fmt: skip
     """Convert a network, in place, and return the cell that trains it.
 
     Args:
@@ -210,9 +182,6 @@ def build_train_network(
 
     Returns:
         A `TrainOneStepWithLossScaleCell` where there is a manager with an update cell, else a `TrainOneStepCell`.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an argument that makes no sense; nothing is changed.
     """
     _check_network(network, optimizer, loss_fn)
     _check_level("build_train_network: level", level)
@@ -245,12 +214,12 @@ def build_train_network(
 
 
 def _convert(network: nn.Module, level: str, keep_batchnorm_fp32: bool, cast: torch.dtype) -> None:
-    """Do what step 2 of MindSpore's order of work does."""
-    if cast in LOW_FORMATS:  # whatever the level: everything low, with or without norms
+    """Convert `network` to the level, or to `cast` where that is given."""
+    if cast in LOW_NAMES:  # whatever the level: everything low, with or without norms
         if _converted(network, level):
             return
-        black = tuple(f"class:{_torch_class(kind).__name__}" for kind in BLACK_LIST) if keep_batchnorm_fp32 else ()
-        mark_level(network, level, level_policy("O2" if black else "O3", LOW_FORMATS[cast], black))
+        black = _patterns(BLACK_LIST) if keep_batchnorm_fp32 else ()
+        mark_level(network, level, level_policy("O2" if black else "O3", LOW_NAMES[cast], black))
     elif level not in ("O2", "O3"):  # O2 and O3 with cast_model_type=float32 cast nothing
         auto_mixed_precision(network, level)
 
@@ -264,10 +233,9 @@ def _overrides(settings: _Level, kwargs: dict[str, Any]) -> tuple[bool, torch.dt
                 + did_you_mean(name, known)
             )
     keep = kwargs.get("keep_batchnorm_fp32", settings.keep_batchnorm_fp32)
-    if not isinstance(keep, bool):
-        raise MindSporeTypeError(f"build_train_network: keep_batchnorm_fp32={keep!r}; expected True or False")
+    check_bool("build_train_network: keep_batchnorm_fp32", keep)
     cast = kwargs.get("cast_model_type", settings.cast_model_type)
-    if cast is not torch.float32 and cast not in LOW_FORMATS:
+    if cast is not torch.float32 and cast not in LOW_NAMES:
         raise MindSporeValueError(
             f"build_train_network: cast_model_type={cast!r}; expected mstype.float16, mstype.bfloat16 or mstype.float32"
         )
@@ -282,15 +250,9 @@ def _overrides(settings: _Level, kwargs: dict[str, Any]) -> tuple[bool, torch.dt
     return keep, cast, manager
 
 
-def _check_network(network: object, optimizer: object, loss_fn: object) -> None:
-    if not isinstance(network, nn.Module):
-        raise MindSporeTypeError(
-            f"build_train_network: network is a {type(network).__name__}; expected a Cell or torch module"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise MindSporeTypeError(
-            f"build_train_network: optimizer is a {type(optimizer).__name__}; expected one such as nn.Momentum"
-        )
+def _check_network(network: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: object) -> None:
+    check_module("build_train_network", network)
+    check_optimizer_class("build_train_network", optimizer)
     own = {id(parameter) for parameter in network.parameters()}
     if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise MindSporeValueError(
@@ -348,10 +310,15 @@ def _check_list(name: str, classes: object, bases: tuple[type, ...]) -> None:
 
 
 def _torch_class(kind: type) -> type:
-    """Return torch's class behind one of this skin's layers, so that a torch network's layers count too."""
+    """Return torch's class behind one of MindSpore's layers, so that a torch network's layers count too."""
     if kind.__module__.startswith(f"{layers.__name__}."):
         return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules"))
     return kind
+
+
+def _patterns(kinds: Iterable[type]) -> tuple[str, ...]:
+    """Return the module patterns of some classes of cells."""
+    return tuple(f"class:{_torch_class(kind).__name__}" for kind in kinds)
 
 
 def _meaning(white_list: list[type]) -> tuple[tuple[str, ...], tuple[type, ...]]:

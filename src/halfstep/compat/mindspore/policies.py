@@ -12,127 +12,68 @@ from types import MappingProxyType
 import torch
 
 import halfstep as hs
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.shared import LOW_NAMES
 
 __all__ = [
-    "AUTO_BLACK",
-    "AUTO_PROMOTE",
-    "AUTO_WHITE",
-    "LEVELS",
-    "LOW_FORMATS",
-    "O1_WHITE",
-    "PREFIX",
-    "fp32_policy",
-    "is_low_everywhere",
-    "level_policy",
-    "low_name",
-    "low_policy",
-]
+    "AUTO_BLACK", "AUTO_PROMOTE", "AUTO_WHITE", "LEVELS", "O1_WHITE", "PREFIX", "fp32_policy", "is_low_everywhere",
+    "level_policy", "low_name", "low_policy",
+]  # fmt: skip
 
 PREFIX = "mindspore-"
-"""How the names of these policies begin; by it this skin knows what it has bound itself."""
+"""How the names of these policies begin; a policy without it was bound by the user."""
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 
-LOW_FORMATS: Mapping[torch.dtype, str] = MappingProxyType({torch.float16: "fp16", torch.bfloat16: "bf16"})
-
 O1_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Conv1d": ("conv1d",),
-        "Conv2D": ("conv2d",),
-        "Conv3D": ("conv3d",),
-        "Conv1dTranspose": ("conv_transpose1d",),
-        "Conv2DTranspose": ("conv_transpose2d",),
-        "Conv3DTranspose": ("conv_transpose3d",),
-        "Dense": ("linear", "bilinear"),
-        "LSTMCell": ("lstm_cell", "lstm"),
-        "RNNCell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"),
-        "GRUCell": ("gru_cell", "gru"),
+        "Conv1d": ("conv1d",), "Conv2D": ("conv2d",), "Conv3D": ("conv3d",), "Conv1dTranspose": ("conv_transpose1d",),
+        "Conv2DTranspose": ("conv_transpose2d",), "Conv3DTranspose": ("conv_transpose3d",),
+        "Dense": ("linear", "bilinear"), "LSTMCell": ("lstm_cell", "lstm"),
+        "RNNCell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"), "GRUCell": ("gru_cell", "gru"),
         "MatMul": ("matmul", "mm", "mv", "addmm", "addmv", "einsum", "tensordot", "inner", "linalg.multi_dot"),
-        "BatchMatMul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"),
-        "PReLU": ("prelu",),
-        "ReLU": ("relu",),
-        "Ger": ("outer",),
+        "BatchMatMul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"), "PReLU": ("prelu",),
+        "ReLU": ("relu",), "Ger": ("outer",),
     }
-)
+)  # fmt: skip
 """O1's white list: primitive or cell -> torch's operators."""
 
 AUTO_WHITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Conv2D": ("conv1d", "conv2d"),
-        "Conv3D": ("conv3d",),
-        "Conv2DTranspose": ("conv_transpose1d", "conv_transpose2d"),
-        "Conv3DTranspose": ("conv_transpose3d",),
+        "Conv2D": ("conv1d", "conv2d"), "Conv3D": ("conv3d",),
+        "Conv2DTranspose": ("conv_transpose1d", "conv_transpose2d"), "Conv3DTranspose": ("conv_transpose3d",),
         "MatMul": ("matmul", "mm", "tensordot", "inner", "linalg.multi_dot"),
-        "BatchMatMul": ("bmm", "scaled_dot_product_attention"),
-        "PReLU": ("prelu",),
-        "Einsum": ("einsum",),
+        "BatchMatMul": ("bmm", "scaled_dot_product_attention"), "PReLU": ("prelu",), "Einsum": ("einsum",),
         "Dense": ("linear", "bilinear", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell"),
-        "LSTM": ("lstm", "rnn_tanh", "rnn_relu", "gru"),
-        "Addmm": ("addmm",),
-        "Addbmm": ("addbmm",),
-        "Addmv": ("addmv",),
-        "Baddbmm": ("baddbmm",),
-        "Mv": ("mv",),
+        "LSTM": ("lstm", "rnn_tanh", "rnn_relu", "gru"), "Addmm": ("addmm",), "Addbmm": ("addbmm",),
+        "Addmv": ("addmv",), "Baddbmm": ("baddbmm",), "Mv": ("mv",),
     }
-)
+)  # fmt: skip
 """The auto level's white list; recurrent layers are listed because MindSpore makes them of its MatMul."""
 
 AUTO_BLACK: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Pow": ("pow",),
-        "ACos": ("acos",),
-        "Asin": ("asin",),
-        "Cosh": ("cosh",),
-        "Erfinv": ("erfinv",),
-        "Exp": ("exp",),
-        "Expm1": ("expm1",),
-        "Log": ("log",),
-        "Log10": ("log10",),
-        "Log1p": ("log1p",),
-        "Log2": ("log2",),
-        "Reciprocal": ("reciprocal",),
-        "Rsqrt": ("rsqrt",),
-        "Sinh": ("sinh",),
-        "Tan": ("tan",),
-        "Softplus": ("softplus",),
-        "LayerNorm": ("layer_norm",),
-        "BatchNorm": ("batch_norm",),
-        "GroupNorm": ("group_norm",),
-        "Norm": ("norm", "linalg.norm", "linalg.vector_norm", "linalg.matrix_norm"),
-        "KLDivLoss": ("kl_div",),
-        "SmoothL1Loss": ("smooth_l1_loss",),
-        "MultilabelMarginLoss": ("multilabel_margin_loss",),
-        "SoftMarginLoss": ("soft_margin_loss",),
-        "TripletMarginLoss": ("triplet_margin_loss",),
-        "MultiMarginLoss": ("multi_margin_loss",),
-        "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits",),
-        "Pdist": ("pdist",),
-        "Cdist": ("cdist",),
-        "Renorm": ("renorm",),
-        "ReduceProd": ("prod",),
-        "Softmax": ("softmax",),
-        "LogSoftmax": ("log_softmax",),
-        "CumProd": ("cumprod",),
-        "CumSum": ("cumsum",),
-        "SumExt": ("sum",),
-        "L1LossExt": ("l1_loss",),
-        "MSELossExt": ("mse_loss",),
-        "NLLLoss": ("nll_loss", "cross_entropy"),
+        "Pow": ("pow",), "ACos": ("acos",), "Asin": ("asin",), "Cosh": ("cosh",), "Erfinv": ("erfinv",),
+        "Exp": ("exp",), "Expm1": ("expm1",), "Log": ("log",), "Log10": ("log10",), "Log1p": ("log1p",),
+        "Log2": ("log2",), "Reciprocal": ("reciprocal",), "Rsqrt": ("rsqrt",), "Sinh": ("sinh",), "Tan": ("tan",),
+        "Softplus": ("softplus",), "LayerNorm": ("layer_norm",), "BatchNorm": ("batch_norm",),
+        "GroupNorm": ("group_norm",), "Norm": ("norm", "linalg.norm", "linalg.vector_norm", "linalg.matrix_norm"),
+        "KLDivLoss": ("kl_div",), "SmoothL1Loss": ("smooth_l1_loss",),
+        "MultilabelMarginLoss": ("multilabel_margin_loss",), "SoftMarginLoss": ("soft_margin_loss",),
+        "TripletMarginLoss": ("triplet_margin_loss",), "MultiMarginLoss": ("multi_margin_loss",),
+        "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits",), "Pdist": ("pdist",), "Cdist": ("cdist",),
+        "Renorm": ("renorm",), "ReduceProd": ("prod",), "Softmax": ("softmax",), "LogSoftmax": ("log_softmax",),
+        "CumProd": ("cumprod",), "CumSum": ("cumsum",), "SumExt": ("sum",), "L1LossExt": ("l1_loss",),
+        "MSELossExt": ("mse_loss",), "NLLLoss": ("nll_loss", "cross_entropy"),
     }
-)
+)  # fmt: skip
 
 AUTO_PROMOTE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Addcdiv": ("addcdiv",),
-        "Addcmul": ("addcmul",),
-        "Cross": ("cross", "linalg.cross"),
-        "GridSampler2D": ("grid_sample",),
-        "BiasAdd": ("add",),
-        "Dot": ("dot",),
-        "Concat": ("cat",),
+        "Addcdiv": ("addcdiv",), "Addcmul": ("addcmul",), "Cross": ("cross", "linalg.cross"),
+        "GridSampler2D": ("grid_sample",), "BiasAdd": ("add",), "Dot": ("dot",), "Concat": ("cat",),
     }
-)
+)  # fmt: skip
 
 
 def _rules(table: Mapping[str, tuple[str, ...]], rule: str) -> tuple[tuple[str, str], ...]:
@@ -158,14 +99,7 @@ def low_policy(dtype: str) -> hs.Policy:
 def level_policy(
     level: str, dtype: str, black: tuple[str, ...] = (), white: tuple[str, ...] | None = None
 ) -> hs.Policy:
-    """Return the policy of an amp level.
-
-    Args:
-        level: one of `LEVELS`.
-        dtype: "fp16" or "bf16".
-        black: module patterns that stay fp32 under O2.
-        white: operators that O1 computes in `dtype`, instead of its own.
-    """
+    """Return the policy of an amp level."""
     base = hs.Policy(name=PREFIX + level, dtype=dtype, table="none", outputs="fp32", scale="none")
     if level == "O0":
         return base.replace(dtype="fp32", loss="keep", outputs="keep")
@@ -183,14 +117,9 @@ def is_low_everywhere(policy: hs.Policy) -> bool:
 
 
 def low_name(dtype: object, where: str) -> str:
-    """Return "fp16" or "bf16" for a dtype.
-
-    Raises:
-        MindSporeTypeError: not a dtype.
-        MindSporeValueError: another dtype.
-    """
+    """Return "fp16" or "bf16" for a dtype."""
     if not isinstance(dtype, torch.dtype):
         raise MindSporeTypeError(f"{where}: dtype={dtype!r} is not a dtype; pass mstype.float16 or mstype.bfloat16")
-    if dtype not in LOW_FORMATS:
+    if dtype not in LOW_NAMES:
         raise MindSporeValueError(f"{where}: dtype={dtype}; a low format is mstype.float16 or mstype.bfloat16")
-    return LOW_FORMATS[dtype]
+    return LOW_NAMES[dtype]

@@ -1,11 +1,11 @@
-"""What a module is marked with (flags, a level), and the binding of the policies that carry the marks out.
+"""Marks of modules (flags, a level), and the binding of the policies that carry them out.
 
 Marks live on the modules; `bind` turns those of a subtree into regions: hs.prepare for its root, and again for each
 module inside whose policy differs. An inner binding wins over an outer one, wherever the model is called from.
 
 Which mark wins: the flag fp32 over everything; then the flags fp16 and bf16; then the level of the nearest
 module above.
-Under O2 and O3 a low flag in the same format says nothing new, so O2's fp32 layers stay fp32. Loss cells are always
+Under O2 and O3 a low flag in the same format changes nothing, so O2's fp32 layers stay fp32. Loss cells are always
 fp32. A level given later does not touch flags; flags set later on the same module or one above take a level away.
 """
 
@@ -18,28 +18,14 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.errors import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.policies import (
-    LOW_FORMATS,
-    PREFIX,
-    fp32_policy,
-    is_low_everywhere,
-    level_policy,
-    low_policy,
-)
+from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.policies import PREFIX, fp32_policy, is_low_everywhere, level_policy, low_policy
+from halfstep.compat.shared import LOW_NAMES
 
 __all__ = [
-    "Mark",
-    "add_flags",
-    "add_flags_recursive",
-    "bind",
-    "bind_for_training",
-    "flags_of",
-    "low_format_in",
-    "mark_level",
-    "mark_of",
-    "to_float",
-]
+    "Mark", "add_flags", "add_flags_recursive", "bind", "bind_for_training", "flags_of", "low_format_in", "mark_level",
+    "mark_of", "to_float",
+]  # fmt: skip
 
 KEY = "_mindspore_precision"
 FLAGS = ("fp16", "fp32", "bf16")
@@ -48,23 +34,17 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class Mark:
-    """What a user asked of one module.
+    """The precision that a user asked for on one module."""
 
-    Attributes:
-        flags: "fp16", "fp32", "bf16" -> on or off, as far as they were given.
-        level: the amp level the module was converted with, "" if none.
-        policy: that level as a policy, None for a level that casts nothing.
-        around: the policy of the module around it when that was bound, None outside every region.
-    """
-
+    # "fp16", "fp32", "bf16" -> on or off, as far as they were given
     flags: dict[str, bool] = field(default_factory=dict)
-    level: str = ""
-    policy: hs.Policy | None = None
-    around: hs.Policy | None = None
+    level: str = ""  # the amp level the module was converted with, "" if none
+    policy: hs.Policy | None = None  # that level as a policy, None for a level that casts nothing
+    around: hs.Policy | None = None  # the policy of the module around it when that was bound, None outside every region
 
 
 def mark_of(module: nn.Module) -> Mark | None:
-    """Return what `module` itself is marked with."""
+    """Return the mark of `module` itself."""
     mark = module.__dict__.get(KEY)
     return mark if isinstance(mark, Mark) else None
 
@@ -82,9 +62,6 @@ def _marked(module: nn.Module) -> Mark:
     return mark
 
 
-# ---------------------------------------------------------------------------------------------------------------- flags
-
-
 def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
     """Run `module` and all in it in `dst_type`, in place; the last call wins, also over flags.
 
@@ -94,17 +71,14 @@ def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
     Args:
         module: any torch module.
         dst_type: mstype.float16, float32 or bfloat16.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a module, or another dtype.
     """
     if not isinstance(dst_type, torch.dtype):
         raise MindSporeTypeError(f"to_float: dst_type={dst_type!r} is not a dtype; pass mstype.float16")
-    if dst_type is not torch.float32 and dst_type not in LOW_FORMATS:
+    if dst_type is not torch.float32 and dst_type not in LOW_NAMES:
         raise MindSporeValueError(
             f"to_float: dst_type={dst_type}; a cell runs in mstype.float16, mstype.float32 or mstype.bfloat16"
         )
-    wanted = LOW_FORMATS.get(dst_type, "fp32")
+    wanted = LOW_NAMES.get(dst_type, "fp32")
     return add_flags_recursive(module, **{name: name == wanted for name in FLAGS})
 
 
@@ -114,9 +88,6 @@ def add_flags(module: ModuleT, **flags: bool) -> ModuleT:
     Args:
         module: any torch module.
         **flags: fp16, bf16 or fp32, each True or False. fp32 wins over the others, whatever the order of the calls.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: not a module, another flag, or fp16 together with bf16.
     """
     return _flag(module, [module] if isinstance(module, nn.Module) else [], flags)
 
@@ -149,9 +120,6 @@ def _flag(module: ModuleT, members: list[nn.Module], flags: dict[str, bool]) -> 
     return module
 
 
-# --------------------------------------------------------------------------------------------------------------- levels
-
-
 def mark_level(module: nn.Module, level: str, policy: hs.Policy | None) -> None:
     """Remember that `module` was converted with `level`, and bind it."""
     _refuse_foreign(module)
@@ -172,27 +140,24 @@ def _low_format_in(module: nn.Module, around: hs.Policy | None) -> str:
     return next((found for child in module.children() if (found := _low_format_in(child, wanted))), "")
 
 
-# -------------------------------------------------------------------------------------------------------------- binding
-
-
 def _wanted(module: nn.Module, around: hs.Policy | None) -> hs.Policy | None:
     """Return the policy `module` runs under, given that of the module around it."""
     mark = mark_of(module)
     flags = {} if mark is None else mark.flags
     level = around if mark is None or mark.policy is None else mark.policy
-    low = next((name for name in LOW_FORMATS.values() if flags.get(name)), "")
+    low = next((name for name in LOW_NAMES.values() if flags.get(name)), "")
     if flags.get("fp32"):
         return fp32_policy(low or (level.dtype if level is not None else "fp16"))
     if low:
         same = level is not None and is_low_everywhere(level) and level.dtype == low
         return level if same else low_policy(low)
-    if isinstance(module, nn.modules.loss._Loss) and level is not None and level.dtype in LOW_FORMATS.values():
+    if isinstance(module, nn.modules.loss._Loss) and level is not None and level.dtype in LOW_NAMES.values():
         return fp32_policy(level.dtype)
     return level
 
 
 def _carry_out(module: nn.Module, around: hs.Policy | None, bound: hs.Policy | None) -> None:
-    """Bind `module` and what is in it, outer ones first, wherever the policy is another than that bound around it."""
+    """Bind `module` and the modules in it, outer ones first, wherever the policy differs from that bound around it."""
     _marked(module).around = around
     wanted = _wanted(module, around)
     # A list has no forward to bind; its members are bound one by one.
@@ -215,7 +180,7 @@ def _refuse_foreign(module: nn.Module) -> None:
     """Refuse to overwrite what the user has bound with hs.prepare.
 
     Raises:
-        MindSporeRuntimeError: some part of `module` was prepared by somebody else; nothing was changed.
+        MindSporeRuntimeError: the user prepared a part of `module`; nothing was changed.
     """
     for path, part in module.named_modules():
         policy = hs.prepared_policy(part)

@@ -6,27 +6,14 @@ from typing import Any
 
 import torch
 
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.common.initializer import initializer
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.shared import AnyParameter, AnyTensor
 
 __all__ = ["Parameter", "Tensor"]
 
 
-class _Tensors(type):
-    """``isinstance(x, Tensor)`` is true of every torch tensor."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.Tensor)
-
-
-class _Parameters(type):
-    """``isinstance(x, Parameter)`` is true of every torch parameter."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.nn.Parameter)
-
-
-class Tensor(metaclass=_Tensors):
+class Tensor(metaclass=AnyTensor):
     """``Tensor(input_data, dtype=None)``: a new torch.Tensor with a copy of the data.
 
     Args:
@@ -40,12 +27,9 @@ class Tensor(metaclass=_Tensors):
     def __new__(  # type: ignore[misc]  # a factory
         cls, input_data: Any = None, dtype: torch.dtype | None = None, shape: Any = None, init: Any = None
     ) -> torch.Tensor:
-        """Return a torch.Tensor.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: no data and no `init`, both, or data that no tensor can hold.
-        """
-        _check_dtype(dtype)
+        """Return a torch.Tensor."""
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise MindSporeTypeError(f"dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float32")
         if (input_data is None) == (init is None):
             given = "neither input_data nor init" if init is None else "both input_data and init"
             raise MindSporeValueError(f"Tensor: {given}; pass input_data, or shape, dtype and init")
@@ -65,21 +49,17 @@ class Tensor(metaclass=_Tensors):
         return made
 
 
-class Parameter(metaclass=_Parameters):
+class Parameter(metaclass=AnyParameter):
     """``Parameter(data, name=None, requires_grad=True)``: a new torch.nn.Parameter; torch gives names by place.
 
-    Integers have no gradient, whatever `requires_grad` says. The arguments after it are about parallel training and
+    Integers have no gradient, whatever `requires_grad` is. The arguments after it are about parallel training and
     the place of the data, and keep their defaults.
     """
 
     def __new__(  # type: ignore[misc]  # a factory, as Tensor
-        cls,
-        default_input: Any,
-        name: str | None = None,
-        requires_grad: bool = True,
-        layerwise_parallel: bool = False,
-        parallel_optimizer: bool = True,
-    ) -> torch.nn.Parameter:
+        cls, default_input: Any, name: str | None = None, requires_grad: bool = True,
+        layerwise_parallel: bool = False, parallel_optimizer: bool = True,
+    ) -> torch.nn.Parameter:  # fmt: skip
         """Return a torch.nn.Parameter."""
         if name is not None and not isinstance(name, str):
             raise MindSporeTypeError(f"Parameter: name={name!r} is a {type(name).__name__}; expected a string or None")
@@ -91,8 +71,3 @@ class Parameter(metaclass=_Parameters):
         data = default_input if isinstance(default_input, torch.Tensor) else Tensor(default_input)
         can = data.is_floating_point() or data.is_complex()
         return torch.nn.Parameter(data.detach().clone(), requires_grad=bool(requires_grad) and can)
-
-
-def _check_dtype(dtype: object) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise MindSporeTypeError(f"dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float32")

@@ -32,12 +32,9 @@ class autocast(hs.autocast):
     __slots__ = ()
 
     def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
+        self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True,
         cache_enabled: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _check_device_type(device_type)
         super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 

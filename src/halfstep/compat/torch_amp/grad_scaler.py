@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch.amp.grad_scaler import OptState
 
 import halfstep as hs
@@ -13,13 +15,21 @@ class GradScaler(hs.GradScaler):
     """`hs.GradScaler` with exactly torch.amp.GradScaler's arguments; the methods are torch's and more."""
 
     def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
+        self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
+        backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
+    ) -> None:  # fmt: skip
         """Make a scaler; see `hs.GradScaler` for the arguments."""
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+
+class DevicelessGradScaler(GradScaler):
+    """Base of the scalers of torch.cuda.amp and torch.cpu.amp, whose arguments name no device."""
+
+    device: ClassVar[str | None]
+
+    def __init__(
+        self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5,
+        growth_interval: int = 2000, enabled: bool = True,
+    ) -> None:  # fmt: skip
+        """Make a scaler; see `hs.GradScaler` for the arguments."""
+        hs.GradScaler.__init__(self, self.device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

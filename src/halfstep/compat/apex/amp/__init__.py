@@ -18,20 +18,7 @@ from halfstep.compat.apex.amp.frontend import initialize, load_state_dict, state
 from halfstep.compat.apex.amp.handle import disable_casts, scale_loss, step_was_skipped
 
 __all__ = [
-    "_amp_state",
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "init",
-    "initialize",
-    "lists",
-    "load_state_dict",
-    "master_params",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "scale_loss",
-    "state_dict",
-    "step_was_skipped",
-]
+    "_amp_state", "disable_casts", "float_function", "half_function", "init", "initialize", "lists", "load_state_dict",
+    "master_params", "promote_function", "register_float_function", "register_half_function",
+    "register_promote_function", "scale_loss", "state_dict", "step_was_skipped",
+]  # fmt: skip

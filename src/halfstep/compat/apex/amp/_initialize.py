@@ -23,16 +23,16 @@ from halfstep.compat.apex.amp._process_optimizer import (
     process_optimizer,
     release_optimizer,
 )
-from halfstep.compat.apex.amp.casts import NAMES
 from halfstep.compat.apex.amp.handle import AmpHandle, close_own_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BindError
+from halfstep.formats import POLICY_DTYPES
 
 __all__ = ["close_casts", "initialize"]
 
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
 BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
@@ -43,15 +43,10 @@ def close_casts() -> None:
 
 
 def initialize(
-    models: Any,
-    optimizers: Any,
-    properties: Any,
-    loss_scalers: list[LossScaler],
-    cast_model_outputs: torch.dtype | None,
-    *,
-    loud: bool,
-) -> Any:
-    """Prepare models and optimizers as `properties` say, and return them in the shape they came in."""
+    models: Any, optimizers: Any, properties: Any, loss_scalers: list[LossScaler],
+    cast_model_outputs: torch.dtype | None, *, loud: bool,
+) -> Any:  # fmt: skip
+    """Prepare models and optimizers by `properties`, and return them in the shape they came in."""
     model_list = _listed(models, nn.Module, "models", "model")
     without = optimizers is None or (isinstance(optimizers, (list, tuple)) and not optimizers)
     optimizer_list = [] if without else _listed(optimizers, (Optimizer, _larc()), "optimizers", "optimizer")
@@ -103,7 +98,7 @@ def _prepare(
     if o1 is not None:
         # A bound model's region would hide its operators from what prints them; and binding makes parameters fp32,
         # which O1 leaves as they are: a model with low ones is cast by this thread's region alone.
-        if not loud and not any(p.dtype in NAMES for p in model.parameters()):
+        if not loud and not any(p.dtype in LOW_NAMES for p in model.parameters()):
             attach(model, optimizers, o1)
         return
     low = properties.low
@@ -129,10 +124,10 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
     for path, module in model.named_modules():
         kept = keep and isinstance(module, BATCHNORM) and module.affine
         if "Norm" in type(module).__name__ and not kept and not list(module.children()):
-            rules.append((_literal(path), "low"))
+            rules.append(("".join(f"[{c}]" if c in "*?[" else c for c in path), "low"))  # a pattern for `path` alone
     return hs.Policy(
-        name=f"apex {properties.opt_level} {NAMES[low]}",
-        dtype=NAMES[low],
+        name=f"apex {properties.opt_level} {LOW_NAMES[low]}",
+        dtype=LOW_NAMES[low],
         params="low",
         master="master" if properties.master_weights else "none",
         table="mixed" if properties.opt_level == "O2" else "all-low",
@@ -145,25 +140,15 @@ def cast_policy(model: nn.Module, properties: Any, low: torch.dtype) -> hs.Polic
     )
 
 
-def _literal(path: str) -> str:
-    """Return a pattern that matches `path` alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in path)
-
-
 def _state_in_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Turn low entries of a state_dict into fp32, as O2 and O3 promise."""
     for name, value in state_dict.items():
-        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in NAMES:
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_NAMES:
             state_dict[name] = value.float()
 
 
 class _CastInputs:
-    """A forward hook that casts inputs: floating tensors, and objects of other classes by their own `to`.
-
-    Args:
-        dtype: the format.
-        tensors: whether tensors are cast; the policy of a low model has cast them.
-    """
+    """A forward hook that casts inputs: floating tensors, and objects of other classes by their own `to`."""
 
     def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
         self.dtype, self.tensors = dtype, tensors
@@ -187,7 +172,7 @@ class _CastOutputs:
 def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
     """Return `value` cast; what holds nothing to cast is returned as it is."""
     if tensors:
-        value = hs.trees.map_tensors(value, lambda t: t.to(dtype) if t.dtype in ELIGIBLE else t)
+        value = hs.trees.map_tensors(value, lambda t: t.to(dtype) if t.dtype in POLICY_DTYPES else t)
     return _cast_objects(value, dtype)
 
 
@@ -230,11 +215,8 @@ def _release(model: nn.Module) -> None:
         hs.unprepare(model)
 
 
-# ---------------------------------------------------------------------- checks
-
-
 def _check_foreign(models: list[nn.Module]) -> None:
-    """Refuse to overwrite what the user has said with hs.prepare."""
+    """Refuse models that the user has given to hs.prepare."""
     for model in models:
         policy = hs.prepared_policy(model)
         if policy is not None and not policy.name.startswith("apex "):
@@ -290,7 +272,7 @@ def _check_params_fp32(models: list[nn.Module]) -> None:
         entries += [("buffer", n, b) for n, b in model.named_buffers()]
         bound = model in _initialized  # its parameters are low because an earlier call made them so
         for what, name, tensor in entries:
-            if tensor.dtype in NAMES and not (bound and what == "param"):
+            if tensor.dtype in LOW_NAMES and not (bound and what == "param"):
                 raise RuntimeError(
                     f"Found {what} {name} with type {tensor.type()}, expected float32: amp.initialize makes models low "
                     "itself, at every opt_level, so leave out .half(). To start from a low checkpoint, use .float(), "

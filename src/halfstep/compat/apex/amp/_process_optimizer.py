@@ -1,4 +1,4 @@
-"""What `initialize` adds to an optimizer: a stash of what amp knows, and steps that can be skipped.
+"""What `initialize` adds to an optimizer: a stash with amp's state, and steps that can be skipped.
 
 The instance's class is swapped for a cached subclass; none of its functions is replaced. Pickle and deepcopy see the
 original class. torch's schedulers replace ``optimizer.step`` by a function that counts; one made before `initialize`
@@ -22,6 +22,8 @@ from torch.utils.hooks import RemovableHandle
 import halfstep as hs
 from halfstep.compat.apex.amp._amp_state import maybe_print
 from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.compat.shared import LOW_NAMES
+from halfstep.formats import LOW_DTYPES
 
 __all__ = ["AmpOptimizerState", "Session", "process_optimizer", "release_optimizer"]
 
@@ -30,8 +32,6 @@ ADDED = ("_amp_stash", "_lazy_init_maybe_master_weights", "_prepare_amp_backward
 TRIES = 64
 """How often step(closure) evaluates again after an overflow; each try halves the scale, and 2**24 is 38 halvings above
 the floor."""
-
-LOWS = (torch.float16, torch.bfloat16)
 
 
 class Session:
@@ -57,10 +57,6 @@ class StateOfMasters(defaultdict[Any, Any]):
     """An optimizer's state, which a master finds too: ``optimizer.state[master]`` is that of its low parameter.
 
     Between steps the keys are the model's parameters, in a step their masters. Copies and pickles are plain.
-
-    Args:
-        session: knows the masters.
-        state: the state so far.
     """
 
     def __init__(self, session: Session, state: Any) -> None:
@@ -96,7 +92,7 @@ class StateOfMasters(defaultdict[Any, Any]):
 
 
 class AmpOptimizerState:
-    """What amp knows of one optimizer (``optimizer._amp_stash``).
+    """amp's state of one optimizer (``optimizer._amp_stash``).
 
     Attributes:
         session: the call of `initialize` it was passed through.
@@ -106,7 +102,7 @@ class AmpOptimizerState:
         overflow: why the next step is to be skipped; "" if it is not.
         skipped: whether the last step was.
         scaling: whether a `scale_loss` block with this optimizer is open.
-        hook: keeps ``optimizer.state`` answering for masters; None without masters.
+        hook: makes a loaded ``optimizer.state`` accept masters as keys; None without masters.
     """
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
@@ -136,7 +132,7 @@ class AmpOptimizerState:
     def master(self, parameter: Tensor) -> Tensor:
         """Return what is stepped for `parameter`: its fp32 master, or itself."""
         found = self.session.masters.get(id(parameter))
-        return found[1] if found is not None and parameter.dtype in LOWS else parameter
+        return found[1] if found is not None and parameter.dtype in LOW_DTYPES else parameter
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return (low parameter, its master) for all that have one."""
@@ -153,45 +149,19 @@ class AmpOptimizerState:
         """Whether the next step will be skipped."""
         return bool(self.overflow)
 
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """Low parameters with a master, by group."""
-        return [[p for p in g["params"] if self.master(p) is not p] for g in self.param_groups]
+    def _groups_with(self, *, masters: bool) -> list[list[Tensor]]:
+        return [[p for p in g["params"] if (self.master(p) is not p) == masters] for g in self.param_groups]
 
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters, by group."""
-        return [[self.master(p) for p in group] for group in self.fp16_groups]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Parameters that are their own masters, by group."""
-        return [[p for p in g["params"] if self.master(p) is p] for g in self.param_groups]
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """Low parameters with a master."""
-        return [p for group in self.fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Their masters."""
-        return [p for group in self.fp32_from_fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """Parameters that are their own masters."""
-        return [p for group in self.fp32_from_fp32_groups for p in group]
-
-    @property
-    def all_fp16_grad_stash(self) -> list[Tensor | None]:
-        """Gradients set aside during a `scale_loss` block, of low parameters."""
-        return self._stashed(self.all_fp16_params)
-
-    @property
-    def all_fp32_from_fp32_grad_stash(self) -> list[Tensor | None]:
-        """Gradients set aside during a `scale_loss` block, of the others."""
-        return self._stashed(self.all_fp32_from_fp32_params)
+    # Low parameters with a master, their masters, and parameters that are their own masters: by group, and flat.
+    fp16_groups = property(lambda self: self._groups_with(masters=True))
+    fp32_from_fp16_groups = property(lambda self: [[self.master(p) for p in g] for g in self.fp16_groups])
+    fp32_from_fp32_groups = property(lambda self: self._groups_with(masters=False))
+    all_fp16_params = property(lambda self: [p for g in self.fp16_groups for p in g])
+    all_fp32_from_fp16_params = property(lambda self: [p for g in self.fp32_from_fp16_groups for p in g])
+    all_fp32_from_fp32_params = property(lambda self: [p for g in self.fp32_from_fp32_groups for p in g])
+    # Gradients set aside during a `scale_loss` block.
+    all_fp16_grad_stash = property(lambda self: self._stashed(self.all_fp16_params))
+    all_fp32_from_fp32_grad_stash = property(lambda self: self._stashed(self.all_fp32_from_fp32_params))
 
     def _stashed(self, parameters: list[Tensor]) -> list[Tensor | None]:
         kept = {id(parameter): gradient for parameter, gradient in self._kept}
@@ -221,7 +191,7 @@ class AmpOptimizerState:
         for parameter, _ in self._kept:
             parameter.grad = None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the gradients set aside and drop those of a backward pass that raised."""
         if self.params_have_scaled_gradients:
             return  # they accumulate in place, as in plain PyTorch
@@ -341,7 +311,7 @@ class AmpOptimizerState:
 
 
 def process_optimizer(optimizer: Optimizer, session: Session) -> None:
-    """Give `optimizer` its stash and let its steps heed overflows."""
+    """Give `optimizer` its stash, and a class whose steps are skipped after an overflow."""
     own = optimizer.__dict__.pop("step", None)
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         optimizer.__dict__[OWN_STEP] = own
@@ -349,13 +319,13 @@ def process_optimizer(optimizer: Optimizer, session: Session) -> None:
     optimizer.__class__ = amp_class(kind)
     optimizer._amp_stash = AmpOptimizerState(optimizer, session)  # type: ignore[attr-defined]
     if session.properties.master_weights:
-        hook = optimizer.register_load_state_dict_post_hook(_answer_for_masters)
+        hook = optimizer.register_load_state_dict_post_hook(_accept_masters)
         optimizer._amp_stash.hook = hook  # type: ignore[attr-defined]
-        _answer_for_masters(optimizer)
+        _accept_masters(optimizer)
 
 
-def _answer_for_masters(optimizer: Optimizer) -> None:
-    """Let ``optimizer.state`` be asked by masters; loading makes a new one."""
+def _accept_masters(optimizer: Optimizer) -> None:
+    """Make ``optimizer.state`` accept masters as keys; loading a state replaces it."""
     optimizer.state = StateOfMasters(optimizer._amp_stash.session, optimizer.state)  # type: ignore[attr-defined]
 
 
@@ -401,7 +371,7 @@ def amp_class(original: Any) -> type[Optimizer]:
 
     def post_amp_backward(self: Any, loss_scaler: LossScaler) -> None:
         stash = self._amp_stash
-        loss_scaler.judge(self.param_groups, masters=stash.has_masters)
+        loss_scaler.unscale_and_check(self.param_groups, masters=stash.has_masters)
         stash.add_up()
 
     def lazy_init(self: Any) -> None:
@@ -413,19 +383,12 @@ def amp_class(original: Any) -> type[Optimizer]:
             parameter.copy_(master)
 
     body = {
-        "step": step,
-        "zero_grad": zero_grad,
-        "add_param_group": add_param_group,
-        "__reduce_ex__": reduce_ex,
-        "_prepare_amp_backward": prepare_amp_backward,
-        "_post_amp_backward": post_amp_backward,
-        "_amp_lazy_init": lazy_init,
-        "_lazy_init_maybe_master_weights": lazy_init,
-        "_master_params_to_model_params": to_model,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
+        "step": step, "zero_grad": zero_grad, "add_param_group": add_param_group, "__reduce_ex__": reduce_ex,
+        "_prepare_amp_backward": prepare_amp_backward, "_post_amp_backward": post_amp_backward,
+        "_amp_lazy_init": lazy_init, "_lazy_init_maybe_master_weights": lazy_init,
+        "_master_params_to_model_params": to_model, "__module__": original.__module__,
+        "__qualname__": original.__qualname__, "__doc__": original.__doc__,
+    }  # fmt: skip
     return type(original.__name__, (original,), body)
 
 
@@ -441,7 +404,7 @@ def adopt(optimizer: Optimizer, session: Session, parameters: list[Tensor]) -> N
     """
     if not session.properties.master_weights:
         return
-    for low, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+    for low, name in LOW_NAMES.items():
         new = [p for p in parameters if p.dtype is low and p.requires_grad and id(p) not in session.masters]
         if not new:
             continue
@@ -468,12 +431,7 @@ def attach(model: nn.Module, optimizers: list[Optimizer], policy: hs.Policy) -> 
 
 
 def masters_of(model: nn.Module, parameters: dict[str, Any]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return id -> (low parameter, master) of a prepared model.
-
-    Args:
-        model: prepared.
-        parameters: its named parameters, as they are outside of `hs.edit_weights`.
-    """
+    """Return id -> (low parameter, master) of a prepared model."""
     with hs.edit_weights(model):
         wide = dict(model.named_parameters())
     return {id(p): (p, wide[name]) for name, p in parameters.items() if wide[name] is not p}

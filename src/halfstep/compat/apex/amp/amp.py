@@ -14,14 +14,9 @@ from halfstep.compat.apex.amp.handle import AmpHandle, NoOpHandle, close_own_cas
 from halfstep.errors import PolicyError
 
 __all__ = [
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
+    "float_function", "half_function", "init", "promote_function", "register_float_function", "register_half_function",
     "register_promote_function",
-]
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,12 +87,9 @@ def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Calla
 
 
 def init(
-    enabled: bool = True,
-    loss_scale: str | float = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
+    enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle | NoOpHandle:  # fmt: skip
     """Switch O1's casts on in this thread, without models; casts that were on before are switched off first.
 
     Args:
@@ -107,25 +99,17 @@ def init(
         verbose: print every cast.
         allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
     """
-    return switch_on(
-        torch.float16,
-        enabled=enabled,
-        loss_scale=loss_scale,
-        enable_caching=enable_caching,
-        verbose=verbose,
+    handle, _ = switch_on(
+        torch.float16, enabled=enabled, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
         allow_banned=allow_banned,
-    )[0]
+    )  # fmt: skip
+    return handle
 
 
 def switch_on(
-    low: torch.dtype,
-    *,
-    enabled: bool = True,
-    loss_scale: str | float = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> tuple[AmpHandle | NoOpHandle, hs.Policy]:
+    low: torch.dtype, *, enabled: bool = True, loss_scale: str | float = "dynamic", enable_caching: bool = True,
+    verbose: bool = False, allow_banned: bool = False,
+) -> tuple[AmpHandle | NoOpHandle, hs.Policy]:  # fmt: skip
     """Do what `init` does in the format `low`; return the handle and the policy."""
     close_own_casts()
     if enabled:

@@ -18,25 +18,17 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 import halfstep as hs
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from halfstep.compat.shared import LOW_NAMES
 from halfstep.errors import BannedOperatorError
 
 __all__ = ["Casts", "o1_policy"]
-
-LOWS = (torch.float16, torch.bfloat16)
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 WORDS = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
 def o1_policy(low: torch.dtype, rules: Iterable[tuple[str, str]] = (), *, allow_banned: bool = False) -> hs.Policy:
-    """Return the policy of O1: the preset ``O1`` with outputs as they come, and the scale left to `LossScaler`.
-
-    Args:
-        low: the format of the casts.
-        rules: (operator, rule) for registered functions of torch.
-        allow_banned: compute binary_cross_entropy in fp32 instead of refusing low inputs.
-    """
-    name = NAMES[low]
+    """Return the policy of O1: the preset ``O1`` with outputs as they come, and the scale left to `LossScaler`."""
+    name = LOW_NAMES[low]
     allowed = [(op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS] if allow_banned else []
     return hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=(*allowed, *rules))
 
@@ -64,8 +56,9 @@ class _Quirks(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in QUIRKS:
-            tensor = args[0] if args else None
-            if isinstance(tensor, Tensor) and tensor.dtype in LOWS and torch.is_autocast_enabled(tensor.device.type):
+            tensor: Any = args[0] if args else None
+            low = isinstance(tensor, Tensor) and tensor.dtype in LOW_NAMES
+            if low and torch.is_autocast_enabled(tensor.device.type):
                 if func in GIVES_FP32:
                     return func(tensor.float(), *args[1:], **(kwargs or {}))
                 how = IN_PLACE[func]
@@ -78,7 +71,7 @@ class _Quirks(TorchFunctionMode):
 
 
 class _Loud(TorchFunctionMode):
-    """Print which casts the rules of a policy ask for, before they happen (verbosity=2)."""
+    """Print the casts that the rules of a policy cause, before they happen (verbosity=2)."""
 
     def __init__(self, policy: hs.Policy, low: torch.dtype) -> None:
         super().__init__()
@@ -114,24 +107,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 class Casts:
     """The open region of the process and what goes with it.
 
-    Args:
-        policy: as `o1_policy` returns it.
-        low: its format.
-        functions: (module, name, function) put in the module's place while the casts are open.
-        loud: print every cast.
-
     Raises:
         RuntimeError: the thread is inside a region, whose end would take the casts with it.
     """
 
     def __init__(
-        self,
-        policy: hs.Policy,
-        low: torch.dtype,
-        functions: Iterable[tuple[Any, str, Callable[..., Any]]] = (),
-        *,
+        self, policy: hs.Policy, low: torch.dtype, functions: Iterable[tuple[Any, str, Callable[..., Any]]] = (), *,
         loud: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         refuse_inside()
         self.policy = policy
         self._thread = threading.get_ident()
@@ -146,7 +129,7 @@ class Casts:
             setattr(module, name, function)
 
     def close(self) -> None:
-        """Leave the region and put functions back.
+        """Leave the region and restore functions.
 
         Raises:
             RuntimeError: called from another thread than the one that opened it, or inside a region that was entered

@@ -157,21 +157,12 @@ opt_levels: dict[str, type[O0] | type[O1] | type[O2] | type[O3]] = {"O0": O0, "O
 
 
 def initialize(
-    models: Any,
-    optimizers: Any = None,
-    enabled: bool = True,
-    opt_level: str = "O1",
-    cast_model_type: Any = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-) -> Any:
+    models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1", cast_model_type: Any = None,
+    patch_torch_functions: bool | None = None, keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None, loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None, num_losses: int = 1, verbosity: int = 1,
+    min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
+) -> Any:  # fmt: skip
     """Prepare models and optimizers, in place, as `opt_level` and the overrides say.
 
     Call it before DistributedDataParallel and DataParallel. It may be called again for other models and optimizers, or

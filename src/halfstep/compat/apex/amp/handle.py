@@ -22,17 +22,13 @@ __all__ = ["AmpHandle", "NoOpHandle", "close_own_casts", "disable_casts", "scale
 
 @contextlib.contextmanager
 def scale_loss(
-    loss: Tensor,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: nn.Module | None = None,
-    delay_unscale: bool = False,
+    loss: Tensor, optimizers: Any, loss_id: int = 0, model: nn.Module | None = None, delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> Iterator[Tensor]:  # fmt: skip
     """Yield the scaled loss for ``scaled_loss.backward()``; when the block ends, gradients are unscaled and checked.
 
     Gradients that were there before are set aside meanwhile and added to, so accumulation is exact whatever the scales
-    were. If the block raises, they are put back and nothing else changed. After an overflow the next `step` of each
+    were. If the block raises, they are restored and nothing else changed. After an overflow the next `step` of each
     optimizer is skipped, once.
 
     Args:
@@ -41,7 +37,7 @@ def scale_loss(
         loss_id: which scaler, below ``num_losses``.
         model: kept for Apex's signature, which does not use it either.
         delay_unscale: leave gradients scaled, for the next pass to add to; unscale in the last one.
-        delay_overflow_check: unscale, and leave it to the next pass to answer an overflow.
+        delay_overflow_check: unscale, and update the scale in the next pass.
 
     Raises:
         RuntimeError: before `initialize`, or an optimizer that was not passed through it.
@@ -57,9 +53,9 @@ def scale_loss(
     if isinstance(loss_id, bool) or not isinstance(loss_id, int):
         raise TypeError(f"scale_loss(loss_id={loss_id!r}): expected a whole number below num_losses")
     if not 0 <= loss_id < len(scalers):
+        are = "is 1 loss scaler" if len(scalers) == 1 else f"are {len(scalers)} loss scalers"
         raise IndexError(
-            f"scale_loss(loss_id={loss_id}): there {_are(len(scalers))}; call "
-            f"amp.initialize(..., num_losses={loss_id + 1})"
+            f"scale_loss(loss_id={loss_id}): there {are}; call amp.initialize(..., num_losses={loss_id + 1})"
         )
     if not isinstance(loss, Tensor):
         raise TypeError(f"scale_loss takes the loss as a tensor and got {type(loss).__name__}")
@@ -80,7 +76,7 @@ def scale_loss(
         yield scaler.scale(loss)
     except BaseException:
         for stash in stashes:
-            stash.put_back()
+            stash.restore()
         raise
     finally:
         for stash in stashes:
@@ -90,15 +86,15 @@ def scale_loss(
             stash.params_have_scaled_gradients = True
             stash.scaled_with = scaler.mark(loss.device)
         return
-    _answer(scaler, stashes, loss_id, delay_overflow_check=delay_overflow_check)
+    _unscale(scaler, stashes, loss_id, delay_overflow_check=delay_overflow_check)
 
 
-def _answer(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int, *, delay_overflow_check: bool) -> None:
-    """Unscale, let the scale answer, add up what was set aside, and have steps skipped after an overflow."""
+def _unscale(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int, *, delay_overflow_check: bool) -> None:
+    """Unscale, update the scale, add the gradients set aside, and have steps skipped after an overflow."""
     if not scaler.delayed:
         scaler.clear_overflow_state()
     groups = [group for stash in stashes for group in stash.param_groups]
-    scaler.judge(groups, masters=any(stash.has_masters for stash in stashes))
+    scaler.unscale_and_check(groups, masters=any(stash.has_masters for stash in stashes))
     before = scaler.loss_scale() if scaler._has_overflow else 0.0
     try:
         if delay_overflow_check:
@@ -113,10 +109,6 @@ def _answer(scaler: LossScaler, stashes: list[AmpOptimizerState], loss_id: int, 
     finally:
         for stash in stashes:
             stash.add_up()
-
-
-def _are(count: int) -> str:
-    return "is 1 loss scaler" if count == 1 else f"are {count} loss scalers"
 
 
 def _session(optimizers: list[Any]) -> Session | None:
@@ -183,7 +175,7 @@ def close_own_casts() -> None:
 
 
 class AmpHandle:
-    """What holds O1's casts: they are on from its making until `_deactivate`.
+    """Owner of O1's casts: they are on from its construction until `_deactivate`.
 
     Args:
         casts: the open region.
@@ -196,9 +188,9 @@ class AmpHandle:
         self, casts: Casts, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False
     ) -> None:
         self._casts: Casts | None = casts
-        self._enable_caching = enable_caching
-        self._verbose = verbose
-        self._cache: dict[Any, Tensor] = {}
+        self.has_cache = enable_caching
+        self.verbose = verbose
+        self.cache: dict[Any, Tensor] = {}  # stays empty: a kept cast could be stale
         self._is_active = True
         self._loss_scale = loss_scale
         _open.handle = self
@@ -228,7 +220,7 @@ class AmpHandle:
         )
 
     def _clear_cache(self) -> None:
-        self._cache.clear()
+        self.cache.clear()
 
     def _deactivate(self) -> None:
         """Switch the casts off for good; functions that were registered are the original ones again."""
@@ -238,28 +230,15 @@ class AmpHandle:
             _open.handle = None
         self._is_active = False
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether caching was asked for."""
-        return self._enable_caching
-
-    @property
-    def cache(self) -> dict[Any, Tensor]:
-        """Casts that are kept: none, so that none is stale."""
-        return self._cache
-
     def remove_cache(self, param: Any) -> None:
         """Forget the cast of `param`, if there were one."""
-        self._cache.pop(param, None)
-
-    @property
-    def verbose(self) -> bool:
-        """Whether casts are printed."""
-        return self._verbose
+        self.cache.pop(param, None)
 
 
 class NoOpHandle:
     """The handle of ``init(enabled=False)``: the same methods, and nothing is cast or scaled."""
+
+    has_cache = verbose = False
 
     def is_active(self) -> bool:
         """Return False."""
@@ -276,16 +255,6 @@ class NoOpHandle:
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
         """Yield the loss."""
         yield loss
-
-    @property
-    def has_cache(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def verbose(self) -> bool:
-        """False."""
-        return False
 
     def _clear_cache(self) -> None:
         """There is none."""

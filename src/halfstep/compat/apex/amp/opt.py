@@ -22,20 +22,19 @@ __all__ = ["OptimWrapper"]
 class OptimWrapper:
     """An optimizer whose losses are scaled one after the other, each by its own scaler.
 
+    All else (state_dict, zero_grad, add_param_group, ...) is the wrapped optimizer's.
+
     Args:
-        optimizer: wrapped; other attributes are looked up there.
+        optimizer: wrapped.
         amp_handle: where it was made; nothing is scaled while it is not active.
         num_loss: how many times `scale_loss` is called before `step`.
         loss_scale: "dynamic" or a number.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        amp_handle: AmpHandle | NoOpHandle,
-        num_loss: int,
+        self, optimizer: Optimizer, amp_handle: AmpHandle | NoOpHandle, num_loss: int,
         loss_scale: str | float = "dynamic",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._num_loss = num_loss
@@ -70,7 +69,7 @@ class OptimWrapper:
                 parameter.grad = gradient
             raise
         scaler.clear_overflow_state()
-        scaler.judge(self._optimizer.param_groups)
+        scaler.unscale_and_check(self._optimizer.param_groups)
         self._skip_next[self._loss_idx] = scaler.update_scale()
         self._loss_idx += 1
         for parameter, gradient in zip(parameters, kept, strict=True):
@@ -95,7 +94,7 @@ class OptimWrapper:
             return self._optimizer.step()
 
     def __getattr__(self, attr: str) -> Any:
-        if attr == "_optimizer":  # not made yet: copy and pickle ask
+        if attr == "_optimizer":  # copy and pickle look it up before it exists
             raise AttributeError(attr)
         return getattr(self._optimizer, attr)
 
@@ -104,19 +103,3 @@ class OptimWrapper:
 
     def __repr__(self) -> str:
         return repr(self._optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state."""
-        self._optimizer.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients."""
-        self._optimizer.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group."""
-        self._optimizer.add_param_group(param_group)

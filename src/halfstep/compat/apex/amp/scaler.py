@@ -1,6 +1,6 @@
 """LossScaler: the scale of one loss, with Apex's names over `hs.GradScaler` and its rule ``apex``.
 
-What differs from Apex: there is a floor, 2**-14 unless `min_loss_scale` says otherwise, with one warning that names the
+What differs from Apex: there is a floor, 2**-14 unless `min_loss_scale` is given, with one warning that names the
 parameters; a static scale looks for inf and nan too; `scale_factor` counts.
 """
 
@@ -14,23 +14,11 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
+from halfstep.compat.shared import Gate
 
 __all__ = ["LossScaler"]
 
 FLOOR = 2.0**-14  # the smallest normal fp16 number: a scale below it cannot save an fp16 gradient
-
-
-class _Gate:
-    """What a scaler takes for an optimizer: gradients to unscale, and a step that only says it was allowed."""
-
-    def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool) -> None:
-        self.param_groups = param_groups
-        self.passed = False
-        if masters:
-            self._halfstep_weights = 1  # low parameters get fp32 gradients
-
-    def step(self) -> None:
-        self.passed = True
 
 
 class LossScaler:
@@ -47,39 +35,28 @@ class LossScaler:
     """
 
     def __init__(
-        self,
-        loss_scale: str | float,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-    ) -> None:
+        self, loss_scale: str | float, init_scale: float = 2.0**16, scale_factor: float = 2.0,
+        scale_window: int = 2000, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
+    ) -> None:  # fmt: skip
         self.dynamic = loss_scale == "dynamic"
         self._scale_seq_len = scale_window
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
         self._has_overflow = False
-        self._judged = False  # the scaler has seen this pass's gradients
-        self.delayed = False  # the last pass left it to the next one to answer an overflow
-        self._answers = 0  # how often the scale may have moved: `since` asks
+        self._checked = False  # the gradients of this pass were checked
+        self.delayed = False  # the last pass left the update after an overflow to the next one
+        self._updates = 0  # how often the scale may have moved, for `since`
         if self.dynamic:
             start = float(min(max_loss_scale, init_scale))
             floor = float(min_loss_scale) if min_loss_scale else min(FLOOR, start)
             rule = hs.ScaleRule(
-                init=max(start, floor),
-                growth=float(scale_factor),
-                backoff=1.0 / float(scale_factor),
-                interval=scale_window,
-                floor=floor,
-                ceiling=float(max(max_loss_scale, floor)),
-            )
+                init=max(start, floor), growth=float(scale_factor), backoff=1.0 / float(scale_factor),
+                interval=scale_window, floor=floor, ceiling=float(max(max_loss_scale, floor)),
+            )  # fmt: skip
         else:
             rule = hs.ScaleRule.static(float(loss_scale))
         self._names: list[tuple[str, Tensor]] = []
         self._scaler = hs.GradScaler(rule=rule)
-
-    # ------------------------------------------------------------------ the scale
 
     def loss_scale(self) -> float:
         """Return the current scale; waits for the device."""
@@ -100,7 +77,7 @@ class LossScaler:
         self._scaler = hs.GradScaler(rule=rule)
         self._scaler.host_reads = keep
         self._scaler.load_state_dict({**state, "scale": value})
-        self._answers += 1
+        self._updates += 1
         self.name_parameters(())
 
     @property
@@ -112,13 +89,13 @@ class LossScaler:
         self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": int(value)})
 
     def mark(self, device: torch.device) -> tuple[object, int, Tensor]:
-        """Return what `since` compares with: this scaler, how often it has answered, and a copy of the scale."""
-        return self, self._answers, self._scaler.scale_on(device).clone()
+        """Return what `since` compares with: this scaler, how often it was updated, and a copy of the scale."""
+        return self, self._updates, self._scaler.scale_on(device).clone()
 
     def since(self, mark: tuple[object, int, Tensor]) -> Tensor | None:
         """Return the factor from the scale at `mark`, maybe another scaler's, to the present one; None: certainly 1."""
-        scaler, answers, scale = mark
-        return None if scaler is self and answers == self._answers else self._scaler.scale_on(scale.device) / scale
+        scaler, updates, scale = mark
+        return None if scaler is self and updates == self._updates else self._scaler.scale_on(scale.device) / scale
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32, multiplied by the scale."""
@@ -133,39 +110,33 @@ class LossScaler:
         self._names += named
         self._scaler.name_parameters(self._names)
 
-    # ------------------------------------------------------------------ one backward pass
-
     def clear_overflow_state(self) -> None:
         """Forget whether the last pass overflowed."""
         self._has_overflow = False
 
-    def judge(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> bool:
-        """Unscale the gradients of `param_groups` in place and say whether one was not finite (one wait).
+    def unscale_and_check(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> bool:
+        """Unscale the gradients of `param_groups` in place; return whether one was not finite (one wait).
 
-        `update_scale` lets the scale answer.
+        `update_scale` then updates the scale.
 
         Args:
             param_groups: of one optimizer or several.
             masters: low parameters get a new fp32 gradient instead of an unscaled low one.
         """
-        gate: Any = _Gate(param_groups, masters=masters)
+        gate: Any = Gate(param_groups, masters=masters)
         if all(p.grad is None for group in param_groups for p in group["params"]):
             return False
         self._scaler.unscale_(gate)
         self._scaler.step(gate)
-        self._judged = True
+        self._checked = True
         if not gate.passed:
             self._has_overflow = True
         return not gate.passed
 
     def unscale(
-        self,
-        model_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        unused_scale: float,
-        models_are_masters: bool = False,
-        scale_override: float | None = None,
-    ) -> None:
+        self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], unused_scale: float,
+        models_are_masters: bool = False, scale_override: float | None = None,
+    ) -> None:  # fmt: skip
         """Write ``model_grads / scale`` to `master_grads` and note whether one was not finite.
 
         Args:
@@ -181,12 +152,9 @@ class LossScaler:
             master.copy_(value)
 
     def unscale_with_stashed(
-        self,
-        model_grads: Sequence[Tensor],
-        stashed_master_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
+        self, model_grads: Sequence[Tensor], stashed_master_grads: Sequence[Tensor], master_grads: Sequence[Tensor],
         scale_override: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write ``model_grads / scale + stashed_master_grads`` to `master_grads`; otherwise as `unscale`."""
         values = self._unscaled(model_grads, scale_override)
         for master, value, stashed in zip(master_grads, values, stashed_master_grads, strict=True):
@@ -204,14 +172,14 @@ class LossScaler:
             self._has_overflow |= not all(bool(grad.isfinite().all()) for grad in found)
         elif carriers:
             self._scaler.scale_on(carriers[0].device)
-            self.judge([{"params": carriers}])
+            self.unscale_and_check([{"params": carriers}])
         return [carrier.grad for carrier in carriers if carrier.grad is not None]
 
     def update_scale(self) -> bool:
-        """Let the scale answer the pass and return whether the step should be skipped."""
-        if not self._judged:
+        """Update the scale after a pass; return whether the step should be skipped."""
+        if not self._checked:
             self._scaler.record(torch.tensor(float(self._has_overflow)))
-        self._judged = False
+        self._checked = False
         self._scaler.update()
-        self._answers += 1
+        self._updates += 1
         return self._has_overflow

@@ -1,21 +1,134 @@
-"""megengine.amp.autocast: a context manager and a decorator."""
+"""megengine.amp.autocast: a context manager and a decorator, and the switch of each thread.
+
+A frame is what one `autocast` (or, at the bottom, the switch alone) has set. Setting a property changes the innermost
+frame; leaving an `autocast` removes its frame and restores the one before.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 import halfstep as hs
-from halfstep.compat.megengine.amp import state
+from halfstep.compat.megengine.amp.lists import MEGENGINE, for_formats
+from halfstep.compat.megengine.tensor import dtype_of
+from halfstep.errors import RegionError
+from halfstep.formats import DTYPE_NAMES
 
-__all__ = ["autocast"]
+__all__ = ["Frame", "autocast", "change", "now"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+SHORT = {name: DTYPE_NAMES[getattr(torch, name)] for name in ("float16", "bfloat16", "float32")}
+"""MegEngine's name of a format -> halfstep's."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Frame:
+    """The settings in force."""
+
+    enabled: bool = False  # whether operators are cast
+    low: str = "float16"  # format of products, one of `SHORT`
+    high: str = "float32"  # format of sensitive operators, "float32" or the low one
+    policy: hs.Policy = MEGENGINE  # the rule of each operator
+    owner: object = None  # the object that pushed the frame
+    region: hs.autocast | None = field(default=None, compare=False)  # the open halfstep region, if one is needed
+
+    def open(self) -> None:
+        """Open the region; the bottom frame needs none while nothing is cast."""
+        if self.enabled or self.owner is not None:
+            self.region = hs.autocast(policy=policy_for(self.policy, self.low, self.high), enabled=self.enabled)
+            self.region.__enter__()
+
+    def close(self, *, failing: bool = False) -> None:
+        """Close the region."""
+        region, self.region = self.region, None
+        if region is not None:
+            error = RegionError if failing else None
+            region.__exit__(error, None, None)
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack = [Frame()]
+
+
+_frames = _Frames()
+
+
+def now() -> Frame:
+    """Return the settings in force in this thread."""
+    return _frames.stack[-1]
+
+
+def change(
+    *, enabled: bool | None = None, low: object = None, high: object = None, policy: hs.Policy | str | None = None
+) -> None:
+    """Change the settings in force up to the end of the innermost `autocast`; an error changes nothing.
+
+    Raises:
+        RegionError: a format that is none of float16, bfloat16, float32, or a pair that cannot be.
+        PolicyError: an unknown policy.
+    """
+    frame = now()
+    wanted = Frame(
+        enabled=frame.enabled if enabled is None else bool(enabled),
+        low=frame.low if low is None else precision(low, "low_prec_dtype"),
+        high=frame.high if high is None else precision(high, "high_prec_dtype"),
+        policy=frame.policy if policy is None else hs.Policy.of(policy),
+        owner=frame.owner,
+    )
+    if wanted == frame:
+        return
+    if wanted.enabled:
+        policy_for(wanted.policy, wanted.low, wanted.high)
+    frame.close()
+    _frames.stack[-1] = wanted
+    wanted.open()
+
+
+def push(owner: object, *, enabled: bool, low: str, high: str) -> None:
+    """Push a frame, with the policy that is in force."""
+    frame = replace(now(), enabled=enabled, low=low, high=high, owner=owner, region=None)
+    frame.open()
+    _frames.stack.append(frame)
+
+
+def pop(owner: object, *, failing: bool = False) -> None:
+    """Remove the innermost frame of `owner`."""
+    stack = _frames.stack
+    index = next((i for i in range(len(stack) - 1, 0, -1) if stack[i].owner is owner), None)
+    if index is None:
+        if failing:
+            return
+        raise RegionError("amp.autocast was left in a thread in which it is not open; enter and leave it in one thread")
+    stack.pop(index).close(failing=failing)
+
+
+def precision(dtype: object, where: str) -> str:
+    """Return the name of a format, given by name or as numpy's or torch's dtype."""
+    name = str(dtype_of(dtype)).removeprefix("torch.")
+    if name not in SHORT:
+        raise RegionError(f"amp: {where}={dtype!r}; expected one of {', '.join(map(repr, SHORT))}")
+    return name
+
+
+@functools.cache
+def policy_for(policy: hs.Policy, low: str, high: str) -> hs.Policy:
+    """Return `policy` for two formats."""
+    if high not in ("float32", low):
+        raise RegionError(
+            f"amp: high_prec_dtype={high!r} beside low_prec_dtype={low!r}; a region has one low format: use 'float32', "
+            f"or {low!r} to lower sensitive operators too"
+        )
+    return for_formats(policy, SHORT[low], SHORT[high]).replace(scale="auto")  # scaling is `amp.GradScaler`'s
 
 
 class autocast:
@@ -28,28 +141,25 @@ class autocast:
         enabled: False: operators in it are not cast.
         low_prec_dtype: format of products: "float16" or "bfloat16" ("float32": nothing is lowered).
         high_prec_dtype: format of sensitive operators: "float32", or the low one.
-
-    Raises:
-        RegionError: another dtype, a decorated generator or coroutine, or regions left in the wrong order.
     """
 
     def __init__(self, enabled: bool = True, low_prec_dtype: str = "float16", high_prec_dtype: str = "float32") -> None:
         self.enabled = bool(enabled)
-        self.low_prec_dtype = state.precision(low_prec_dtype, "low_prec_dtype")
-        self.high_prec_dtype = state.precision(high_prec_dtype, "high_prec_dtype")
-        state.policy_for(state.now().policy, self.low_prec_dtype, self.high_prec_dtype)  # refuses a pair that cannot be
+        self.low_prec_dtype = precision(low_prec_dtype, "low_prec_dtype")
+        self.high_prec_dtype = precision(high_prec_dtype, "high_prec_dtype")
+        policy_for(now().policy, self.low_prec_dtype, self.high_prec_dtype)  # refuses a pair that cannot be
 
     def __enter__(self) -> None:
-        state.push(self, enabled=self.enabled, low=self.low_prec_dtype, high=self.high_prec_dtype)
+        push(self, enabled=self.enabled, low=self.low_prec_dtype, high=self.high_prec_dtype)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        state.pop(self, failing=exc_type is not None)
+        pop(self, failing=exc_type is not None)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate `func`: each call runs in the region, under torch.compile by the lists in force now."""
-        policy = state.policy_for(state.now().policy, self.low_prec_dtype, self.high_prec_dtype)
+        policy = policy_for(now().policy, self.low_prec_dtype, self.high_prec_dtype)
         traced = hs.autocast(policy=policy, enabled=self.enabled)(func)  # refuses what cannot be decorated
 
         @functools.wraps(func)
@@ -62,5 +172,5 @@ class autocast:
         return wrapper
 
     def __repr__(self) -> str:
-        formats: tuple[Any, ...] = (self.enabled, self.low_prec_dtype, self.high_prec_dtype)
-        return f"amp.autocast(enabled={formats[0]}, low_prec_dtype={formats[1]!r}, high_prec_dtype={formats[2]!r})"
+        low, high = self.low_prec_dtype, self.high_prec_dtype
+        return f"amp.autocast(enabled={self.enabled}, low_prec_dtype={low!r}, high_prec_dtype={high!r})"

@@ -13,7 +13,7 @@ from halfstep.errors import StepError
 __all__ = ["convert_module_format", "convert_tensor_format"]
 
 M = TypeVar("M", bound=nn.Module)
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def convert_tensor_format(x: Tensor, inplace: bool = True) -> Tensor:
@@ -25,7 +25,7 @@ def convert_tensor_format(x: Tensor, inplace: bool = True) -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise StepError(f"convert_tensor_format: got a {type(x).__name__}; expected a tensor")
-    layout = FORMATS.get(x.dim())
+    layout = LAYOUTS.get(x.dim())
     if layout is None:
         return x
     if not inplace:

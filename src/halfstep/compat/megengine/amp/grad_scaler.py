@@ -1,10 +1,10 @@
-"""megengine.amp.GradScaler: MegEngine's words for one `hs.GradScaler` under the rule "megengine"."""
+"""megengine.amp.GradScaler: one `hs.GradScaler` under the rule "megengine", with MegEngine's names."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,11 +13,21 @@ from torch import Tensor
 import halfstep as hs
 from halfstep.compat.megengine.autodiff.grad_manager import GradManager, GradManagerGroup, managers_of
 from halfstep.compat.megengine.marks import SCALED, UNSCALED, Scale, mark, marked, scale_of
+from halfstep.compat.shared import Gate, listed
 from halfstep.errors import ScaleError
 
 __all__ = ["GradScaler"]
 
 KEYS = ("scale_factor", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def _number(name: str, kind: Callable[[Any], Any], doc: str) -> Any:
+    """Return a property for one of the rule's numbers."""
+
+    def change(scaler: GradScaler, value: Any) -> None:
+        scaler._change(**{name: value})
+
+    return property(lambda scaler: kind(scaler._numbers[name]), change, doc=doc)
 
 
 class GradScaler:
@@ -39,22 +49,14 @@ class GradScaler:
     """
 
     def __init__(
-        self,
-        init_scale: float = 2.0**4,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
+        self, init_scale: float = 2.0**4, growth_factor: float = 2.0, backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-    ) -> None:
-        self._numbers: dict[str, Any] = {
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
+    ) -> None:  # fmt: skip
+        numbers = (growth_factor, backoff_factor, growth_interval)
+        self._numbers: dict[str, Any] = dict(zip(KEYS[1:4], numbers, strict=True))
         self._core = hs.GradScaler(rule=_rule(init_scale, **self._numbers))
         self._epoch = object()  # another one whenever the scale may have moved
         self._found: bool | None = None  # None: nothing unscaled since the last update
-
-    # --- numbers ---------------------------------------------------------------------------------------------------
 
     @property
     def scale_factor(self) -> float:
@@ -66,49 +68,23 @@ class GradScaler:
         self._core.update(value)
         self._epoch = object()
 
-    @property
-    def growth_factor(self) -> float:
-        """What the scale is multiplied by after `growth_interval` good steps. Can be set."""
-        return float(self._numbers["growth_factor"])
-
-    @growth_factor.setter
-    def growth_factor(self, value: float) -> None:
-        self._change(growth_factor=value)
-
-    @property
-    def backoff_factor(self) -> float:
-        """What the scale is multiplied by at a bad step. Can be set."""
-        return float(self._numbers["backoff_factor"])
-
-    @backoff_factor.setter
-    def backoff_factor(self, value: float) -> None:
-        self._change(backoff_factor=value)
-
-    @property
-    def growth_interval(self) -> int:
-        """Good steps in a row that make the scale grow; 0: it never moves. Can be set."""
-        return int(self._numbers["growth_interval"])
-
-    @growth_interval.setter
-    def growth_interval(self, value: int) -> None:
-        self._change(growth_interval=value)
+    growth_factor = _number(
+        "growth_factor", float, "The scale's factor after `growth_interval` good steps. Can be set."
+    )
+    backoff_factor = _number("backoff_factor", float, "The scale's factor at a bad step. Can be set.")
+    growth_interval = _number(
+        "growth_interval", int, "Good steps in a row that make the scale grow; 0: it never moves. Can be set."
+    )
 
     @property
     def found_non_finite(self) -> bool:
         """Whether a gradient unscaled since the last `update` was not finite."""
         return bool(self._found)
 
-    # --- a step ----------------------------------------------------------------------------------------------------
-
     def backward(
-        self,
-        gm: GradManager | GradManagerGroup,
-        y: Any = None,
-        dy: Any = None,
-        *,
-        unscale_grad: bool = True,
+        self, gm: GradManager | GradManagerGroup, y: Any = None, dy: Any = None, *, unscale_grad: bool = True,
         update_scale: bool | Literal["if_unscale_grad"] = "if_unscale_grad",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Go backward from the scaled `y`, and by default unscale the gradients and update the scale.
 
         Args:
@@ -133,15 +109,11 @@ class GradScaler:
                     "and a scaled one would be added to it. Call optimizer.step().clear_grad() first; to accumulate, "
                     "use backward(..., unscale_grad=False) for all but the last"
                 )
-        ys = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
+        ys = listed(y)
         if not all(isinstance(one, Tensor) for one in ys):
             raise ScaleError(f"backward(y={y!r}): expected the loss as a tensor, or several")
-        if dy is None:
-            dys = [torch.ones_like(one) for one in ys]
-        else:
-            dys = [dy] if isinstance(dy, Tensor) else list(dy)
-        scaled = self._core.scale(dys)
-        self._bring(gm.attached_tensors())
+        scaled = self._core.scale([torch.ones_like(one) for one in ys] if dy is None else listed(dy))
+        self._rescale(gm.attached_tensors())
         for one in scaled:
             mark(one, SCALED)
         gm.backward(ys, scaled)
@@ -155,7 +127,7 @@ class GradScaler:
     def unscale(self, grad_tensors: Iterable[Tensor | None]) -> GradScaler:
         """Divide the gradients of `grad_tensors` by the scale; if one is not finite, set all of them to None.
 
-        What norms counted during the forward passes of a dropped step is put back.
+        The running statistics of norms are restored to those before a dropped step.
 
         Args:
             grad_tensors: tensors with gradients; those without (and None) are passed over.
@@ -179,11 +151,11 @@ class GradScaler:
         bad = False
         if tensors:
             self._core.scale_on(tensors[0].device)
-            self._bring(tensors)
-            holder: Any = _Holder(tensors)
-            self._core.step(holder)
-            bad = bool(self._core.skipped(holder))
-            holder.param_groups = []  # the core remembers the holder up to the next update, and tensors may go before
+            self._rescale(tensors)
+            gate: Any = Gate([{"params": tensors}])
+            self._core.step(gate)
+            bad = not gate.passed
+            gate.param_groups = []  # the scaler keeps the gate up to the next update, which must not keep the tensors
         for tensor in tensors:
             if bad:
                 tensor.grad = None
@@ -194,7 +166,7 @@ class GradScaler:
         self._found = bool(self._found) or bad
         return self
 
-    def _bring(self, tensors: Iterable[Tensor]) -> None:
+    def _rescale(self, tensors: Iterable[Tensor]) -> None:
         """Bring gradients that wait to be unscaled to the present scale, which may have moved since they were made."""
         for tensor in tensors:
             made = scale_of(tensor.grad)
@@ -205,14 +177,14 @@ class GradScaler:
             mark(tensor.grad, SCALED, present)
 
     def _present(self, gradient: Tensor) -> Scale:
-        """Return what tells later whether, and by how much, the scale has moved since now."""
+        """Return the present scale, and a mark that is replaced whenever it may move."""
         return self._epoch, self._core.scale_on(gradient.device).clone()
 
     def update(self, new_scale: float | None = None) -> None:
-        """Let the scale answer the step, or set it.
+        """Update the scale after a step, or set it.
 
         Args:
-            new_scale: in place of the rule's answer; the good steps counted so far stay counted.
+            new_scale: instead of the rule's; the good steps counted so far stay counted.
 
         Raises:
             ScaleError: nothing was unscaled since the last update, or a scale that cannot be.
@@ -239,8 +211,6 @@ class GradScaler:
         core.record(torch.tensor(found))
         core.update()
         self._found = None
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers and the good steps counted so far."""
@@ -282,7 +252,7 @@ class GradScaler:
 
 
 def _static(growth_factor: float, backoff_factor: float, growth_interval: int) -> bool:
-    """Return whether the numbers are MegEngine's words for a scale that never moves."""
+    """Return whether the numbers mean a scale that never moves."""
     return growth_interval == 0 or growth_factor == 0
 
 
@@ -294,13 +264,3 @@ def _rule(init_scale: float, *, growth_factor: float, backoff_factor: float, gro
     return dataclasses.replace(
         preset, init=init_scale, growth=growth_factor, backoff=backoff_factor, interval=growth_interval
     )
-
-
-class _Holder:
-    """What the core takes for an optimizer: it holds tensors, and its step does nothing."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": tensors}]
-
-    def step(self) -> None:
-        """Do nothing: the gradients are the result."""

@@ -1,4 +1,4 @@
-"""Which operator goes where: MegEngine 1.13's rules as policies.
+"""The format of each operator: MegEngine 1.13's rules as policies.
 
 Source: MegEngine's imperative/src/impl/transformations/dtype_promote.cpp and 107 operators called in MegEngine 1.13.0.
 Operators named in no list keep the format of their inputs.
@@ -60,13 +60,7 @@ MEGENGINE = AS_SHIPPED.replace(name="megengine").with_ops(low=VOLUMES, fp32=("so
 
 
 def for_formats(policy: hs.Policy, low: str, high: str) -> hs.Policy:
-    """Return `policy` with other formats in place of fp16 and fp32.
-
-    Args:
-        policy: whose ``ops`` say low and fp32.
-        low: "fp16", "bf16" or "fp32".
-        high: "fp32", or the same as `low`: then sensitive operators are lowered too.
-    """
+    """Return `policy` with other formats in place of fp16 and fp32."""
     if high != "fp32":
         lowered = ((op, "low" if rule == "fp32" and op not in NO_LOW_KERNEL else rule) for op, rule in policy.ops)
         policy = policy.replace(ops=tuple(lowered), loss="keep")

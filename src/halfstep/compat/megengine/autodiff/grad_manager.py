@@ -1,6 +1,6 @@
-"""megengine.autodiff.GradManager over torch's autograd.
+"""megengine.autodiff: `GradManager` over torch's autograd.
 
-torch records always; a manager says for which tensors gradients are wanted, until when, and accumulates them into
+torch always records; a manager holds the tensors whose gradients are computed, ends recording, and accumulates into
 ``.grad``. Backward runs with autocast off, so that its result does not depend on where it is called.
 """
 
@@ -11,18 +11,23 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 import halfstep as hs
-from halfstep.compat.megengine.autodiff.statistics import Statistics
 from halfstep.compat.megengine.marks import SCALED, marked
+from halfstep.compat.shared import listed
 from halfstep.errors import StepError
 
-__all__ = ["GradManager", "GradManagerGroup", "managers_of"]
+__all__ = ["GradManager", "GradManagerGroup"]
+
+Self = TypeVar("Self", bound="_Recorder")
 
 Callback = Callable[[Tensor, Tensor], Tensor]
 """(attached tensor, its gradient of this backward) -> the gradient to accumulate."""
@@ -45,7 +50,102 @@ class _Attached:
     callbacks: list[Callback] = field(default_factory=list)
 
 
-class GradManager:
+class NormBuffers:
+    """Buffers of norms as they were before the first forward pass since `forget` or `restore`.
+
+    A forward pass with an inf in it turns the running mean and variance of a BatchNorm to NaN for good, even where the
+    update itself is skipped.
+    """
+
+    def __init__(self) -> None:
+        """Save nothing yet."""
+        self._saved: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
+        self._hook: RemovableHandle | None = None
+        self._thread = 0
+
+    def watch(self) -> None:
+        """Save the buffers of every norm that this thread calls in training from now on."""
+        self._thread = threading.get_ident()  # the hook runs in every thread
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._save)
+
+    def unwatch(self) -> None:
+        """Stop saving; what was saved stays."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def forget(self) -> None:
+        """Drop what was saved: the steps so far were good."""
+        self._saved.clear()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the buffers, in place."""
+        for norm, buffers in self._saved.items():
+            for name, value in buffers.items():
+                getattr(norm, name).copy_(value)
+        self._saved.clear()
+
+    def _save(self, module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            if module not in self._saved and threading.get_ident() == self._thread:
+                self._saved[module] = {name: b.clone() for name, b in module.named_buffers(recurse=False)}
+
+
+class _Recorder:
+    """What a manager and a group share: they record between ``with`` and `backward`, and are joined by ``|``."""
+
+    def _members(self) -> list[GradManager]:
+        raise NotImplementedError
+
+    def attached_tensors(self) -> list[Tensor]:
+        """Return the attached tensors that are still alive, in the order of their attachment."""
+        return [tensor for manager in self._members() for tensor in manager._alive()]
+
+    def record(self) -> None:
+        """Begin: `backward` is possible from here on, once.
+
+        Raises:
+            StepError: it is recording already.
+        """
+        for manager in self._members():
+            manager._record()
+
+    def release(self) -> None:
+        """End without gradients; also after `backward`. Nothing happens if it is not recording."""
+        for manager in self._members():
+            manager._release()
+
+    def backward(self, y: Any = None, dy: Any = None) -> None:
+        """Accumulate the gradients of `y` into ``.grad`` of the attached tensors that it depends on, and end recording.
+
+        Args:
+            y: a tensor or several; None: nothing.
+            dy: gradient of each; default ones.
+
+        Raises:
+            StepError: not recording (also a second backward), `dy` does not fit `y`, or `y` depends on nothing that has
+                a gradient.
+        """
+        _backward(self._members(), y, dy)
+
+    def __enter__(self: Self) -> Self:
+        self.record()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
+        if not isinstance(other, _Recorder):
+            raise StepError(f"gm | {other!r}: expected another GradManager")
+        return GradManagerGroup([*self._members(), *other._members()])
+
+
+class GradManager(_Recorder):
     """Compute gradients of what happens between `record` (or ``with gm:``) and `backward`.
 
     Managers nest for higher derivatives: what the inner one puts into ``.grad`` can be differentiated by the outer one.
@@ -60,16 +160,18 @@ class GradManager:
         """Attach nothing yet."""
         self._attached: dict[int, _Attached] = {}
         self._recording = False
-        self._statistics = Statistics()
+        self._statistics = NormBuffers()
 
-    def attached_tensors(self) -> list[Tensor]:
-        """Return the attached tensors that are still alive, in the order of their attachment."""
+    def _members(self) -> list[GradManager]:
+        return [self]
+
+    def _alive(self) -> list[Tensor]:
         return [tensor for entry in self._attached.values() if (tensor := entry.tensor()) is not None]
 
     def attach(
         self, tensors: Tensor | Iterable[Tensor], callbacks: Callback | Sequence[Callback] | None = None
     ) -> GradManager:
-        """Want gradients of `tensors`; they are not kept alive.
+        """Attach `tensors`, whose gradients `backward` computes; they are not kept alive.
 
         Args:
             tensors: a floating tensor or several; a parameter, an input or an intermediate result.
@@ -102,53 +204,22 @@ class GradManager:
             _owners.setdefault(tensor, weakref.WeakSet()).add(self)
         return self
 
-    def record(self) -> None:
-        """Begin: `backward` is possible from here on, once.
-
-        Raises:
-            StepError: it is recording already.
-        """
+    def _record(self) -> None:
         if self._recording:
             raise StepError("GradManager.record: it is recording already; use one manager for each nested `with`")
         self._recording = True
         self._statistics.watch()
         _recording.managers.append(self)
 
-    def release(self) -> None:
-        """End without gradients; also after `backward`. Nothing happens if it is not recording."""
+    def _release(self) -> None:
         self._recording = False
         self._statistics.unwatch()
         _recording.managers[:] = [other for other in _recording.managers if other is not self]
 
-    def backward(self, y: Any = None, dy: Any = None) -> None:
-        """Accumulate the gradients of `y` into ``.grad`` of the attached tensors that it depends on, and end recording.
-
-        Args:
-            y: a tensor or several; None: nothing.
-            dy: gradient of each; default ones.
-
-        Raises:
-            StepError: not recording (also a second backward), `dy` does not fit `y`, or `y` depends on nothing that has
-                a gradient.
-        """
-        _backward((self,), y, dy)
-
     @property
-    def statistics(self) -> Statistics:
-        """What norms had before the steps since the last verdict of a GradScaler."""
+    def statistics(self) -> NormBuffers:
+        """The buffers of norms before the steps since the last check of a GradScaler."""
         return self._statistics
-
-    def __enter__(self) -> GradManager:
-        self.record()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
-        return GradManagerGroup([self]) | other
 
     def _take(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], taken: set[int]) -> None:
         """Send gradients through the callbacks and accumulate them.
@@ -156,7 +227,7 @@ class GradManager:
         Args:
             gradients: one for each tensor; several may be one and the same.
             tensors: attached.
-            taken: addresses of memory that is somebody's already; a gradient there is copied.
+            taken: addresses of memory that is in use already; a gradient there is copied.
         """
         for tensor, gradient in zip(tensors, gradients, strict=True):
             if gradient is None:
@@ -171,45 +242,15 @@ class GradManager:
                 tensor.grad = _own(gradient, tensor, taken)
 
 
-class GradManagerGroup:
+class GradManagerGroup(_Recorder):
     """Several managers that record and go backward together: ``gm1 | gm2``."""
 
     def __init__(self, managers: Iterable[GradManager]) -> None:
         """Group `managers`."""
         self._managers = list(managers)
 
-    def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
-        if not isinstance(other, (GradManager, GradManagerGroup)):
-            raise StepError(f"gm | {other!r}: expected another GradManager")
-        others = [other] if isinstance(other, GradManager) else other._managers
-        return GradManagerGroup([*self._managers, *others])
-
-    def attached_tensors(self) -> list[Tensor]:
-        """Return the attached tensors of all."""
-        return [tensor for manager in self._managers for tensor in manager.attached_tensors()]
-
-    def record(self) -> None:
-        """Begin in all."""
-        for manager in self._managers:
-            manager.record()
-
-    def release(self) -> None:
-        """End in all."""
-        for manager in self._managers:
-            manager.release()
-
-    def backward(self, y: Any = None, dy: Any = None) -> None:
-        """As `GradManager.backward`, for the tensors of all."""
-        _backward(self._managers, y, dy)
-
-    def __enter__(self) -> GradManagerGroup:
-        self.record()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
+    def _members(self) -> list[GradManager]:
+        return self._managers
 
 
 def managers_of(tensors: Iterable[Tensor]) -> list[GradManager]:
@@ -231,7 +272,7 @@ def _own(gradient: Tensor, tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def _backward(managers: Sequence[GradManager], y: Any, dy: Any) -> None:
-    seeds = [] if dy is None else [dy] if isinstance(dy, Tensor) else list(dy)
+    seeds = listed(dy)
     if not any(marked(seed, SCALED) for seed in seeds if isinstance(seed, Tensor)):
         for tensor in (tensor for manager in managers for tensor in manager.attached_tensors()):
             if marked(tensor.grad, SCALED):
@@ -256,8 +297,8 @@ def _backward(managers: Sequence[GradManager], y: Any, dy: Any) -> None:
 
 def _pairs(y: Any, dy: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return outputs and their gradients as lists of equal length."""
-    ys = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
-    dys = [torch.ones_like(one) for one in ys] if dy is None else [dy] if isinstance(dy, Tensor) else list(dy)
+    ys = listed(y)
+    dys = [torch.ones_like(one) for one in ys] if dy is None else listed(dy)
     if len(ys) != len(dys):
         raise StepError(f"GradManager.backward: {len(ys)} outputs and {len(dys)} gradients dy; give one for each")
     for one, its in zip(ys, dys, strict=True):

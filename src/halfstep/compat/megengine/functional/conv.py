@@ -7,9 +7,21 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional.modes import check_compute_mode, check_conv_mode
+from halfstep.errors import StepError
 
 __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "linear"]
+
+
+def check_compute_mode(where: str, compute_mode: object) -> None:
+    """Take "default" and "float32": products of low formats are summed in fp32 either way."""
+    if str(compute_mode).lower() not in ("default", "float32"):
+        raise StepError(f"{where}(compute_mode={compute_mode!r}): expected 'default' or 'float32'")
+
+
+def check_conv_mode(where: str, conv_mode: object) -> None:
+    """Take "cross_correlation", the only mode MegEngine takes too."""
+    if str(conv_mode).lower() != "cross_correlation":
+        raise StepError(f"{where}(conv_mode={conv_mode!r}): expected 'cross_correlation'; flip the kernel for others")
 
 
 def linear(inp: Tensor, weight: Tensor, bias: Tensor | None = None, compute_mode: str = "default") -> Tensor:

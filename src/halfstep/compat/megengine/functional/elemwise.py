@@ -108,11 +108,7 @@ right_shift = _of_two(torch.bitwise_right_shift)
 
 
 def clip(x: Tensor, lower: Any = None, upper: Any = None) -> Tensor:
-    """Bring every element between `lower` and `upper`.
-
-    Raises:
-        StepError: neither is given.
-    """
+    """Bring every element between `lower` and `upper`."""
     if lower is None and upper is None:
         raise StepError("clip: neither lower nor upper is given; give one of them")
     return torch.clamp(x, lower, upper)

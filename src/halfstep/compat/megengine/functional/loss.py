@@ -53,11 +53,7 @@ def square_loss(pred: Tensor, label: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def hinge_loss(pred: Tensor, label: Tensor, norm: str = "L1", reduction: str = "mean") -> Tensor:
-    """Return the hinge loss, summed over the classes: labels are 1 and -1.
-
-    Raises:
-        StepError: a norm that is neither "L1" nor "L2".
-    """
+    """Return the hinge loss, summed over the classes: labels are 1 and -1."""
     if str(norm).upper() not in ("L1", "L2"):
         raise StepError(f"hinge_loss(norm={norm!r}): expected 'L1' or 'L2'")
     margin = torch.relu(1.0 - pred.float() * label.float())

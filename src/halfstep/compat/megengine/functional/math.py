@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional.modes import check_compute_mode
+from halfstep.compat.megengine.functional.conv import check_compute_mode
 from halfstep.errors import StepError
+from halfstep.formats import LOW_DTYPES
 
 __all__ = [
     "argmax", "argmin", "argsort", "cumsum", "dot", "matinv", "matmul", "max", "mean", "min", "norm", "normalize",
@@ -18,7 +19,6 @@ __all__ = [
 ]  # fmt: skip
 
 Axis = int | Sequence[int] | None
-LOW = (torch.float16, torch.bfloat16)
 
 
 def _axes(inp: Tensor, axis: Axis) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def _axes(inp: Tensor, axis: Axis) -> tuple[int, ...]:
 
 def _high(inp: Tensor) -> Tensor:
     """Return low numbers and integers as fp32: means are fp32, whether amp is on or off."""
-    return inp.float() if inp.dtype in LOW or not inp.dtype.is_floating_point else inp
+    return inp.float() if inp.dtype in LOW_DTYPES or not inp.dtype.is_floating_point else inp
 
 
 def mean(inp: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -82,20 +82,12 @@ def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, ep
 
 
 def argmax(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Return the place of the largest element.
-
-    Raises:
-        StepError: several axes.
-    """
+    """Return the place of the largest element."""
     return torch.argmax(inp, _one_axis("argmax", axis), keepdim=keepdims)
 
 
 def argmin(inp: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Return the place of the smallest element.
-
-    Raises:
-        StepError: several axes.
-    """
+    """Return the place of the smallest element."""
     return torch.argmin(inp, _one_axis("argmin", axis), keepdim=keepdims)
 
 

@@ -8,14 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional.conv import (
-    conv1d,
-    conv2d,
-    conv3d,
-    conv_transpose2d,
-    conv_transpose3d,
-    linear,
-)
+from halfstep.compat.megengine.functional import conv, loss
+from halfstep.compat.megengine.functional.conv import *  # noqa: F403  # each file lists its functions
 from halfstep.compat.megengine.functional.elemwise import (
     gelu,
     hsigmoid,
@@ -27,23 +21,18 @@ from halfstep.compat.megengine.functional.elemwise import (
     silu,
     softplus,
 )  # fmt: skip
-from halfstep.compat.megengine.functional.loss import (
-    binary_cross_entropy,
-    cross_entropy,
-    hinge_loss,
-    l1_loss,
-    square_loss,
-)
+from halfstep.compat.megengine.functional.loss import *  # noqa: F403
 from halfstep.compat.megengine.functional.vision import interpolate
 from halfstep.errors import StepError
 
 __all__ = [
-    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "binary_cross_entropy", "conv1d",
-    "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "cross_entropy", "dropout", "embedding", "gelu",
-    "group_norm", "hinge_loss", "hsigmoid", "hswish", "instance_norm", "interpolate", "l1_loss", "layer_norm",
-    "leaky_relu", "linear", "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot",
-    "pad", "prelu", "relu", "relu6", "sigmoid", "silu", "softmax", "softplus", "square_loss",
+    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "dropout", "embedding", "gelu",
+    "group_norm", "hsigmoid", "hswish", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
+    "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu",
+    "relu6", "sigmoid", "silu", "softmax", "softplus",
 ]  # fmt: skip
+__all__ += conv.__all__
+__all__ += loss.__all__
 
 
 def prelu(x: Tensor, y: Tensor) -> Tensor:
@@ -52,12 +41,12 @@ def prelu(x: Tensor, y: Tensor) -> Tensor:
 
 
 def adaptive_avg_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return means of as many windows as `oshp` says: a number or (height, width)."""
+    """Return means of `oshp` windows: a number or (height, width)."""
     return F.adaptive_avg_pool2d(inp, _output_size(oshp))
 
 
 def adaptive_max_pool2d(inp: Tensor, oshp: Any) -> Tensor:
-    """Return the largest elements of as many windows as `oshp` says: a number or (height, width)."""
+    """Return the largest elements of `oshp` windows: a number or (height, width)."""
     largest: Tensor = F.adaptive_max_pool2d(inp, _output_size(oshp))
     return largest
 
@@ -74,11 +63,7 @@ def max_pool2d(inp: Tensor, kernel_size: Any, stride: Any = None, padding: Any =
 def avg_pool2d(
     inp: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, mode: str = "average_count_exclude_padding"
 ) -> Tensor:
-    """Return the mean of each window; `mode` "average" counts the padding.
-
-    Raises:
-        StepError: an unknown mode.
-    """
+    """Return the mean of each window; `mode` "average" counts the padding."""
     if mode not in ("average", "average_count_exclude_padding"):
         raise StepError(f"avg_pool2d(mode={mode!r}): expected 'average_count_exclude_padding' or 'average'")
     return F.avg_pool2d(inp, kernel_size, stride, padding, count_include_pad=mode == "average")
@@ -109,11 +94,7 @@ def leaky_relu(inp: Tensor, negative_slope: float = 0.01) -> Tensor:
 
 
 def dropout(inp: Tensor, drop_prob: float, training: bool = True) -> Tensor:
-    """Set elements to zero with probability `drop_prob` and enlarge the others.
-
-    Raises:
-        StepError: a probability below 0 or from 1.
-    """
+    """Set elements to zero with probability `drop_prob` and enlarge the others."""
     if not 0 <= drop_prob < 1:
         raise StepError(f"dropout(drop_prob={drop_prob!r}): expected a probability from 0 and below 1")
     return F.dropout(inp, drop_prob, training)
@@ -131,9 +112,6 @@ def embedding(
         padding_idx: a row whose gradient is zero.
         max_norm: refused, as in MegEngine.
         norm_type: refused, as in MegEngine.
-
-    Raises:
-        StepError: a norm to which rows should be scaled.
     """
     if max_norm is not None or norm_type is not None:
         raise StepError("embedding: rows are not scaled to a norm (MegEngine refuses it too); leave out max_norm")
@@ -153,9 +131,6 @@ def pad(src: Tensor, pad_width: Any, mode: str = "constant", constant_value: flo
         pad_width: elements before and after, for each axis.
         mode: "constant", "edge" (or "replicate") or "reflect".
         constant_value: for "constant".
-
-    Raises:
-        StepError: an unknown mode, or more axes than there are.
     """
     name = str(mode).lower()
     if name not in ("constant", "edge", "replicate", "reflect"):
@@ -193,9 +168,6 @@ def batch_norm(
         momentum: the share of the old statistics that stays.
         eps: added to the variance.
         inplace: False: return (result, new mean, new variance) while training, and change neither.
-
-    Raises:
-        StepError: no statistics without `training`.
     """
     if not training and (running_mean is None or running_var is None):
         raise StepError("batch_norm(training=False): pass running_mean and running_var, or training=True")

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.compat.megengine.device import device_of
-from halfstep.compat.megengine.tensor import dtype_of, tensor
+from halfstep.compat.megengine.tensor import device_of, dtype_of, tensor
 from halfstep.errors import StepError
 
 __all__ = [
@@ -92,11 +91,7 @@ def _placed(inps: Sequence[Tensor], device: str | None) -> list[Tensor]:
 
 
 def split(inp: Tensor, nsplits_or_sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
-    """Split into so many equal parts, or at so many places.
-
-    Raises:
-        StepError: parts that cannot be equal.
-    """
+    """Split into so many equal parts, or at so many places."""
     if isinstance(nsplits_or_sections, int):
         if nsplits_or_sections < 1 or inp.shape[axis] % nsplits_or_sections:
             raise StepError(
@@ -142,11 +137,7 @@ def expand_dims(inp: Tensor, axis: Shape) -> Tensor:
 
 
 def squeeze(inp: Tensor, axis: Shape | None = None) -> Tensor:
-    """Remove axes of length 1: all, one or several.
-
-    Raises:
-        StepError: an axis that is longer.
-    """
+    """Remove axes of length 1: all, one or several."""
     if axis is None:
         return inp.squeeze()
     places = (axis,) if isinstance(axis, int) else tuple(axis)

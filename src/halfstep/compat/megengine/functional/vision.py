@@ -26,10 +26,6 @@ def interpolate(
         scale_factor: instead of `size`.
         mode: one of `MODES`.
         align_corners: whether the outermost elements stay where they are; for linear modes.
-
-    Raises:
-        StepError: another mode, both or neither of `size` and `scale_factor`, or `align_corners` beside a mode that
-            does not interpolate linearly.
     """
     name = str(mode).lower()
     if name not in MODES:

@@ -1,23 +1,27 @@
-"""The optimizers."""
+"""The optimizers: torch's with MegEngine's arguments, whose `step` and `clear_grad` can be chained.
+
+`clip_grad_norm` and `clip_grad_value` go between `GradScaler.unscale` and the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from halfstep.compat.megengine.marks import SCALED, marked
-from halfstep.errors import ScaleError
+from halfstep.compat.shared import listed
+from halfstep.errors import ScaleError, StepError
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Optimizer"]
-
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "clip_grad_value"]
 
 Self = TypeVar("Self", bound="Optimizer")
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What the optimizers share: ``opt.step().clear_grad()``; parameters without a gradient are passed over."""
+    """Base of the optimizers: ``opt.step().clear_grad()``; parameters without a gradient are skipped."""
 
     def step(self: Self, closure: Callable[[], Any] | None = None) -> Self:  # type: ignore[override]
         """Make one step and return this optimizer.
@@ -55,13 +59,9 @@ class Adam(Optimizer, torch.optim.Adam):
     """Adam, with weight decay added to the gradient."""
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         torch.optim.Adam.__init__(self, params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
@@ -69,13 +69,9 @@ class AdamW(Optimizer, torch.optim.AdamW):
     """Adam with decoupled weight decay."""
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2,
-    ) -> None:
+    ) -> None:  # fmt: skip
         torch.optim.AdamW.__init__(self, params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
@@ -86,3 +82,18 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
         self, params: Any, lr: float = 1e-2, lr_decay: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0
     ) -> None:
         torch.optim.Adagrad.__init__(self, params, lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
+
+
+def clip_grad_norm(tensors: Tensor | Iterable[Tensor], max_norm: float, ord: float = 2.0) -> Tensor:
+    """Scale gradients together so that their norm is at most `max_norm`; return the norm before."""
+    return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type=ord)
+
+
+@torch.no_grad()
+def clip_grad_value(tensors: Tensor | Iterable[Tensor], lower: float, upper: float) -> None:
+    """Bring every element of the gradients between `lower` and `upper`."""
+    if lower > upper:
+        raise StepError(f"clip_grad_value: lower={lower!r} is above upper={upper!r}; exchange them")
+    for tensor in listed(tensors):
+        if tensor.grad is not None:
+            tensor.grad.clamp_(lower, upper)

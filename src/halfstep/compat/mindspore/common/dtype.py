@@ -5,19 +5,9 @@ from __future__ import annotations
 import torch
 
 __all__ = [
-    "bfloat16",
-    "bool_",
-    "complex128",
-    "complex64",
-    "float16",
-    "float32",
-    "float64",
-    "int16",
-    "int32",
-    "int64",
-    "int8",
+    "bfloat16", "bool_", "complex128", "complex64", "float16", "float32", "float64", "int16", "int32", "int64", "int8",
     "uint8",
-]
+]  # fmt: skip
 
 bool_ = torch.bool
 int8, int16, int32, int64, uint8 = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8

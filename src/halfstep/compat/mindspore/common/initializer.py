@@ -6,6 +6,7 @@ Names and formulas: MindSpore 2.10, https://www.mindspore.cn. They are carried o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,23 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import init
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.errors import did_you_mean
 
 __all__ = [
-    "Constant",
-    "HeNormal",
-    "HeUniform",
-    "Initializer",
-    "Normal",
-    "One",
-    "TruncatedNormal",
-    "Uniform",
-    "XavierNormal",
-    "XavierUniform",
-    "Zero",
-    "initializer",
-]
+    "Constant", "HeNormal", "HeUniform", "Initializer", "Normal", "One", "TruncatedNormal", "Uniform", "XavierNormal",
+    "XavierUniform", "Zero", "initializer",
+]  # fmt: skip
 
 
 class Initializer:
@@ -37,140 +28,121 @@ class Initializer:
 
     def __call__(self, arr: Tensor) -> None:
         """Fill `arr`."""
+        self._fill(arr)
+
+    def _fill(self, arr: Tensor) -> None:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__(arr)")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
+@dataclass(repr=False, eq=False)
 class Constant(Initializer):
     """One number everywhere."""
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+    value: float
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.constant_(arr, self.value)
 
 
 class Zero(Initializer):
     """Zeros."""
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.zeros_(arr)
 
 
 class One(Initializer):
     """Ones."""
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.ones_(arr)
 
 
+@dataclass(repr=False, eq=False)
 class Normal(Initializer):
     """Normal numbers of a deviation and a mean."""
 
-    def __init__(self, sigma: float = 0.01, mean: float = 0.0) -> None:
-        self.sigma, self.mean = sigma, mean
+    sigma: float = 0.01
+    mean: float = 0.0
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.normal_(arr, self.mean, self.sigma)
 
 
+@dataclass(repr=False, eq=False)
 class TruncatedNormal(Initializer):
     """Normal numbers between `a` and `b`."""
 
-    def __init__(self, sigma: float = 0.01, mean: float = 0.0, a: float = -2.0, b: float = 2.0) -> None:
-        self.sigma, self.mean, self.a, self.b = sigma, mean, a, b
+    sigma: float = 0.01
+    mean: float = 0.0
+    a: float = -2.0
+    b: float = 2.0
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.trunc_normal_(arr, self.mean, self.sigma, self.a, self.b)
 
 
+@dataclass(repr=False, eq=False)
 class Uniform(Initializer):
     """Uniform numbers from ``-scale`` to ``scale``."""
 
-    def __init__(self, scale: float = 0.07) -> None:
-        self.scale = scale
+    scale: float = 0.07
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.uniform_(arr, -self.scale, self.scale)
 
 
+@dataclass(repr=False, eq=False)
 class XavierUniform(Initializer):
     """Uniform numbers of deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
 
-    def __init__(self, gain: float = 1) -> None:
-        self.gain = gain
+    gain: float = 1
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.xavier_uniform_(arr, self.gain)
 
 
 class XavierNormal(XavierUniform):
     """Normal numbers of deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
+    def _fill(self, arr: Tensor) -> None:
         init.xavier_normal_(arr, self.gain)
 
 
+@dataclass(repr=False, eq=False)
 class HeUniform(Initializer):
     """Uniform numbers of deviation ``gain / sqrt(fan)``, the gain being that of the nonlinearity."""
 
-    def __init__(self, negative_slope: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> None:
-        self.negative_slope, self.mode, self.nonlinearity = negative_slope, mode, nonlinearity
+    negative_slope: float = 0
+    mode: Any = "fan_in"
+    nonlinearity: Any = "leaky_relu"
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
-        words: Any = {"mode": self.mode, "nonlinearity": self.nonlinearity}
-        init.kaiming_uniform_(arr, self.negative_slope, **words)
+    def _fill(self, arr: Tensor) -> None:
+        init.kaiming_uniform_(arr, self.negative_slope, self.mode, self.nonlinearity)
 
 
 class HeNormal(HeUniform):
     """Normal numbers of deviation ``gain / sqrt(fan)``."""
 
-    def __call__(self, arr: Tensor) -> None:
-        """Fill `arr`."""
-        words: Any = {"mode": self.mode, "nonlinearity": self.nonlinearity}
-        init.kaiming_normal_(arr, self.negative_slope, **words)
+    def _fill(self, arr: Tensor) -> None:
+        init.kaiming_normal_(arr, self.negative_slope, self.mode, self.nonlinearity)
 
 
 NAMED: Mapping[str, type[Initializer]] = MappingProxyType(
     {
-        "zeros": Zero,
-        "zero": Zero,
-        "ones": One,
-        "one": One,
-        "normal": Normal,
-        "truncatednormal": TruncatedNormal,
-        "uniform": Uniform,
-        "xavier_uniform": XavierUniform,
-        "xavieruniform": XavierUniform,
-        "xavier_normal": XavierNormal,
-        "xaviernormal": XavierNormal,
-        "he_uniform": HeUniform,
-        "heuniform": HeUniform,
-        "he_normal": HeNormal,
-        "henormal": HeNormal,
+        "zeros": Zero, "zero": Zero, "ones": One, "one": One, "normal": Normal, "truncatednormal": TruncatedNormal,
+        "uniform": Uniform, "xavier_uniform": XavierUniform, "xavieruniform": XavierUniform,
+        "xavier_normal": XavierNormal, "xaviernormal": XavierNormal, "he_uniform": HeUniform, "heuniform": HeUniform,
+        "he_normal": HeNormal, "henormal": HeNormal,
     }
-)
+)  # fmt: skip
 
 
 def chosen(where: str, value: Any) -> Initializer:
-    """Return the initializer that a name, a number or an initializer stands for.
-
-    Raises:
-        MindSporeTypeError: something else.
-        MindSporeValueError: an unknown name.
-    """
+    """Return the initializer that a name, a number or an initializer stands for."""
     if isinstance(value, Initializer):
         return value
     if isinstance(value, str):
@@ -186,15 +158,12 @@ def chosen(where: str, value: Any) -> Initializer:
 
 
 def initializer(init: Any, shape: Sequence[int] | int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a new tensor filled as `init` says; at once, where MindSpore waits until it is used.
+    """Return a new tensor filled by `init`; at once, where MindSpore waits until it is used.
 
     Args:
         init: a name, a number, an `Initializer`, or a tensor, which is copied.
         shape: of the tensor; may be left out for a tensor.
         dtype: a number format.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an unknown initializer, or no shape, or another than the tensor's.
     """
     wanted = (shape,) if isinstance(shape, int) else None if shape is None else tuple(shape)
     if isinstance(init, Tensor):

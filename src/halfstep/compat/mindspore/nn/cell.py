@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.compat.mindspore import precision
-from halfstep.compat.mindspore.errors import MindSporeTypeError
+from halfstep.compat.mindspore.checks import MindSporeTypeError
 from halfstep.errors import UnbuiltError
 
 __all__ = ["Cell", "CellList", "SequentialCell"]
@@ -38,8 +38,6 @@ class Cell(nn.Module):
         """Compute the outputs by `construct`: torch calls this name."""
         return self.construct(*inputs, **named)
 
-    # -------------------------------------------------------------------------------------------------- precision
-
     def to_float(self: Self, dst_type: torch.dtype) -> Self:
         """Run this cell and all in it in a format, in place; see `halfstep.compat.mindspore.to_float`."""
         return precision.to_float(self, dst_type)
@@ -55,8 +53,6 @@ class Cell(nn.Module):
     def get_flags(self) -> dict[str, bool]:
         """Return the precision flags of this cell."""
         return precision.flags_of(self)
-
-    # ----------------------------------------------------------------------------------------- modes and parameters
 
     def set_train(self: Self, mode: bool = True) -> Self:
         """Set training mode, here and below."""
@@ -88,8 +84,6 @@ class Cell(nn.Module):
         """Return name -> parameter."""
         return dict(self.named_parameters(recurse=recurse))
 
-    # ------------------------------------------------------------------------------------------------------- cells
-
     def cells(self) -> list[nn.Module]:
         """Return the cells directly inside."""
         return list(self.children())
@@ -107,23 +101,24 @@ class Cell(nn.Module):
         self.add_module(child_name, child)
 
 
-def _check_cells(where: str, cells: tuple[Any, ...]) -> None:
+def _given(where: str, cells: tuple[Any, ...]) -> Any:
+    """Return cells that came as arguments or as one list."""
     given = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells
     for cell in given:
         if not isinstance(cell, (nn.Module, dict)):
             raise MindSporeTypeError(f"{where}: {cell!r} is a {type(cell).__name__}; expected cells or torch modules")
+    return given
 
 
 class SequentialCell(Cell, nn.Sequential):
     """Cells one after the other, given as arguments or as one list; torch's Sequential otherwise."""
 
     def __init__(self, *cells: Any) -> None:
-        _check_cells("SequentialCell", cells)
-        nn.Sequential.__init__(self, *(cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells))
+        nn.Sequential.__init__(self, *_given("SequentialCell", cells))
         self.training = False
 
     def construct(self, x: Any) -> Any:
-        """Return what the last cell makes of what the others made of `x`."""
+        """Return `x` passed through all cells in order."""
         for cell in self:
             x = cell(x)
         return x
@@ -133,10 +128,7 @@ class CellList(nn.ModuleList):
     """A list of cells: torch's ModuleList under MindSpore's name, with or without a list around the arguments."""
 
     def __init__(self, *cells: Any) -> None:
-        _check_cells("CellList", cells)
-        nn.ModuleList.__init__(
-            self, cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else list(cells)
-        )
+        nn.ModuleList.__init__(self, _given("CellList", cells))
         self.training = False
 
     def to_float(self, dst_type: torch.dtype) -> CellList:

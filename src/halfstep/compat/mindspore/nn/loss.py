@@ -1,23 +1,30 @@
-"""Losses. A loss cell always runs in fp32, inside a low network too: it is recognised by its torch base class."""
+"""Losses, and networks with their loss: `WithLossCell` for training, `WithEvalCell` for evaluation.
+
+A loss cell always runs in fp32, inside a low network too: it is recognised by its torch base class.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
 from halfstep.compat.mindspore.nn.cell import Cell
+from halfstep.formats import LOW_DTYPES
 
-__all__ = ["BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MSELoss", "SoftmaxCrossEntropyWithLogits"]
+__all__ = [
+    "BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "LossBase", "MSELoss", "SoftmaxCrossEntropyWithLogits",
+    "WithEvalCell", "WithLossCell",
+]  # fmt: skip
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossBase(Cell, nn.modules.loss._Loss):
-    """Base of losses; ``get_loss(x)`` reduces as `reduction` says.
+    """Base of losses; ``get_loss(x)`` reduces by `reduction`.
 
     Args:
         reduction: "mean", "sum" or "none".
@@ -61,10 +68,7 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 
     def __init__(self, sparse: bool = False, reduction: str = "none") -> None:
         super().__init__(reduction)
-        if not isinstance(sparse, bool):
-            raise MindSporeTypeError(
-                f"SoftmaxCrossEntropyWithLogits: sparse={sparse!r} is a {type(sparse).__name__}; True or False"
-            )
+        check_bool("SoftmaxCrossEntropyWithLogits: sparse", sparse)
         self.sparse = sparse
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -85,15 +89,12 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 
 
 class CrossEntropyLoss(LossBase):
-    """Cross entropy of logits with class numbers or probabilities; the mean unless told otherwise."""
+    """Cross entropy of logits with class numbers or probabilities; the mean by default."""
 
     def __init__(
-        self,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
+        self, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         label_smoothing: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(reduction)
         self.register_buffer("weight", weight)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
@@ -135,9 +136,62 @@ class BCEWithLogitsLoss(LossBase):
 def as_fp32(value: Any) -> Any:
     """Return `value` with its low tensors in fp32; nested lists, tuples and dicts keep their types."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        return value.float() if value.dtype in LOW_DTYPES else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(as_fp32, value))
     if isinstance(value, (list, tuple)):
         return type(value)(map(as_fp32, value))
     return {key: as_fp32(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+class WithLossCell(Cell):
+    """A network and its loss: ``cell(data, label)`` is the loss, which is always computed in fp32.
+
+    Args:
+        backbone: any torch module.
+        loss_fn: called as ``loss_fn(output, label)``.
+    """
+
+    def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        _check("WithLossCell", backbone, loss_fn)
+        self.backbone, self.loss_fn = backbone, loss_fn
+
+    @property
+    def backbone_network(self) -> nn.Module:
+        """The network without its loss."""
+        return self.backbone
+
+    def construct(self, data: Any, label: Any) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self.loss_fn(as_fp32(self.backbone(data)), as_fp32(label))
+        return loss
+
+
+class WithEvalCell(Cell):
+    """A network and its loss: ``cell(data, label)`` is (loss, outputs, label).
+
+    Args:
+        network: any torch module.
+        loss_fn: called as ``loss_fn(output, label)``; None leaves the loss out.
+        add_cast_fp32: whether the outputs are returned in fp32; the loss is computed from fp32 in any case.
+    """
+
+    def __init__(self, network: nn.Module, loss_fn: Callable[..., Any] | None, add_cast_fp32: bool = False) -> None:
+        super().__init__()
+        _check("WithEvalCell", network, loss_fn or as_fp32)
+        check_bool("WithEvalCell: add_cast_fp32", add_cast_fp32)
+        self.network, self.loss_fn, self.add_cast_fp32 = network, loss_fn, add_cast_fp32
+
+    def construct(self, data: Any, label: Any) -> tuple[Any, Any, Any]:
+        """Return (loss, outputs, label)."""
+        outputs = self.network(data)
+        loss = None if self.loss_fn is None else self.loss_fn(as_fp32(outputs), as_fp32(label))
+        return loss, (as_fp32(outputs) if self.add_cast_fp32 else outputs), label
+
+
+def _check(where: str, network: object, loss_fn: object) -> None:
+    if not isinstance(network, nn.Module):
+        raise MindSporeTypeError(f"{where}: the network is a {type(network).__name__}; expected a Cell or torch module")
+    if not callable(loss_fn):
+        raise MindSporeTypeError(f"{where}: loss_fn={loss_fn!r} is not callable; expected a Cell such as nn.MSELoss()")

@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool, check_number
 
 __all__ = ["Adam", "AdamWeightDecay", "Momentum", "Optimizer", "SGD"]
 
 
+Params = Iterable[Any]
+
 NOT_DECAYED = "_mindspore_not_decayed"
-"""Mark of a parameter that weight decay leaves alone unless its group says a decay: gamma and beta of norms."""
+"""Mark of a parameter (gamma and beta of norms) that is decayed only if its group has a `weight_decay`."""
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What MindSpore's optimizers have beyond torch's.
+    """torch's optimizer with what MindSpore's optimizers have besides.
 
     Attributes:
         loss_scale: what a step divides the gradients by, for training cells that leave them scaled.
@@ -27,11 +29,19 @@ class Optimizer(torch.optim.Optimizer):
 
     loss_scale: float
 
+    def _make(
+        self, kind: type[torch.optim.Optimizer], params: Params, learning_rate: float, loss_scale: float, **named: Any
+    ) -> None:
+        """Construct torch's optimizer of class `kind`."""
+        name = type(self).__name__
+        groups, order = _grouped(name, params, named["weight_decay"])
+        construct: Any = kind.__init__
+        construct(self, groups, lr=_rate(name, learning_rate), **named)
+        self._order = order
+        self._set_loss_scale(loss_scale)
+
     def _set_loss_scale(self, loss_scale: float) -> None:
-        if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
-            raise MindSporeTypeError(
-                f"{type(self).__name__}: loss_scale={loss_scale!r} is a {type(loss_scale).__name__}; expected a number"
-            )
+        check_number(f"{type(self).__name__}: loss_scale", loss_scale)
         if not 0.0 < loss_scale < float("inf"):
             raise MindSporeValueError(f"{type(self).__name__}: loss_scale={loss_scale!r}; expected a number above 0")
         self.loss_scale = float(loss_scale)
@@ -40,10 +50,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All parameters, in the order in which they were given (or ``order_params`` says)."""
-        held = [p for group in self.param_groups for p in group["params"]]
+        """All parameters, in the order in which they were given (or of ``order_params``)."""
+        found = [p for group in self.param_groups for p in group["params"]]
         place = {id(p): index for index, p in enumerate(self.__dict__.get("_order", ()))}
-        return tuple(sorted(held, key=lambda p: place.get(id(p), len(place))))
+        return tuple(sorted(found, key=lambda p: place.get(id(p), len(place))))
 
     @property
     def learning_rate(self) -> float:
@@ -55,11 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.learning_rate
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: not gradients, or not as many or of the shapes of the parameters.
-        """
+        """Step with these gradients, one for each of `parameters`; ``Parameter.grad`` is as before afterwards."""
         parameters = self.parameters
         if not isinstance(gradients, (tuple, list)):
             raise MindSporeTypeError(
@@ -127,16 +133,10 @@ def _rate(name: str, learning_rate: Any) -> float:
     return float(learning_rate)
 
 
-Params = Iterable[Any]
-
-
 def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any], list[Any]]:
     """Return groups for torch, and the parameters in the order in which they were given.
 
     A plain list of parameters is cut in two where MindSpore leaves gamma and beta out of weight decay.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: a group that asks for what does not exist here.
     """
     if not isinstance(params, Iterable):
         raise MindSporeTypeError(f"{name}: params={params!r}; expected parameters or groups, as net.trainable_params()")
@@ -161,10 +161,10 @@ def _grouped(name: str, params: Params, weight_decay: float) -> tuple[list[Any],
         if "lr" in made:
             made["lr"] = _rate(name, made["lr"])
         groups.append(made)
-    held = [p for group in groups for p in group["params"]]
-    if order and {id(p) for p in order} != {id(p) for p in held}:
+    grouped = [p for group in groups for p in group["params"]]
+    if order and {id(p) for p in order} != {id(p) for p in grouped}:
         raise MindSporeValueError(f"{name}: order_params must hold the parameters of all groups, once each")
-    return groups, order or held
+    return groups, order or grouped
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -174,13 +174,10 @@ class SGD(Optimizer, torch.optim.SGD):
         self, params: Params, learning_rate: float = 0.1, momentum: float = 0.0, dampening: float = 0.0,
         weight_decay: float = 0.0, nesterov: bool = False, loss_scale: float = 1.0,
     ) -> None:  # fmt: skip
-        groups, order = _grouped("SGD", params, weight_decay)
-        torch.optim.SGD.__init__(
-            self, groups, lr=_rate("SGD", learning_rate), momentum=momentum, dampening=dampening,
+        self._make(
+            torch.optim.SGD, params, learning_rate, loss_scale, momentum=momentum, dampening=dampening,
             weight_decay=weight_decay, nesterov=nesterov,
         )  # fmt: skip
-        self._order = order
-        self._set_loss_scale(loss_scale)
 
 
 class Momentum(Optimizer, torch.optim.SGD):
@@ -190,13 +187,10 @@ class Momentum(Optimizer, torch.optim.SGD):
         self, params: Params, learning_rate: float, momentum: float, weight_decay: float = 0.0,
         loss_scale: float = 1.0, use_nesterov: bool = False,
     ) -> None:  # fmt: skip
-        groups, order = _grouped("Momentum", params, weight_decay)
-        torch.optim.SGD.__init__(
-            self, groups, lr=_rate("Momentum", learning_rate), momentum=momentum, weight_decay=weight_decay,
+        self._make(
+            torch.optim.SGD, params, learning_rate, loss_scale, momentum=momentum, weight_decay=weight_decay,
             nesterov=use_nesterov,
         )  # fmt: skip
-        self._order = order
-        self._set_loss_scale(loss_scale)
 
 
 class Adam(Optimizer, torch.optim.Adam):
@@ -207,19 +201,13 @@ class Adam(Optimizer, torch.optim.Adam):
         use_locking: bool = False, use_nesterov: bool = False, weight_decay: float = 0.0, loss_scale: float = 1.0,
         use_amsgrad: bool = False,
     ) -> None:  # fmt: skip
-        if not isinstance(use_locking, bool):
-            raise MindSporeTypeError(
-                f"Adam: use_locking={use_locking!r}; expected True or False; weight_decay= comes after use_nesterov"
-            )
+        check_bool("Adam: use_locking", use_locking, "; weight_decay= comes after use_nesterov")
         if use_nesterov:
             raise MindSporeValueError("Adam(use_nesterov=True) does not exist here; use torch.optim.NAdam")
-        groups, order = _grouped("Adam", params, weight_decay)
-        torch.optim.Adam.__init__(
-            self, groups, lr=_rate("Adam", learning_rate), betas=(beta1, beta2), eps=eps, weight_decay=weight_decay,
-            amsgrad=use_amsgrad,
+        self._make(
+            torch.optim.Adam, params, learning_rate, loss_scale, betas=(beta1, beta2), eps=eps,
+            weight_decay=weight_decay, amsgrad=use_amsgrad,
         )  # fmt: skip
-        self._order = order
-        self._set_loss_scale(loss_scale)
 
 
 class AdamWeightDecay(Optimizer):
@@ -247,18 +235,18 @@ class AdamWeightDecay(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
-            if held:
-                self._update(group, held)
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
         return loss
 
-    def _update(self, group: dict[str, Any], held: list[Any]) -> None:
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
         beta1, beta2 = group["betas"]
-        for p in held:
+        for p in params:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        grads = [p.grad for p in held]
-        first, second = ([self.state[p][name] for p in held] for name in ("exp_avg", "exp_avg_sq"))
+        grads = [p.grad for p in params]
+        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_lerp_(first, grads, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
@@ -266,5 +254,5 @@ class AdamWeightDecay(Optimizer):
         torch._foreach_add_(below, group["eps"])
         updates = torch._foreach_div(first, below)
         if group["weight_decay"]:
-            torch._foreach_add_(updates, held, alpha=group["weight_decay"])
-        torch._foreach_add_(held, updates, alpha=-group["lr"])
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])

@@ -1,7 +1,7 @@
-"""Training cells: one call is one training step. hs.TrainStep does it; here are MindSpore's arguments and results.
+"""Training cells: one call is one training step of hs.TrainStep, with MindSpore's arguments and results.
 
-What MindSpore's cells do not do and these do: gradients are unscaled whatever the optimizer was told; a step whose
-gradients are not finite changes nothing, BatchNorm statistics included; the forward pass runs once.
+Unlike MindSpore's, these unscale gradients whatever the optimizer's `loss_scale` is, change nothing (BatchNorm's
+statistics included) in a step whose gradients are not finite, and run the forward pass once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.loss_scaler import all_finite
+from halfstep.compat.mindspore.checks import (
+    MindSporeTypeError,
+    MindSporeValueError,
+    check_bool,
+    check_module,
+    check_number,
+    check_optimizer_class,
+)
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.compat.mindspore.nn.loss import as_fp32
-from halfstep.compat.mindspore.nn.scale import DynamicLossScaleUpdateCell, updates_scales
+from halfstep.compat.mindspore.nn.loss_scale import (
+    DynamicLossScaleUpdateCell,
+    all_finite,
+    check_scale,
+    set_by_hand,
+    updates_scales,
+)
 from halfstep.compat.mindspore.ops.grad import GradOperation, HyperMap
 from halfstep.compat.mindspore.precision import bind_for_training
-from halfstep.compat.mindspore.scale_rules import by_hand, check_scale
 
 __all__ = ["TrainOneStepCell", "TrainOneStepWithLossScaleCell", "check_optimizer"]
 
@@ -29,23 +40,19 @@ DEFAULT_SCALE = (2.0**24, 2, 2000)
 
 
 class _OneStep(Cell):
-    """What both training cells do."""
+    """Base of both training cells."""
 
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         name = type(self).__name__
-        if not isinstance(network, nn.Module):
-            raise MindSporeTypeError(f"{name}: network is a {type(network).__name__}; expected a Cell or torch module")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise MindSporeTypeError(
-                f"{name}: optimizer is a {type(optimizer).__name__}; expected an optimizer such as nn.Momentum"
-            )
+        check_module(name, network)
+        check_optimizer_class(name, optimizer)
         self.network, self.optimizer = network, optimizer
-        held = tuple(p for group in optimizer.param_groups for p in group["params"])
-        self.weights: tuple[Any, ...] = getattr(optimizer, "parameters", held)  # MindSpore's go by their own order
+        grouped = tuple(p for group in optimizer.param_groups for p in group["params"])
+        self.weights: tuple[Any, ...] = getattr(optimizer, "parameters", grouped)  # in MindSpore's order if it has one
         self._most = _most_inputs(network)
         bind_for_training(network)
-        self._scaler = hs.GradScaler(rule=by_hand())
+        self._scaler = hs.GradScaler(rule=set_by_hand())
         self._step = hs.TrainStep(network, optimizer, self._loss, scaler=self._scaler)
         self._by_optimizer = 1.0
 
@@ -64,7 +71,7 @@ class _OneStep(Cell):
     def _train(self, scale: Tensor, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Train with a scale; return the loss and whether the step was left out."""
         self._by_optimizer = loss_scale_of(self.optimizer)
-        if self._by_optimizer != 1.0:  # the optimizer will divide by it: that is multiplied in, and nothing else
+        if self._by_optimizer != 1.0:  # the loss is multiplied by what the optimizer divides by
             check_optimizer(type(self).__name__, self.optimizer, float(scale))
             scale = torch.ones_like(scale)
         self._scaler.update(scale)
@@ -91,17 +98,12 @@ class TrainOneStepCell(_OneStep):
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        sens: float | None = None,
-        return_grad: bool = False,
+        self, network: nn.Module, optimizer: torch.optim.Optimizer, sens: float | None = None, return_grad: bool = False
     ) -> None:
         if isinstance(sens, (int, float)) and not isinstance(sens, bool) and sens == 0:
             raise MindSporeValueError("TrainOneStepCell: sens=0 makes every gradient 0; use sens=1.0, or leave it out")
         scale = 1.0 if sens is None else check_scale("TrainOneStepCell: sens", sens, 2.0**-149)
-        if not isinstance(return_grad, bool):
-            raise MindSporeTypeError(f"TrainOneStepCell: return_grad={return_grad!r}; expected True or False")
+        check_bool("TrainOneStepCell: return_grad", return_grad)
         check_optimizer(type(self).__name__, optimizer, scale)
         super().__init__(network, optimizer)
         self.sens = scale
@@ -154,13 +156,9 @@ class TrainOneStepWithLossScaleCell(_OneStep):
     scale_sense: Tensor
 
     def __init__(
-        self,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scale_sense: nn.Module | Tensor | None = None,
-        *,
+        self, network: nn.Module, optimizer: torch.optim.Optimizer, scale_sense: nn.Module | Tensor | None = None, *,
         scale_update_cell: nn.Module | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if scale_sense is not None and scale_update_cell is not None:
             raise MindSporeValueError(
                 "TrainOneStepWithLossScaleCell: scale_sense and scale_update_cell are two names of one thing; give one"
@@ -194,16 +192,10 @@ class TrainOneStepWithLossScaleCell(_OneStep):
         return loss, overflow, self.scale_sense.clone()
 
     def set_sense_scale(self, sens: Tensor) -> None:
-        """Set the scale.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: not a tensor of one element above 0.
-        """
+        """Set the scale."""
         if not isinstance(sens, Tensor):
             raise MindSporeTypeError(f"set_sense_scale({sens!r}): expected a tensor, such as Tensor(1024.0)")
         self.scale_sense.copy_(_scalar("sens", sens))
-
-    # ------------------------------------------------------------------------------- for subclasses with their own step
 
     def grad_reducer(self, grads: Any) -> Any:
         """Return the gradients: DistributedDataParallel sums them over processes during backward."""
@@ -219,29 +211,19 @@ class TrainOneStepWithLossScaleCell(_OneStep):
         return ~all_finite(outputs) | status.to(outputs[0].device)
 
     def process_loss_scale(self, overflow: Tensor) -> Tensor:
-        """Let the update cell answer a step; return `overflow`."""
+        """Update the scale after a step, if there is an update cell; return `overflow`."""
         if self.loss_scaling_manager is not None:
             self.loss_scaling_manager(self.scale_sense, overflow)
         return overflow
 
 
 def loss_scale_of(optimizer: object) -> float:
-    """Return what an optimizer divides gradients by in its step; 1 for torch's own."""
+    """Return the number by which an optimizer divides gradients in its step; 1 for torch's own."""
     return float(getattr(optimizer, "loss_scale", 1.0))
 
 
 def check_optimizer(where: str, optimizer: object, scale: float, update: object = None) -> None:
-    """Refuse an optimizer that would divide gradients by another number than the loss is multiplied by.
-
-    Args:
-        where: how the message begins.
-        optimizer: maybe with a `loss_scale`.
-        scale: the first scale.
-        update: the cell that moves it.
-
-    Raises:
-        MindSporeValueError: the two do not go together.
-    """
+    """Refuse an optimizer that would divide gradients by another number than the loss is multiplied by."""
     own = loss_scale_of(optimizer)
     if own == 1.0:
         return
@@ -259,20 +241,14 @@ def check_optimizer(where: str, optimizer: object, scale: float, update: object 
 
 
 def _scalar(where: str, value: Any) -> Tensor:
-    """Return a scale as a new 0-dim float32 tensor.
-
-    Raises:
-        MindSporeTypeError: not a number or tensor.
-        MindSporeValueError: a tensor of another shape, or a scale that is not positive and finite.
-    """
+    """Return a scale as a new 0-dim float32 tensor."""
     if isinstance(value, Tensor):
         if tuple(value.shape) not in ((), (1,)):
             raise MindSporeValueError(
                 f"{where}: a tensor of shape {tuple(value.shape)}; expected one number, shape () or (1,)"
             )
         value = float(value)
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected a tensor of one element")
+    check_number(where, value, "a tensor of one element")
     number = torch.tensor(value, dtype=torch.float32)
     if not (bool(number.isfinite()) and float(number) > 0):
         raise MindSporeValueError(f"{where}={value!r}; expected a scale above 0 that float32 can hold")

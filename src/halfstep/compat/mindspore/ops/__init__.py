@@ -8,12 +8,5 @@ from halfstep.compat.mindspore.ops.operations import *  # noqa: F403  # the prim
 from halfstep.compat.mindspore.ops.operations import __all__ as _primitives
 
 __all__ = [
-    "GradOperation",
-    "HyperMap",
-    "functional",
-    "grad",
-    "operations",
-    "value_and_grad",
-    *_functions,
-    *_primitives,
-]
+    "GradOperation", "HyperMap", "functional", "grad", "operations", "value_and_grad", *_functions, *_primitives,
+]  # fmt: skip

@@ -10,28 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.ops.shapes import check_padding, pad_for, sizes
 
 __all__ = [
-    "cast",
-    "conv2d",
-    "depend",
-    "flatten",
-    "log_softmax",
-    "matmul",
-    "max_pool2d",
-    "mean",
-    "one_hot",
-    "ones_like",
-    "partial",
-    "relu",
-    "reshape",
-    "softmax",
-    "square",
-    "stop_gradient",
-    "zeros_like",
-]
+    "cast", "conv2d", "depend", "flatten", "log_softmax", "matmul", "max_pool2d", "mean", "one_hot", "ones_like",
+    "partial", "relu", "reshape", "softmax", "square", "stop_gradient", "zeros_like",
+]  # fmt: skip
 
 Size = int | Sequence[int]
 
@@ -93,9 +78,6 @@ def conv2d(
         padding: for "pad": one number, two, or four.
         dilation: one number or two.
         groups: groups of channels that do not see each other.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an unknown mode, or a padding beside a mode that computes it.
     """
     steps, spread = sizes("conv2d: stride", stride, 2), sizes("conv2d: dilation", dilation, 2)
     around = check_padding("conv2d", pad_mode, padding, 2)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 
 __all__ = ["GradOperation", "HyperMap", "grad", "value_and_grad"]
 
@@ -33,9 +33,6 @@ def value_and_grad(
     Returns:
         A function returning (what `fn` returned, gradients): of the inputs, of the weights, or a pair of both.
         Parameters that took no part have zeros. ``Parameter.grad`` is left alone.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: nothing to differentiate, or by something that has no gradient.
     """
     if not callable(fn):
         raise MindSporeTypeError(f"value_and_grad: fn={fn!r} is not callable; pass a function or a Cell")
@@ -43,7 +40,9 @@ def value_and_grad(
         raise MindSporeValueError("value_and_grad: nothing to differentiate by; give weights= or grad_position=")
     if return_ids:
         raise MindSporeValueError("value_and_grad(return_ids=True) does not exist here; gradients come in order")
-    positions = _positions(grad_position)
+    positions: tuple[int, ...] = ()
+    if grad_position is not None:
+        positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position)
     several = isinstance(grad_position, Sequence)
     listed = [weights] if isinstance(weights, nn.Parameter) else list(weights or ())
     for index, weight in enumerate(listed):
@@ -149,12 +148,6 @@ class HyperMap:
         if not sequences or not isinstance(sequences[0], (tuple, list)):
             return function(*sequences)
         return tuple(HyperMap(function)(*items) for items in zip(*sequences, strict=True))
-
-
-def _positions(grad_position: Position) -> tuple[int, ...]:
-    if grad_position is None:
-        return ()
-    return (grad_position,) if isinstance(grad_position, int) else tuple(grad_position)
 
 
 def _check_arguments(arguments: list[Any], positions: tuple[int, ...]) -> None:

@@ -9,36 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeValueError
-from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, sizes
+from halfstep.compat.mindspore.checks import MindSporeValueError
+from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, same_padding, sizes
 from halfstep.errors import UnbuiltError
 
 __all__ = [
-    "Add",
-    "BatchMatMul",
-    "BiasAdd",
-    "Cast",
-    "Conv2D",
-    "Conv2DBackpropInput",
-    "Conv2DTranspose",
-    "Conv3D",
-    "Conv3DTranspose",
-    "Exp",
-    "Flatten",
-    "Ger",
-    "Log",
-    "MatMul",
-    "MaxPool",
-    "Mul",
-    "PReLU",
-    "Primitive",
-    "ReLU",
-    "ReduceMean",
-    "ReduceSum",
-    "Reshape",
-    "Softmax",
-    "Sub",
-]
+    "Add", "BatchMatMul", "BiasAdd", "Cast", "Conv2D", "Conv2DBackpropInput", "Conv2DTranspose", "Conv3D",
+    "Conv3DTranspose", "Exp", "Flatten", "Ger", "Log", "MatMul", "MaxPool", "Mul", "PReLU", "Primitive", "ReLU",
+    "ReduceMean", "ReduceSum", "Reshape", "Softmax", "Sub",
+]  # fmt: skip
+
+Size = int | Sequence[int]
 
 
 class Primitive:
@@ -50,8 +31,11 @@ class Primitive:
 
     operators: ClassVar[tuple[str, ...]] = ()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """Compute."""
+        return self._compute(*args, **named)
+
+    def _compute(self, *args: Any, **named: Any) -> Any:
         raise UnbuiltError(f"{type(self).__name__} defines no __call__; a Primitive of one's own needs one")
 
     def __repr__(self) -> str:
@@ -59,51 +43,111 @@ class Primitive:
         return f"{type(self).__name__}({settings})"
 
 
-class _Product(Primitive):
-    def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
-        self.transpose_a, self.transpose_b = transpose_a, transpose_b
-
-    def _turned(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return (a.mT if self.transpose_a else a), (b.mT if self.transpose_b else b)
+# ---------------------------------------------------------------------------------------------------- without settings
 
 
-class MatMul(_Product):
-    """Product of two matrices."""
+class PReLU(Primitive):
+    """``(x, weight)``: x where positive, weight * x elsewhere."""
 
-    operators = ("matmul", "mm")
-
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a @ b."""
-        if a.dim() != 2 or b.dim() != 2:
-            raise MindSporeValueError(f"MatMul takes matrices, got {a.dim()} and {b.dim()} dimensions; use BatchMatMul")
-        return torch.matmul(*self._turned(a, b))
+    operators, _compute = ("prelu",), staticmethod(F.prelu)
 
 
-class BatchMatMul(_Product):
+class ReLU(Primitive):
+    """``(x)``: max(x, 0)."""
+
+    operators, _compute = ("relu",), staticmethod(F.relu)
+
+
+class Ger(Primitive):
+    """``(x1, x2)``: outer product of two vectors."""
+
+    operators, _compute = ("outer",), staticmethod(torch.outer)
+
+
+class Add(Primitive):
+    """``(x, y)``: x + y."""
+
+    operators, _compute = ("add",), staticmethod(torch.add)
+
+
+class Sub(Primitive):
+    """``(x, y)``: x - y."""
+
+    operators, _compute = ("sub",), staticmethod(torch.sub)
+
+
+class Mul(Primitive):
+    """``(x, y)``: x * y."""
+
+    operators, _compute = ("mul",), staticmethod(torch.mul)
+
+
+class Exp(Primitive):
+    """``(x)``: e to the power of x."""
+
+    operators, _compute = ("exp",), staticmethod(torch.exp)
+
+
+class Log(Primitive):
+    """``(x)``: natural logarithm."""
+
+    operators, _compute = ("log",), staticmethod(torch.log)
+
+
+class Flatten(Primitive):
+    """``(x)``: all dimensions but the first as one."""
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return torch.flatten(x, 1)
+
+
+class Cast(Primitive):
+    """``(x, dtype)``: change of format."""
+
+    def _compute(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+
+class Reshape(Primitive):
+    """``(x, shape)``: change of shape."""
+
+    def _compute(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x.reshape(tuple(shape))
+
+
+# ------------------------------------------------------------------------------------------------------- with settings
+
+
+class BatchMatMul(Primitive):
     """Products of matrices in the last two dimensions."""
 
     operators = ("matmul", "bmm")
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a @ b."""
-        return torch.matmul(*self._turned(a, b))
+    def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
+        self.transpose_a, self.transpose_b = transpose_a, transpose_b
+
+    def _compute(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.matmul(a.mT if self.transpose_a else a, b.mT if self.transpose_b else b)
+
+
+class MatMul(BatchMatMul):
+    """Product of two matrices."""
+
+    operators = ("matmul", "mm")
+
+    def _compute(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.dim() != 2 or b.dim() != 2:
+            raise MindSporeValueError(f"MatMul takes matrices, got {a.dim()} and {b.dim()} dimensions; use BatchMatMul")
+        return super()._compute(a, b)
 
 
 class _Conv(Primitive):
     dims = 2
 
     def __init__(
-        self,
-        out_channel: int,
-        kernel_size: int | Sequence[int],
-        mode: int = 1,
-        pad_mode: str = "valid",
-        pad: int | Sequence[int] = 0,
-        stride: int | Sequence[int] = 1,
-        dilation: int | Sequence[int] = 1,
-        group: int = 1,
-        data_format: str = "",
-    ) -> None:
+        self, out_channel: int, kernel_size: Size, mode: int = 1, pad_mode: str = "valid", pad: Size = 0,
+        stride: Size = 1, dilation: Size = 1, group: int = 1, data_format: str = "",
+    ) -> None:  # fmt: skip
         name = type(self).__name__
         if data_format not in ("", "NCHW" if self.dims == 2 else "NCDHW"):
             raise MindSporeValueError(f"{name}: data_format={data_format!r}; channels come second here")
@@ -115,8 +159,7 @@ class _Conv(Primitive):
         self.dilation = sizes(f"{name}: dilation", dilation, self.dims)
         self.pad = check_padding(name, pad_mode, pad, self.dims)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the convolution of `x` with `weight` (out, in / group, kernel)."""
+    def _compute(self, x: Tensor, weight: Tensor) -> Tensor:
         x = pad_for(x, self.pad_mode, self.pad, self.kernel_size, self.stride, self.dilation)
         convolve = F.conv2d if self.dims == 2 else F.conv3d
         result: Tensor = convolve(x, weight, None, self.stride, 0, self.dilation, self.group)
@@ -124,13 +167,13 @@ class _Conv(Primitive):
 
 
 class Conv2D(_Conv):
-    """Two-dimensional convolution."""
+    """``(x, weight)``: two-dimensional convolution; the weight is (out, in / group, kernel)."""
 
     operators = ("conv2d",)
 
 
 class Conv3D(_Conv):
-    """Three-dimensional convolution."""
+    """``(x, weight)``: three-dimensional convolution; the weight is (out, in / group, kernel)."""
 
     dims = 3
     operators = ("conv3d",)
@@ -141,12 +184,9 @@ class _Transposed(_Conv):
 
     def _back(self, dout: Tensor, weight: Tensor, size: Sequence[int]) -> Tensor:
         spatial = tuple(size)[-self.dims :]
-        padding = self.pad
+        padding: Sequence[int] = self.pad
         if self.pad_mode == "same":
-            padding = ()
-            for n, k, s, d in zip(spatial, self.kernel_size, self.stride, self.dilation, strict=True):
-                total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
-                padding += (total // 2, total - total // 2)
+            padding = same_padding(spatial, self.kernel_size, self.stride, self.dilation)
         transpose = F.conv_transpose2d if self.dims == 2 else F.conv_transpose3d
         full = transpose(dout, weight, None, self.stride, 0, 0, self.group, self.dilation)
         for dim, n in enumerate(spatial):
@@ -155,21 +195,20 @@ class _Transposed(_Conv):
 
 
 class Conv2DTranspose(_Transposed):
-    """Transposed two-dimensional convolution; ``(dout, weight, input_size)``."""
+    """``(dout, weight, input_size)``: transposed two-dimensional convolution, a tensor of `input_size`."""
 
     operators = ("conv_transpose2d",)
 
     def __init__(
-        self, out_channel: int, kernel_size: int | Sequence[int], pad_mode: str = "valid",
-        pad: int | Sequence[int] = 0, pad_list: Sequence[int] | None = None, mode: int = 1,
-        stride: int | Sequence[int] = 1, dilation: int | Sequence[int] = 1, group: int = 1, data_format: str = "NCHW",
+        self, out_channel: int, kernel_size: Size, pad_mode: str = "valid", pad: Size = 0,
+        pad_list: Sequence[int] | None = None, mode: int = 1, stride: Size = 1, dilation: Size = 1, group: int = 1,
+        data_format: str = "NCHW",
     ) -> None:  # fmt: skip
         if pad_list is not None:
             raise MindSporeValueError(f"{type(self).__name__}: pad_list={pad_list!r}; say it by pad_mode='pad' and pad")
         super().__init__(out_channel, kernel_size, mode, pad_mode, pad, stride, dilation, group, data_format)
 
-    def __call__(self, dout: Tensor, weight: Tensor, input_size: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor of `input_size`."""
+    def _compute(self, dout: Tensor, weight: Tensor, input_size: Sequence[int] | None = None) -> Tensor:
         if input_size is None:
             raise MindSporeValueError(f"{type(self).__name__}: pass input_size, the shape of the result")
         return self._back(dout, weight, input_size)
@@ -180,15 +219,14 @@ class Conv2DBackpropInput(Conv2DTranspose):
 
 
 class Conv3DTranspose(_Transposed):
-    """Transposed three-dimensional convolution; the result has the largest size the settings allow."""
+    """``(dout, weight)``: transposed three-dimensional convolution of the largest size the settings allow."""
 
     dims = 3
     operators = ("conv_transpose3d",)
 
     def __init__(
-        self, in_channel: int, out_channel: int, kernel_size: int | Sequence[int], mode: int = 1,
-        pad_mode: str = "valid", pad: int | Sequence[int] = 0, stride: int | Sequence[int] = 1,
-        dilation: int | Sequence[int] = 1, group: int = 1, output_padding: int | Sequence[int] = 0,
+        self, in_channel: int, out_channel: int, kernel_size: Size, mode: int = 1, pad_mode: str = "valid",
+        pad: Size = 0, stride: Size = 1, dilation: Size = 1, group: int = 1, output_padding: Size = 0,
         data_format: str = "NCDHW",
     ) -> None:  # fmt: skip
         super().__init__(out_channel, kernel_size, mode, pad_mode, pad, stride, dilation, group, data_format)
@@ -198,64 +236,23 @@ class Conv3DTranspose(_Transposed):
                 f"Conv3DTranspose: output_padding={output_padding!r} does not exist here; use nn.Conv3dTranspose"
             )
 
-    def __call__(self, dout: Tensor, weight: Tensor) -> Tensor:
-        """Return the transposed convolution of `dout`."""
+    def _compute(self, dout: Tensor, weight: Tensor) -> Tensor:
         size = []
-        for i, (n, k, s, d) in enumerate(
-            zip(dout.shape[-3:], self.kernel_size, self.stride, self.dilation, strict=True)
-        ):
+        settings = zip(dout.shape[-3:], self.kernel_size, self.stride, self.dilation, strict=True)
+        for i, (n, k, s, d) in enumerate(settings):
             whole = (n - 1) * s + (k - 1) * d + 1
             size.append(n * s if self.pad_mode == "same" else whole - self.pad[2 * i] - self.pad[2 * i + 1])
         return self._back(dout, weight, size)
 
 
-class PReLU(Primitive):
-    """x where positive, weight * x elsewhere."""
-
-    operators = ("prelu",)
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the activation of `x`."""
-        return F.prelu(x, weight)
-
-
-class ReLU(Primitive):
-    """max(x, 0)."""
-
-    operators = ("relu",)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the activation of `x`."""
-        return F.relu(x)
-
-
-class Ger(Primitive):
-    """Outer product of two vectors."""
-
-    operators = ("outer",)
-
-    def __call__(self, x1: Tensor, x2: Tensor) -> Tensor:
-        """Return the matrix x1[i] * x2[j]."""
-        return torch.outer(x1, x2)
-
-
-class Flatten(Primitive):
-    """All dimensions but the first as one."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return a matrix."""
-        return torch.flatten(x, 1)
-
-
 class MaxPool(Primitive):
-    """Two-dimensional maximum pooling."""
+    """``(x)``: two-dimensional maximum pooling."""
 
     operators = ("max_pool2d",)
 
     def __init__(
-        self, kernel_size: int | Sequence[int] = 1, strides: int | Sequence[int] = 1, pad_mode: str = "valid",
-        data_format: str = "NCHW",
-    ) -> None:  # fmt: skip
+        self, kernel_size: Size = 1, strides: Size = 1, pad_mode: str = "valid", data_format: str = "NCHW"
+    ) -> None:
         if data_format != "NCHW":
             raise MindSporeValueError(f"MaxPool: data_format={data_format!r}; channels come second here")
         self.kernel_size = sizes("MaxPool: kernel_size", kernel_size, 2)
@@ -263,107 +260,57 @@ class MaxPool(Primitive):
         self.pad_mode = pad_mode.lower()
         self.pad = check_padding("MaxPool", self.pad_mode, 0, 2)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the maximum of each window."""
+    def _compute(self, x: Tensor) -> Tensor:
         x = pad_for(x, self.pad_mode, self.pad, self.kernel_size, self.strides, (1, 1), float("-inf"))
         return F.max_pool2d(x, self.kernel_size, self.strides)
 
 
 class Softmax(Primitive):
-    """exp(x) / sum(exp(x)) along an axis."""
+    """``(x)``: exp(x) / sum(exp(x)) along an axis."""
 
     operators = ("softmax",)
 
     def __init__(self, axis: int = -1) -> None:
         self.axis = axis
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the softmax of `x`."""
+    def _compute(self, x: Tensor) -> Tensor:
         return F.softmax(x, self.axis)
 
 
-class Cast(Primitive):
-    """Change of format."""
-
-    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `x` in `dtype`."""
-        return x.to(dtype)
-
-
-class Reshape(Primitive):
-    """Change of shape."""
-
-    def __call__(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return `x` in `shape`."""
-        return x.reshape(tuple(shape))
-
-
 class _Reduce(Primitive):
+    _reduce: ClassVar[Any]
+
     def __init__(self, keep_dims: bool = False) -> None:
         self.keep_dims = keep_dims
 
-    def _axes(self, x: Tensor, axis: int | Sequence[int]) -> tuple[int, ...]:
-        return (axis,) if isinstance(axis, int) else tuple(axis) or tuple(range(x.dim()))
+    def _compute(self, x: Tensor, axis: Size = ()) -> Tensor:
+        axes = (axis,) if isinstance(axis, int) else tuple(axis) or tuple(range(x.dim()))
+        reduced: Tensor = self._reduce(x, axes, self.keep_dims)
+        return reduced
 
 
 class ReduceMean(_Reduce):
-    """Mean over axes; over all of them by default."""
+    """``(x, axis=())``: mean over axes; over all of them by default."""
 
-    operators = ("mean",)
-
-    def __call__(self, x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
-        """Return the mean of `x`."""
-        return torch.mean(x, self._axes(x, axis), self.keep_dims)
+    operators, _reduce = ("mean",), staticmethod(torch.mean)
 
 
 class ReduceSum(_Reduce):
-    """Sum over axes; over all of them by default."""
+    """``(x, axis=())``: sum over axes; over all of them by default, over none with `skip_mode`."""
 
-    operators = ("sum",)
+    operators, _reduce = ("sum",), staticmethod(torch.sum)
 
     def __init__(self, keep_dims: bool = False, skip_mode: bool = False) -> None:
         super().__init__(keep_dims)
         self.skip_mode = skip_mode
 
-    def __call__(self, x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
-        """Return the sum of `x`; with `skip_mode` and no axes, `x` itself."""
-        if self.skip_mode and not isinstance(axis, int) and not tuple(axis):
-            return x
-        return torch.sum(x, self._axes(x, axis), self.keep_dims)
-
-
-class Add(Primitive):
-    """x + y."""
-
-    operators = ("add",)
-
-    def __call__(self, x: Tensor, y: Tensor | float) -> Tensor:
-        """Return the sum."""
-        return torch.add(x, y)
-
-
-class Sub(Primitive):
-    """x - y."""
-
-    operators = ("sub",)
-
-    def __call__(self, x: Tensor, y: Tensor | float) -> Tensor:
-        """Return the difference."""
-        return torch.sub(x, y)
-
-
-class Mul(Primitive):
-    """x * y."""
-
-    operators = ("mul",)
-
-    def __call__(self, x: Tensor, y: Tensor | float) -> Tensor:
-        """Return the product."""
-        return torch.mul(x, y)
+    def _compute(self, x: Tensor, axis: Size = ()) -> Tensor:
+        skipped = self.skip_mode and not isinstance(axis, int) and not tuple(axis)
+        return x if skipped else super()._compute(x, axis)
 
 
 class BiasAdd(Primitive):
-    """Add a vector to every channel (dimension 1)."""
+    """``(x, bias)``: add a vector to every channel (dimension 1)."""
 
     operators = ("add",)
 
@@ -371,26 +318,5 @@ class BiasAdd(Primitive):
         if data_format not in ("NCHW", "NCDHW"):
             raise MindSporeValueError(f"BiasAdd: data_format={data_format!r}; channels come second here")
 
-    def __call__(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Return the sum."""
+    def _compute(self, x: Tensor, bias: Tensor) -> Tensor:
         return torch.add(x, bias.reshape(-1, *[1] * (x.dim() - 2)))
-
-
-class Exp(Primitive):
-    """e to the power of x."""
-
-    operators = ("exp",)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the power."""
-        return torch.exp(x)
-
-
-class Log(Primitive):
-    """Natural logarithm."""
-
-    operators = ("log",)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the logarithm."""
-        return torch.log(x)

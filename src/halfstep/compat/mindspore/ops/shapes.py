@@ -7,19 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 
-__all__ = ["PAD_MODES", "check_padding", "cut", "pad_for", "sizes"]
+__all__ = ["PAD_MODES", "check_padding", "cut", "pad_for", "same_padding", "sizes"]
 
 PAD_MODES = ("same", "valid", "pad")
 
 
 def sizes(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return `value` once for each spatial dimension.
-
-    Raises:
-        MindSporeTypeError: neither a whole number nor as many of them as there are dimensions.
-    """
+    """Return `value` once for each spatial dimension."""
     numbers = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(numbers) != dims or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         raise MindSporeTypeError(f"{name}={value!r}; expected a whole number or {dims} of them")
@@ -27,11 +23,7 @@ def sizes(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 
 def check_padding(where: str, pad_mode: str, padding: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return the padding as (begin, end) of each dimension, first dimension first.
-
-    Raises:
-        MindSporeValueError: an unknown mode, or padding beside a mode that computes it.
-    """
+    """Return the padding as (begin, end) of each dimension, first dimension first."""
     if pad_mode not in PAD_MODES:
         raise MindSporeValueError(f"{where}: pad_mode={pad_mode!r}; expected one of {', '.join(map(repr, PAD_MODES))}")
     each = (padding,) * (2 * dims) if isinstance(padding, int) else tuple(padding)
@@ -46,27 +38,26 @@ def check_padding(where: str, pad_mode: str, padding: int | Sequence[int], dims:
     return each
 
 
-def pad_for(
-    x: Tensor,
-    pad_mode: str,
-    padding: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    value: float = 0.0,
-) -> Tensor:
-    """Return `x` padded so that an unpadded convolution or pooling of it is the one that is meant.
+def same_padding(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Return the padding that gives ceil(size / stride) outputs, as `check_padding`; an odd rest goes to the end."""
+    amounts = []
+    for n, k, s, d in zip(size, kernel, stride, dilation, strict=True):
+        total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
+        amounts += [total // 2, total - total // 2]
+    return amounts
 
-    "same" gives ceil(size / stride) outputs; an odd rest goes to the end.
-    """
+
+def pad_for(
+    x: Tensor, pad_mode: str, padding: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
+    dilation: Sequence[int], value: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Return `x` padded so that an unpadded convolution or pooling of it is the one that is meant."""
     if pad_mode == "valid" or (pad_mode == "pad" and not any(padding)):
         return x
-    amounts = list(padding)
-    if pad_mode == "same":
-        amounts = []
-        for size, k, s, d in zip(x.shape[-len(kernel) :], kernel, stride, dilation, strict=True):
-            total = max((-(-size // s) - 1) * s + (k - 1) * d + 1 - size, 0)
-            amounts += [total // 2, total - total // 2]
+    same = pad_mode == "same"
+    amounts = same_padding(x.shape[-len(kernel) :], kernel, stride, dilation) if same else list(padding)
     # torch counts from the last dimension
     pairs = [amounts[i : i + 2] for i in range(0, len(amounts), 2)][::-1]
     return F.pad(x, [n for pair in pairs for n in pair], value=value)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.compat.mindspore.amp import auto_mixed_precision, build_train_network
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_module, check_whole
+from halfstep.compat.mindspore.nn.loss import WithEvalCell
 from halfstep.compat.mindspore.nn.step import TrainOneStepWithLossScaleCell
-from halfstep.compat.mindspore.nn.wrap import WithEvalCell
 
 __all__ = ["Model", "Progress"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What a callback is told after a step.
+    """The argument of a callback, after a step.
 
     Attributes:
         epoch: number of the epoch, from 1.
@@ -47,25 +47,15 @@ class Model:
         amp_level: as for `build_train_network`.
         boost_level: as for `build_train_network`.
         **kwargs: ``keep_batchnorm_fp32`` and ``loss_scale_manager``, as for `build_train_network`.
-
-    Raises:
-        MindSporeTypeError, MindSporeValueError: an argument that makes no sense; a level without an optimizer.
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss_fn: Callable[..., Any] | None = None,
+        self, network: nn.Module, loss_fn: Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None,
-        eval_network: nn.Module | None = None,
-        eval_indexes: Sequence[int] | None = None,
-        amp_level: str = "O0",
-        boost_level: str = "O0",
-        **kwargs: Any,
-    ) -> None:
-        if not isinstance(network, nn.Module):
-            raise MindSporeTypeError(f"Model: network is a {type(network).__name__}; expected a Cell or torch module")
+        metrics: Mapping[str, Callable[..., Any]] | set[str] | None = None, eval_network: nn.Module | None = None,
+        eval_indexes: Sequence[int] | None = None, amp_level: str = "O0", boost_level: str = "O0", **kwargs: Any,
+    ) -> None:  # fmt: skip
+        check_module("Model", network)
         self._metrics = _named(metrics)
         for name in kwargs:
             if name not in ("keep_batchnorm_fp32", "loss_scale_manager"):
@@ -110,14 +100,10 @@ class Model:
         return self._eval_network
 
     def train(
-        self,
-        epoch: int,
-        train_dataset: Iterable[Any],
+        self, epoch: int, train_dataset: Iterable[Any],
         callbacks: Callable[[Progress], None] | list[Callable[[Progress], None]] | None = None,
-        dataset_sink_mode: bool = False,
-        sink_size: int = -1,
-        initial_epoch: int = 0,
-    ) -> None:
+        dataset_sink_mode: bool = False, sink_size: int = -1, initial_epoch: int = 0,
+    ) -> None:  # fmt: skip
         """Train for some epochs.
 
         Args:
@@ -127,14 +113,8 @@ class Model:
             dataset_sink_mode: must be False: data is not sunk into a device's queue.
             sink_size: must be -1; it belongs to sink mode.
             initial_epoch: epochs that were trained before; training goes on up to `epoch`.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: not a number of epochs from 1, sink mode, or no data at all.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise MindSporeTypeError(f"Model.train: epoch={epoch!r} is a {type(epoch).__name__}; expected an int")
-        if epoch < 1:
-            raise MindSporeValueError(f"Model.train: epoch={epoch!r}; expected an int from 1")
+        check_whole("Model.train: epoch", epoch)
         _refuse_sink("Model.train", dataset_sink_mode, sink_size)
         if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int) or not 0 <= initial_epoch < epoch:
             raise MindSporeValueError(
@@ -149,7 +129,8 @@ class Model:
             for batch in train_dataset:
                 outputs = cell(*_arguments(batch))
                 count += 1
-                self._count(cell, outputs)
+                if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
+                    self._manager.update_loss_scale(bool(outputs[1]))  # as MindSpore, a manager on the host counts too
                 for callback in called:
                     callback(Progress(epoch=number, step=count, outputs=outputs))
             if count == before:
@@ -157,11 +138,6 @@ class Model:
                     f"Model.train: epoch {number} had no batch; an iterator is used up after one epoch, pass a list or "
                     "a DataLoader"
                 )
-
-    def _count(self, cell: nn.Module, outputs: Any) -> None:
-        """Let a manager on the host see the step too, as MindSpore does."""
-        if self._manager is not None and isinstance(cell, TrainOneStepWithLossScaleCell):
-            self._manager.update_loss_scale(bool(outputs[1]))
 
     @torch.no_grad()
     def eval(
@@ -173,9 +149,6 @@ class Model:
             valid_dataset: batches.
             callbacks: functions called with a `Progress` after each batch.
             dataset_sink_mode: must be False.
-
-        Raises:
-            MindSporeTypeError, MindSporeValueError: no loss to evaluate with, no data, or sink mode.
         """
         _refuse_sink("Model.eval", dataset_sink_mode, -1)
         called = _checked_callbacks("Model.eval", callbacks)
@@ -216,7 +189,7 @@ class Model:
 
 @contextmanager
 def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Put `network` into evaluation mode, and every part back into its own at the end."""
+    """Put `network` into evaluation mode, and restore the mode of every part at the end."""
     training = [part for part in network.modules() if part.training]
     network.eval()
     try:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from halfstep.compat.torch_amp import grad_scaler as _base
+from halfstep.compat.torch_amp.grad_scaler import DevicelessGradScaler
 
 __all__ = ["GradScaler"]
 
 
-class GradScaler(_base.GradScaler):
+class GradScaler(DevicelessGradScaler):
     """torch.cpu.amp.GradScaler."""
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        """Make a scaler; see `hs.GradScaler` for the arguments."""
-        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    device = "cpu"

@@ -1,61 +1,11 @@
 """Layers with MindSpore's arguments and defaults. Each is torch's layer too: its weights have torch's names."""
 
-from halfstep.compat.mindspore.nn.layers.basic import (
-    GELU,
-    Dense,
-    Dropout,
-    Embedding,
-    Flatten,
-    GRUCell,
-    LSTMCell,
-    ReLU,
-    RNNCell,
-    Sigmoid,
-    Softmax,
-    Tanh,
-)
-from halfstep.compat.mindspore.nn.layers.normalization import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    GroupNorm,
-    LayerNorm,
-)
-from halfstep.compat.mindspore.nn.layers.windows import (
-    AvgPool2d,
-    Conv1d,
-    Conv1dTranspose,
-    Conv2d,
-    Conv2dTranspose,
-    Conv3d,
-    Conv3dTranspose,
-    MaxPool2d,
-)
+from halfstep.compat.mindspore.nn.layers import basic, normalization, windows
+from halfstep.compat.mindspore.nn.layers.basic import *  # noqa: F403  # each file lists its layers
+from halfstep.compat.mindspore.nn.layers.normalization import *  # noqa: F403
+from halfstep.compat.mindspore.nn.layers.windows import *  # noqa: F403
 
-__all__ = [
-    "AvgPool2d",
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "Conv1d",
-    "Conv1dTranspose",
-    "Conv2d",
-    "Conv2dTranspose",
-    "Conv3d",
-    "Conv3dTranspose",
-    "Dense",
-    "Dropout",
-    "Embedding",
-    "Flatten",
-    "GELU",
-    "GRUCell",
-    "GroupNorm",
-    "LSTMCell",
-    "LayerNorm",
-    "MaxPool2d",
-    "RNNCell",
-    "ReLU",
-    "Sigmoid",
-    "Softmax",
-    "Tanh",
-]
+__all__: list[str] = []
+__all__ += basic.__all__
+__all__ += normalization.__all__
+__all__ += windows.__all__

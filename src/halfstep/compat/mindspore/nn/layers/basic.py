@@ -2,52 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool
+from halfstep.compat.mindspore.common.initializer import chosen
 from halfstep.compat.mindspore.nn.cell import Cell
-from halfstep.compat.mindspore.nn.layers.initial import fill, made_of
+from halfstep.compat.shared import alias
 
 __all__ = [
-    "Dense",
-    "Dropout",
-    "Embedding",
-    "Flatten",
-    "GELU",
-    "GRUCell",
-    "LSTMCell",
-    "RNNCell",
-    "ReLU",
-    "Sigmoid",
-    "Softmax",
+    "Dense", "Dropout", "Embedding", "Flatten", "GELU", "GRUCell", "LSTMCell", "RNNCell", "ReLU", "Sigmoid", "Softmax",
     "Tanh",
-]
+]  # fmt: skip
 
 
-class Dense(Cell, nn.Linear):
+class Layer(Cell):
+    """A cell that is torch's layer too.
+
+    Attributes:
+        kind: torch's class, whose constructor `make` calls and whose forward computes.
+    """
+
+    kind: ClassVar[Any]
+
+    def make(self, *args: Any, dtype: torch.dtype = torch.float32, **named: Any) -> None:
+        """Construct torch's layer, in evaluation mode as every Cell, with parameters of `dtype`."""
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise MindSporeTypeError(f"{type(self).__name__}: dtype={dtype!r}; expected a float such as mstype.float32")
+        self.kind.__init__(self, *args, **named)
+        self.training = False
+        self.to(dtype)
+
+    def fill(self, argument: str, parameter: Tensor | None, value: Any) -> None:
+        """Initialise a parameter from a number, a tensor, an Initializer or its name; None leaves torch's."""
+        where = f"{type(self).__name__}: {argument}"
+        if value is None or parameter is None:
+            return
+        with torch.no_grad():
+            if not isinstance(value, Tensor):
+                chosen(where, value)(parameter)
+            elif value.shape == parameter.shape:
+                parameter.copy_(value)
+            else:
+                raise MindSporeValueError(
+                    f"{where}: a tensor of shape {tuple(value.shape)} for weights of {tuple(parameter.shape)}"
+                )
+
+    def construct(self, *inputs: Any, **named: Any) -> Any:
+        """Return what torch's layer computes."""
+        return self.kind.forward(self, *inputs, **named)
+
+
+class Dense(Layer, nn.Linear):
     """Fully connected layer; torch.nn.Linear."""
 
+    kind = nn.Linear
+
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        weight_init: Any = None,
-        bias_init: Any = None,
-        has_bias: bool = True,
-        activation: Any = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        nn.Linear.__init__(self, in_channels, out_channels, bias=has_bias)
-        self.training = False
-        made_of(self, dtype)
+        self, in_channels: int, out_channels: int, weight_init: Any = None, bias_init: Any = None,
+        has_bias: bool = True, activation: Any = None, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        self.make(in_channels, out_channels, bias=has_bias, dtype=dtype)
         self.in_channels, self.out_channels, self.has_bias = in_channels, out_channels, has_bias
         self.activation = _activation(activation)
-        fill("Dense: weight_init", self.weight, weight_init)
-        fill("Dense: bias_init", self.bias, bias_init)
+        self.fill("weight_init", self.weight, weight_init)
+        self.fill("bias_init", self.bias, bias_init)
 
     def construct(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, activated."""
@@ -67,60 +89,49 @@ def _activation(activation: Any) -> nn.Module | None:
     )
 
 
-class ReLU(Cell, nn.ReLU):
+class ReLU(Layer, nn.ReLU):
     """max(x, 0)."""
 
+    kind = nn.ReLU
+
     def __init__(self) -> None:
-        nn.ReLU.__init__(self)
-        self.training = False
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the activation of `x`."""
-        return F.relu(x)
+        self.make()
 
 
-class Sigmoid(Cell, nn.Sigmoid):
+class Sigmoid(Layer, nn.Sigmoid):
     """1 / (1 + exp(-x))."""
 
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the activation of `x`."""
-        return torch.sigmoid(x)
+    kind = nn.Sigmoid
 
 
-class Tanh(Cell, nn.Tanh):
+class Tanh(Layer, nn.Tanh):
     """Hyperbolic tangent."""
 
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the activation of `x`."""
-        return torch.tanh(x)
+    kind = nn.Tanh
 
 
-class GELU(Cell, nn.GELU):
+class GELU(Layer, nn.GELU):
     """x times the normal distribution function; by default the tanh approximation, as in MindSpore."""
 
+    kind = nn.GELU
+
     def __init__(self, approximate: bool = True) -> None:
-        nn.GELU.__init__(self, "tanh" if approximate else "none")
-        self.training = False
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the activation of `x`."""
-        return F.gelu(x, approximate=self.approximate)
+        self.make("tanh" if approximate else "none")
 
 
-class Softmax(Cell, nn.Softmax):
+class Softmax(Layer, nn.Softmax):
     """exp(x) / sum(exp(x)) along an axis."""
 
+    kind = nn.Softmax
+
     def __init__(self, axis: int = -1) -> None:
-        nn.Softmax.__init__(self, axis)
-        self.training = False
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the softmax of `x`."""
-        return F.softmax(x, self.dim)
+        self.make(axis)
 
 
-class Dropout(Cell, nn.Dropout):
+class Dropout(Layer, nn.Dropout):
     """Zero elements at random while training; the older `keep_prob` is 1 - p."""
+
+    kind = nn.Dropout
 
     def __init__(
         self, keep_prob: float | None = None, p: float | None = None, dtype: torch.dtype = torch.float32
@@ -132,28 +143,19 @@ class Dropout(Cell, nn.Dropout):
             raise MindSporeValueError(
                 f"Dropout(keep_prob={keep_prob!r}, p={p!r}): expected 0 < keep_prob <= 1, 0 <= p < 1"
             )
-        nn.Dropout.__init__(self, float(share))
-        self.training = False
-        made_of(self, dtype)
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return `x` with elements zeroed and the rest scaled up."""
-        return F.dropout(x, self.p, self.training)
+        self.make(float(share), dtype=dtype)
 
 
-class Flatten(Cell, nn.Flatten):
+class Flatten(Layer, nn.Flatten):
     """All dimensions but the first as one."""
 
+    kind = nn.Flatten
+
     def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
-        nn.Flatten.__init__(self, start_dim, end_dim)
-        self.training = False
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return `x` flattened."""
-        return torch.flatten(x, self.start_dim, self.end_dim)
+        self.make(start_dim, end_dim)
 
 
-class Embedding(Cell, nn.Embedding):
+class Embedding(Layer, nn.Embedding):
     """Rows of a table.
 
     Args:
@@ -165,82 +167,56 @@ class Embedding(Cell, nn.Embedding):
         padding_idx: a row of zeros.
     """
 
+    kind = nn.Embedding
+
     def __init__(
         self, vocab_size: int, embedding_size: int, use_one_hot: bool = False, embedding_table: Any = "normal",
         dtype: torch.dtype = torch.float32, padding_idx: int | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(use_one_hot, bool):
-            raise MindSporeTypeError(
-                f"Embedding: use_one_hot={use_one_hot!r}; expected True or False; padding_idx= is an argument by name"
-            )
-        nn.Embedding.__init__(self, vocab_size, embedding_size)
+        check_bool("Embedding: use_one_hot", use_one_hot, "; padding_idx= is an argument by name")
+        self.make(vocab_size, embedding_size, dtype=dtype)
         self.padding_idx = padding_idx
-        self.training = False
-        made_of(self, dtype)
-        fill("Embedding: embedding_table", self.weight, embedding_table)
+        self.fill("embedding_table", self.weight, embedding_table)
         if padding_idx is not None:
             with torch.no_grad():
                 self.weight[padding_idx] = 0.0
 
-    @property
-    def embedding_table(self) -> Any:
-        """The table; torch's weight."""
-        return self.weight
+    embedding_table = alias("weight", "The table; torch's weight.")
 
     def construct(self, ids: Tensor) -> Tensor:
         """Return the rows `ids`."""
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, self.weight)  # as in MindSpore the padding row is trained
 
 
-class _RecurrentCell(Cell):
-    """One step of a recurrent layer: torch's cell under MindSpore's arguments."""
+class RNNCell(Layer, nn.RNNCell):
+    """One step of an Elman network, tanh or relu; returns the next hidden state."""
 
-    def construct(self, x: Tensor, hx: Any = None) -> Any:
-        """Return the next hidden state (an LSTM's is a pair)."""
-        return self._torch_cell.forward(self, x, hx)
-
-    _torch_cell: Any = nn.RNNCell
-
-
-class RNNCell(_RecurrentCell, nn.RNNCell):
-    """One step of an Elman network, tanh or relu."""
-
-    _torch_cell = nn.RNNCell
+    kind = nn.RNNCell
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        has_bias: bool = True,
-        nonlinearity: str = "tanh",
+        self, input_size: int, hidden_size: int, has_bias: bool = True, nonlinearity: str = "tanh",
         dtype: torch.dtype = torch.float32,
-    ) -> None:
-        nn.RNNCell.__init__(self, input_size, hidden_size, has_bias, nonlinearity)
-        self.training = False
-        made_of(self, dtype)
+    ) -> None:  # fmt: skip
+        self.make(input_size, hidden_size, has_bias, nonlinearity, dtype=dtype)
 
 
-class LSTMCell(_RecurrentCell, nn.LSTMCell):
-    """One step of an LSTM."""
+class LSTMCell(Layer, nn.LSTMCell):
+    """One step of an LSTM; returns the next hidden state, a pair."""
 
-    _torch_cell = nn.LSTMCell
+    kind = nn.LSTMCell
 
     def __init__(
         self, input_size: int, hidden_size: int, has_bias: bool = True, dtype: torch.dtype = torch.float32
     ) -> None:
-        nn.LSTMCell.__init__(self, input_size, hidden_size, has_bias)
-        self.training = False
-        made_of(self, dtype)
+        self.make(input_size, hidden_size, has_bias, dtype=dtype)
 
 
-class GRUCell(_RecurrentCell, nn.GRUCell):
-    """One step of a GRU."""
+class GRUCell(Layer, nn.GRUCell):
+    """One step of a GRU; returns the next hidden state."""
 
-    _torch_cell = nn.GRUCell
+    kind = nn.GRUCell
 
     def __init__(
         self, input_size: int, hidden_size: int, has_bias: bool = True, dtype: torch.dtype = torch.float32
     ) -> None:
-        nn.GRUCell.__init__(self, input_size, hidden_size, has_bias)
-        self.training = False
-        made_of(self, dtype)
+        self.make(input_size, hidden_size, has_bias, dtype=dtype)

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeTypeError, MindSporeValueError
-from halfstep.compat.mindspore.nn.cell import Cell
-from halfstep.compat.mindspore.nn.layers.initial import fill, made_of, only
+from halfstep.compat.mindspore.checks import (
+    MindSporeTypeError,
+    MindSporeValueError,
+    check_number,
+    check_only,
+    check_whole,
+)
+from halfstep.compat.mindspore.nn.layers.basic import Layer
 from halfstep.compat.mindspore.nn.optim import NOT_DECAYED
+from halfstep.compat.shared import alias
 
-__all__ = [
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "GroupNorm",
-    "LayerNorm",
-]
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm"]
 
 
-class _BatchNorm(Cell):
+class _Norm(Layer):
+    weight: Any
+    bias: Any
+
+    def begin(self, gamma_init: Any, beta_init: Any, *, trained: bool = True) -> None:
+        """Initialise gamma and beta; MindSpore's optimizers leave them out of weight decay, by their names."""
+        for parameter in (self.weight, self.bias):
+            setattr(parameter, NOT_DECAYED, True)
+            parameter.requires_grad_(bool(trained))
+        self.fill("gamma_init", self.weight, gamma_init)
+        self.fill("beta_init", self.bias, beta_init)
+
+
+class _BatchNorm(_Norm):
     """A batch normalisation with MindSpore's arguments.
 
     Args:
         num_features: number of channels.
         eps: added to the variance.
         momentum: share of the old running statistics that stays; torch's momentum is one less this.
-        affine: whether there are gamma and beta.
+        affine: whether gamma and beta, which there always are as in MindSpore, are trained.
         gamma_init, beta_init: as for convolutions.
         moving_mean_init, moving_var_init: how the running statistics begin, likewise.
         use_batch_statistics: True or False: always or never those of the batch; None: while training. Those
@@ -39,9 +52,6 @@ class _BatchNorm(Cell):
         dtype: format of gamma and beta.
     """
 
-    kind: ClassVar[Any]
-    weight: Any
-    bias: Any
     running_mean: Any
     running_var: Any
     num_batches_tracked: Any
@@ -49,61 +59,29 @@ class _BatchNorm(Cell):
     momentum: Any
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.9,
-        affine: bool = True,
-        gamma_init: Any = None,
-        beta_init: Any = None,
-        moving_mean_init: Any = None,
-        moving_var_init: Any = None,
-        use_batch_statistics: bool | None = None,
-        data_format: str = "NCHW",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+        self, num_features: int, eps: float = 1e-5, momentum: float = 0.9, affine: bool = True,
+        gamma_init: Any = None, beta_init: Any = None, moving_mean_init: Any = None, moving_var_init: Any = None,
+        use_batch_statistics: bool | None = None, data_format: str = "NCHW", dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         name = type(self).__name__
-        if isinstance(momentum, bool) or not isinstance(momentum, (int, float)):
-            raise MindSporeTypeError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
-        if not 0.0 <= momentum <= 1.0:
+        share = check_number(f"{name}: momentum", momentum, "the share of the old, 0 to 1")
+        if not 0.0 <= share <= 1.0:
             raise MindSporeValueError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
         if use_batch_statistics not in (None, True, False):
             raise MindSporeTypeError(f"{name}: use_batch_statistics={use_batch_statistics!r}; True, False or None")
-        only(name, "data_format", data_format, "NCHW", "transpose the input, or use torch.channels_last")
-        # As in MindSpore there always are gamma and beta; without `affine` they are not trained.
-        self.kind.__init__(self, num_features, eps=eps, momentum=1.0 - momentum, affine=True)
-        self.training = False
-        made_of(self, dtype)
+        check_only(name, "data_format", data_format, "NCHW", "transpose the input, or use torch.channels_last")
+        self.make(num_features, eps=eps, momentum=1.0 - momentum, affine=True, dtype=dtype)
         for statistics in (self.running_mean, self.running_var):
             statistics.data = statistics.data.float()
-        _not_decayed(self.weight, self.bias)
-        self.weight.requires_grad_(bool(affine))
-        self.bias.requires_grad_(bool(affine))
         self.use_batch_statistics = use_batch_statistics
-        fill(f"{name}: gamma_init", self.weight, gamma_init)
-        fill(f"{name}: beta_init", self.bias, beta_init)
-        fill(f"{name}: moving_mean_init", self.running_mean, moving_mean_init)
-        fill(f"{name}: moving_var_init", self.running_var, moving_var_init)
+        self.begin(gamma_init, beta_init, trained=affine)
+        self.fill("moving_mean_init", self.running_mean, moving_mean_init)
+        self.fill("moving_var_init", self.running_var, moving_var_init)
 
-    @property
-    def gamma(self) -> Any:
-        """The factor; torch's weight."""
-        return self.weight
-
-    @property
-    def beta(self) -> Any:
-        """The summand; torch's bias."""
-        return self.bias
-
-    @property
-    def moving_mean(self) -> Any:
-        """The running mean."""
-        return self.running_mean
-
-    @property
-    def moving_variance(self) -> Any:
-        """The running variance."""
-        return self.running_var
+    gamma = alias("weight", "The factor; torch's weight.")
+    beta = alias("bias", "The summand; torch's bias.")
+    moving_mean = alias("running_mean", "The running mean.")
+    moving_variance = alias("running_var", "The running variance.")
 
     def construct(self, x: Tensor) -> Tensor:
         """Return `x` normalised."""
@@ -134,17 +112,19 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     kind = nn.BatchNorm3d
 
 
-class LayerNorm(Cell, nn.LayerNorm):
+class LayerNorm(_Norm, nn.LayerNorm):
     """Layer normalisation over the last dimensions.
 
     Args:
         normalized_shape: their sizes.
-        begin_norm_axis: the first of them, -1 for what `normalized_shape` says; checked when the layer is called.
+        begin_norm_axis: the first of them, -1 for that of `normalized_shape`; checked when the layer is called.
         begin_params_axis: likewise; gamma and beta have `normalized_shape`.
         gamma_init, beta_init: as for convolutions.
         epsilon: added to the variance.
         dtype: format of gamma and beta.
     """
+
+    kind = nn.LayerNorm
 
     def __init__(
         self, normalized_shape: int | Sequence[int], begin_norm_axis: int = -1, begin_params_axis: int = -1,
@@ -152,22 +132,13 @@ class LayerNorm(Cell, nn.LayerNorm):
     ) -> None:  # fmt: skip
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         for name, axis in (("begin_norm_axis", begin_norm_axis), ("begin_params_axis", begin_params_axis)):
-            if isinstance(axis, bool) or not isinstance(axis, int):
-                raise MindSporeTypeError(f"LayerNorm: {name}={axis!r} is a {type(axis).__name__}; expected an int")
-        nn.LayerNorm.__init__(self, shape, eps=epsilon)
-        self.training = False
+            check_whole(f"LayerNorm: {name}", axis, "an int", least=-(2**31))
+        self.make(shape, eps=epsilon, dtype=dtype)
         self.begin_norm_axis, self.begin_params_axis = begin_norm_axis, begin_params_axis
-        made_of(self, dtype)
-        _not_decayed(self.weight, self.bias)
-        fill("LayerNorm: gamma_init", self.weight, gamma_init)
-        fill("LayerNorm: beta_init", self.bias, beta_init)
+        self.begin(gamma_init, beta_init)
 
     def construct(self, x: Tensor) -> Tensor:
-        """Return `x` normalised.
-
-        Raises:
-            MindSporeValueError: an axis that is not the first of the last dimensions.
-        """
+        """Return `x` normalised."""
         first = x.dim() - len(self.normalized_shape)
         for name in ("begin_norm_axis", "begin_params_axis"):
             axis = getattr(self, name)
@@ -179,7 +150,7 @@ class LayerNorm(Cell, nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class GroupNorm(Cell, nn.GroupNorm):
+class GroupNorm(_Norm, nn.GroupNorm):
     """Group normalisation.
 
     Args:
@@ -191,25 +162,11 @@ class GroupNorm(Cell, nn.GroupNorm):
         dtype: format of gamma and beta.
     """
 
+    kind = nn.GroupNorm
+
     def __init__(
         self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, gamma_init: Any = "ones",
         beta_init: Any = "zeros", dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
-        nn.GroupNorm.__init__(self, num_groups, num_channels, eps=eps, affine=True)
-        self.training = False
-        made_of(self, dtype)
-        _not_decayed(self.weight, self.bias)
-        self.weight.requires_grad_(bool(affine))
-        self.bias.requires_grad_(bool(affine))
-        fill("GroupNorm: gamma_init", self.weight, gamma_init)
-        fill("GroupNorm: beta_init", self.bias, beta_init)
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return `x` normalised."""
-        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
-
-
-def _not_decayed(*parameters: Any) -> None:
-    """Mark gamma and beta: MindSpore's optimizers leave them out of weight decay, by their names."""
-    for parameter in parameters:
-        setattr(parameter, NOT_DECAYED, True)
+        self.make(num_groups, num_channels, eps=eps, affine=True, dtype=dtype)
+        self.begin(gamma_init, beta_init, trained=affine)

@@ -9,27 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.errors import MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeValueError, check_only
 from halfstep.compat.mindspore.nn.cell import Cell
-from halfstep.compat.mindspore.nn.layers.initial import fill, made_of, only
+from halfstep.compat.mindspore.nn.layers.basic import Layer
 from halfstep.compat.mindspore.ops.shapes import check_padding, cut, pad_for, sizes
 
 __all__ = [
-    "AvgPool2d",
-    "Conv1d",
-    "Conv1dTranspose",
-    "Conv2d",
-    "Conv2dTranspose",
-    "Conv3d",
-    "Conv3dTranspose",
-    "MaxPool2d",
-]
+    "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Conv3dTranspose", "MaxPool2d",
+]  # fmt: skip
 
 Size = int | tuple[int, ...]
-FORMATS = {1: ("NCW",), 2: ("NCHW",), 3: ("NCDHW",)}
+LAYOUTS = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
+LAYOUT_REMEDY = "transpose the input, or use torch.channels_last"
 
 
-class _Conv(Cell):
+class _Conv(Layer):
     """A convolution with MindSpore's arguments.
 
     Args:
@@ -45,43 +39,27 @@ class _Conv(Cell):
         dtype: format of the weights.
     """
 
-    kind: ClassVar[Any]
     function: ClassVar[Any]
     dims: ClassVar[int]
     weight: Any
     bias: Any
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        pad_mode: str = "same",
-        padding: Size = 0,
-        dilation: Size = 1,
-        group: int = 1,
-        has_bias: bool = False,
-        weight_init: Any = None,
-        bias_init: Any = None,
-        data_format: str = "",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size = 1, pad_mode: str = "same",
+        padding: Size = 0, dilation: Size = 1, group: int = 1, has_bias: bool = False, weight_init: Any = None,
+        bias_init: Any = None, data_format: str = "", dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         name, dims = type(self).__name__, self.dims
-        if data_format not in ("", *FORMATS[dims]):
-            only(name, "data_format", data_format, FORMATS[dims][0], "transpose the input, or use torch.channels_last")
-        around = check_padding(name, pad_mode, padding, dims)
-        window = sizes(f"{name}: kernel_size", kernel_size, dims)
-        steps, spread = sizes(f"{name}: stride", stride, dims), sizes(f"{name}: dilation", dilation, dims)
-        self.kind.__init__(
-            self, in_channels, out_channels, window, stride=steps, dilation=spread, groups=group, bias=has_bias
-        )
-        self.training = False
-        made_of(self, dtype)
-        self.window, self.steps, self.spread, self.around = window, steps, spread, around
+        if data_format != "":
+            check_only(name, "data_format", data_format, LAYOUTS[dims], LAYOUT_REMEDY)
+        self.around = check_padding(name, pad_mode, padding, dims)
+        self.window = sizes(f"{name}: kernel_size", kernel_size, dims)
+        self.steps, self.spread = sizes(f"{name}: stride", stride, dims), sizes(f"{name}: dilation", dilation, dims)
+        settings = {"stride": self.steps, "dilation": self.spread, "groups": group, "bias": has_bias}
+        self.make(in_channels, out_channels, self.window, dtype=dtype, **settings)
         self.pad_mode, self.group, self.has_bias = pad_mode, group, has_bias
-        fill(f"{name}: weight_init", self.weight, weight_init)
-        fill(f"{name}: bias_init", self.bias, bias_init)
+        self.fill("weight_init", self.weight, weight_init)
+        self.fill("bias_init", self.bias, bias_init)
 
     def construct(self, x: Tensor) -> Tensor:
         """Return the convolution of `x`, (batch, channels, size of each dimension)."""
@@ -185,7 +163,7 @@ class _Pool(Cell):
 
     def _settle(self, kernel_size: Any, stride: Any, pad_mode: str, padding: Any, data_format: str) -> None:
         name = type(self).__name__
-        only(name, "data_format", data_format, "NCHW", "transpose the input, or use torch.channels_last")
+        check_only(name, "data_format", data_format, LAYOUTS[2], LAYOUT_REMEDY)
         self.window = sizes(f"{name}: kernel_size", kernel_size, 2)
         self.steps = sizes(f"{name}: stride", stride, 2)
         self.pad_mode = str(pad_mode).lower()

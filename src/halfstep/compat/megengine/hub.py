@@ -1,0 +1,133 @@
+"""megengine.hub: models by name. They are built here, with fresh weights; nothing is downloaded.
+
+ResNet-18 (He et al. 2015, arXiv:1512.03385) is that of table 1: basic blocks, 2 in each of four stages.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep.compat.megengine.tensor import device_of
+from halfstep.errors import StepError, did_you_mean
+
+__all__ = ["list", "load", "resnet18"]
+
+REPOSITORY = "megengine/models"
+SOURCES = ("git_host", "use_cache", "commit", "protocol")
+"""Arguments about where models are downloaded from."""
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut, which projects where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU()
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, outputs, height / stride, width / stride)."""
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return self.relu(y + self.downsample(x))  # type: ignore[no-any-return]
+
+
+class ResNet(nn.Module):
+    """A residual network of basic blocks.
+
+    Args:
+        blocks: blocks in each stage.
+        num_classes: outputs.
+        in_channels: channels of the images.
+        width: channels of the first stage; each next has twice as many.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, width, 7, 2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        stages, channels = [], width
+        for stage, count in enumerate(blocks):
+            outputs = width * 2**stage
+            for block in range(count):
+                stages.append(BasicBlock(channels, outputs, 2 if stage and not block else 1))
+                channels = outputs
+        self.layers = nn.Sequential(*stages)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, (batch, num_classes), for images (batch, in_channels, height, width)."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.fc(self.pool(self.layers(x)).flatten(1))  # type: ignore[no-any-return]
+
+
+def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> ResNet:
+    """Return a ResNet-18 with fresh weights: 11,689,512 parameters at the default width."""
+    return ResNet((2, 2, 2, 2), num_classes, in_channels, width)
+
+
+ENTRIES: Mapping[str, Callable[..., nn.Module]] = {"resnet18": resnet18}
+
+
+def load(repo_info: str, entry: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Return a new model on the default device.
+
+    Args:
+        repo_info: "megengine/models", with or without ":branch".
+        entry: "resnet18".
+        *args: for the model.
+        pretrained: must be False: there are no weights here.
+        **kwargs: for the model; ``git_host``, ``use_cache``, ``commit`` and ``protocol`` have no meaning here.
+    """
+    _check(repo_info)
+    if entry not in ENTRIES:
+        near = did_you_mean(entry, ENTRIES)
+        raise StepError(
+            f"hub.load: no model {entry!r} here; there is {', '.join(ENTRIES)}{near}. Any torch.nn.Module serves"
+        )
+    if pretrained:
+        raise StepError(
+            f"hub.load({entry!r}, pretrained=True): nothing is downloaded; use pretrained=False and load_state_dict"
+        )
+    options = {k: v for k, v in kwargs.items() if k not in SOURCES}
+    try:
+        inspect.signature(ENTRIES[entry]).bind(*args, **options)
+    except TypeError as error:
+        raise StepError(f"hub.load({entry!r}): {error}; it takes {inspect.signature(ENTRIES[entry])}") from None
+    return ENTRIES[entry](*args, **options).to(device_of())
+
+
+def list(repo_info: str, **kwargs: Any) -> builtins.list[str]:
+    """Return the models there are.
+
+    Args:
+        repo_info: "megengine/models", with or without ":branch".
+        **kwargs: those of `SOURCES`, which have no meaning here.
+    """
+    unknown = [name for name in kwargs if name not in SOURCES]
+    if unknown:
+        raise StepError(f"hub.list takes no argument {', '.join(unknown)}")
+    _check(repo_info)
+    return sorted(ENTRIES)
+
+
+def _check(repo_info: str) -> None:
+    if not isinstance(repo_info, str) or repo_info.partition(":")[0].lower() != REPOSITORY:
+        raise StepError(f"hub: repository {repo_info!r}; nothing is downloaded, and only {REPOSITORY!r} is built in")

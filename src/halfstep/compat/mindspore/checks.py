@@ -1,0 +1,72 @@
+"""The errors of this front-end (halfstep's and also the built-in class that MindSpore raises), and common checks.
+
+A check gets how its message begins, such as "Model: epoch", and the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import HalfstepError
+
+__all__ = [
+    "MindSporeRuntimeError", "MindSporeTypeError", "MindSporeValueError", "check_bool", "check_module", "check_number",
+    "check_only", "check_optimizer_class", "check_whole",
+]  # fmt: skip
+
+
+class MindSporeTypeError(HalfstepError, TypeError):
+    """An argument of a type that the function does not take."""
+
+
+class MindSporeValueError(HalfstepError, ValueError):
+    """An argument of the right type with an impossible value."""
+
+
+class MindSporeRuntimeError(HalfstepError, RuntimeError):
+    """A training that cannot go on, or cells put together in a way that cannot be carried out."""
+
+
+def check_bool(where: str, value: object, hint: str = "") -> None:
+    """Raise MindSporeTypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise MindSporeTypeError(f"{where}={value!r}; expected True or False{hint}")
+
+
+def check_number(where: str, value: Any, expected: str = "a number") -> float:
+    """Return a number as a float, or raise MindSporeTypeError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
+    return float(value)
+
+
+def check_whole(where: str, value: Any, expected: str = "an int from 1", least: int = 1) -> int:
+    """Return a whole number of at least `least`, or raise MindSporeTypeError or MindSporeValueError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
+    if value < least:
+        raise MindSporeValueError(f"{where}={value!r}; expected {expected}")
+    return value
+
+
+def check_module(where: str, network: object, expected: str = "a Cell or torch module") -> None:
+    """Raise MindSporeTypeError unless `network` is a torch module."""
+    if not isinstance(network, nn.Module):
+        raise MindSporeTypeError(f"{where}: network is a {type(network).__name__}; expected {expected}")
+
+
+def check_optimizer_class(where: str, optimizer: object) -> None:
+    """Raise MindSporeTypeError unless `optimizer` is a torch optimizer."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MindSporeTypeError(
+            f"{where}: optimizer is a {type(optimizer).__name__}; expected an optimizer such as nn.Momentum"
+        )
+
+
+def check_only(where: str, name: str, value: Any, allowed: Any, instead: str) -> None:
+    """Raise MindSporeValueError unless `value` is the one value that the argument `name` has here."""
+    if type(value) is not type(allowed) or value != allowed:
+        raise MindSporeValueError(f"{where}: {name}={value!r}; only {allowed!r} exists here: {instead}")

@@ -1,0 +1,64 @@
+"""What the front-ends share: the names of the low formats, the peers' tensor classes, and a gate for gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
+
+__all__ = ["LOW_NAMES", "AnyParameter", "AnyTensor", "Gate", "alias", "listed"]
+
+LOW_NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if dtype in LOW_DTYPES}
+"""Low dtype -> the name that policies use."""
+
+
+class AnyTensor(type):
+    """Metaclass of the peers' `Tensor`: ``isinstance(x, Tensor)`` is true of every torch tensor."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor)
+
+
+class AnyParameter(type):
+    """Metaclass of the peers' `Parameter`: ``isinstance(x, Parameter)`` is true of every torch parameter."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.nn.Parameter)
+
+
+class Gate:
+    """Stands for an optimizer in `hs.GradScaler.step`, which unscales its gradients; `passed`: all were finite.
+
+    Args:
+        param_groups: whose gradients are unscaled.
+        masters: low parameters get new fp32 gradients instead of unscaled low ones.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], *, masters: bool = False) -> None:
+        self.param_groups = param_groups
+        self.passed = False
+        if masters:
+            self._halfstep_weights = 1
+
+    def step(self) -> None:
+        """Note that the scaler allowed the step; the gradients are the result."""
+        self.passed = True
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a tensor or several as a list; None is an empty one."""
+    return [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def alias(name: str, doc: str, *, of: str = "") -> Any:
+    """Return a property that reads and sets the attribute `name`, of the attribute `of` if one is given."""
+
+    def owner(instance: Any) -> Any:
+        return getattr(instance, of) if of else instance
+
+    def change(instance: Any, value: Any) -> None:
+        setattr(owner(instance), name, value)
+
+    return property(lambda instance: getattr(owner(instance), name), change, doc=doc)
