@@ -29,7 +29,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_two_ranks_skip_together_and_stay_equal",
     ),
     "tests/faults/test_faults.py": ("test_one_bad_rank_makes_both_skip",),
-    "tests/kernels/test_cross_entropy.py": ("test_the_kernels_in_triton_s_interpreter",),
     "tests/kernels/test_native.py": (
         "test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_made_again",
     ),

@@ -31,16 +31,8 @@ TORCHS: Mapping[str, str] = {
 }
 """Private name of torch -> its class; a part that defines the same name does not own it."""
 
-WAITING = "found when this check was written; to be replaced by a public record of the step"
 EXCEPTIONS: Mapping[tuple[str, str], str] = {
-    (module, name): WAITING
-    for module, names in {
-        "halfstep.lens.audit.meter": "_backward _scale _store",
-        "halfstep.lens.box.stepbox": "_evidence _forward _memory",
-        "halfstep.step.graph.graphs": "_abandon_update _check_rates _micro _pending _progress _scale _statistics _step "
-        "_store _window",
-    }.items()
-    for name in names.split()
+    ("halfstep.compat.torch_amp.autocast_mode", "_dtype"): "an attribute of torch.autocast's custom_fwd functions",
 }
 """(module, private name) -> why this module may read it."""
 

@@ -32,7 +32,6 @@ from halfstep.kernels.watched import WatchedParameter
 __all__ = [
     "KERNEL_TYPES",
     "OPERATORS",
-    "Implementations",
     "cannot_update",
     "check_norms",
     "count_exponents_",

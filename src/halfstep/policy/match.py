@@ -10,7 +10,7 @@ from torch import nn
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.policy.policy import Rules
 
-__all__ = ["CLASS_PREFIX", "NORMS", "class_names", "glob_covers", "matches", "rules_of_modules"]
+__all__ = ["CLASS_PREFIX", "NORMS", "glob_covers", "matches", "rules_of_modules"]
 
 CLASS_PREFIX = "class:"
 NORMS = "class:*Norm*"

@@ -26,7 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["NO_LOW_KERNEL", "RULES", "TABLES", "OperatorRow", "losses", "table"]
+__all__ = ["NO_LOW_KERNEL", "RULES", "TABLES", "losses", "table"]
 
 RULES = ("low", "fp32", "keep", "widest", "banned")
 TABLES = ("none", "torch", "apex-o1", "mixed", "all-low")

@@ -38,7 +38,6 @@ from halfstep.policy.scale_rule import SCALE_RULES
 __all__ = [
     "Decision",
     "Units",
-    "check_device_type",
     "custom_decisions",
     "default_device_types",
     "device_types_of",

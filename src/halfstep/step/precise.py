@@ -32,7 +32,6 @@ __all__ = [
     "allow_in_files",
     "copy_parametrized",
     "copying",
-    "low_parameters",
     "low_places",
     "make_precise",
     "methods_of",

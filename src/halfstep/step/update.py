@@ -32,7 +32,7 @@ from halfstep.step.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["Culprits", "FusedUpdate", "GradientCheck", "Updater", "check_gradients", "refusal", "suits"]
+__all__ = ["Culprits", "FusedUpdate", "Updater", "refusal", "suits"]
 
 LOG = logging.getLogger("halfstep")
 

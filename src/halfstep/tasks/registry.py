@@ -14,7 +14,7 @@ from torch import nn
 from halfstep.errors import did_you_mean
 from halfstep.tasks.task import Task, TaskError
 
-__all__ = ["call_function", "load_model", "load_task", "task_names"]
+__all__ = ["load_model", "load_task", "task_names"]
 
 
 TASKS: Mapping[str, str] = MappingProxyType({"lenet5": "lenet", "resnet": "resnet", "gpt": "gpt"})

@@ -27,7 +27,7 @@ from halfstep.testing.counts import MIB, Counts
 from halfstep.testing.fake_cuda import LOADED, FakeCudaError, fake_cuda, run_python
 from halfstep.testing.models import GPT, ResNet18
 
-__all__ = ["LOW_FORMATS", "MODELS", "POLICIES", "count_program", "main"]
+__all__ = ["POLICIES", "main"]
 
 LOW_FORMATS = ("fp16", "bf16")
 POLICIES = ("torch", "O1", "mixed", "O2", "pure")

@@ -35,7 +35,6 @@ from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 
 __all__ = [
-    "NATIVELY",
     "Handler",
     "Lowering",
     "RuleMode",

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FAITHFUL", "KINDS", "Launch", "Walk", "on", "plan_walk"]
+__all__ = ["FAITHFUL", "KINDS", "Walk", "on", "plan_walk"]
 
 FAITHFUL: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options: a product and a sum stay two roundings, as they are in the reference."""

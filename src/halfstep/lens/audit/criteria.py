@@ -16,7 +16,7 @@ from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import ScaleRule
 
-__all__ = ["Examination", "findings_of"]
+__all__ = ["findings_of"]
 
 
 LOST = 0.05

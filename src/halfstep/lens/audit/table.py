@@ -23,8 +23,6 @@ from halfstep.policy.policy import Policy
 __all__ = [
     "COLUMNS",
     "Audit",
-    "WhatIf",
-    "badness",
     "cells",
     "grouped",
     "percent",

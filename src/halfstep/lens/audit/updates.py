@@ -25,7 +25,7 @@ from halfstep.step.prepare import store_of
 from halfstep.step.train_step import TrainStep
 from halfstep.weights.states import LowStates
 
-__all__ = ["AuditedStep", "Intended", "Listener", "Meter", "copy_of_optimizer", "pace_of", "stored_form", "swallow"]
+__all__ = ["AuditedStep", "Listener", "Meter", "copy_of_optimizer", "swallow"]
 
 FORMS = {"foreach": False, "fused": False, "capturable": False}
 """Of torch's optimizers: the for-loop form takes float64 everywhere."""

@@ -58,7 +58,7 @@ from halfstep.lens.calls import (
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["CallRecord", "Source", "Trace"]
+__all__ = ["Source", "Trace"]
 
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of the class method
 

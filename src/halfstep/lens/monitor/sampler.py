@@ -24,7 +24,7 @@ from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "Shelf", "format_name"]
+__all__ = ["GOOD", "MOVABLE", "RATIO", "STATES", "UNMOVED", "Sampler", "format_name"]
 
 RATIO, GOOD, MOVABLE, UNMOVED, STATES = range(5)
 """Columns of what is summed for a parameter: update ratios; samples; elements with a gradient, those of them whose

@@ -14,7 +14,7 @@ from halfstep.errors import HalfstepError
 from halfstep.lens.monitor.records import MonitorRecord
 from halfstep.lens.sketch import ExponentSketch
 
-__all__ = ["EventWriter", "SketchWriter"]
+__all__ = ["SketchWriter"]
 
 
 NEEDED = ("add_scalar", "add_histogram_raw")
