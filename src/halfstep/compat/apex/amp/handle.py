@@ -16,6 +16,7 @@ from halfstep.compat.apex.amp._process_optimizer import AmpOptimizerState, Sessi
 from halfstep.compat.apex.amp.casts import Casts
 from halfstep.compat.apex.amp.opt import OptimWrapper
 from halfstep.compat.apex.amp.scaler import LossScaler
+from halfstep.compat.shared import alias
 
 __all__ = ["AmpHandle", "NoOpHandle", "close_own_casts", "disable_casts", "scale_loss", "step_was_skipped"]
 
@@ -188,12 +189,16 @@ class AmpHandle:
         self, casts: Casts, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False
     ) -> None:
         self._casts: Casts | None = casts
-        self.has_cache = enable_caching
-        self.verbose = verbose
-        self.cache: dict[Any, Tensor] = {}  # stays empty: a kept cast could be stale
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._cache: dict[Any, Tensor] = {}  # stays empty: a kept cast could be stale
         self._is_active = True
         self._loss_scale = loss_scale
         _open.handle = self
+
+    has_cache = alias("_enable_caching", "Whether caching was asked for.")
+    cache = alias("_cache", "Casts that are kept: none, so that none is stale.")
+    verbose = alias("_verbose", "Whether casts are printed.")
 
     def is_active(self) -> bool:
         """Return whether casts are on."""
@@ -220,7 +225,7 @@ class AmpHandle:
         )
 
     def _clear_cache(self) -> None:
-        self.cache.clear()
+        self._cache.clear()
 
     def _deactivate(self) -> None:
         """Switch the casts off for good; functions that were registered are the original ones again."""
@@ -232,7 +237,7 @@ class AmpHandle:
 
     def remove_cache(self, param: Any) -> None:
         """Forget the cast of `param`, if there were one."""
-        self.cache.pop(param, None)
+        self._cache.pop(param, None)
 
 
 class NoOpHandle:
