@@ -39,9 +39,9 @@ CAST = "aten::_to_copy"
 INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"})
 ON_HOST = ("step", "mu_product")  # state that torch's optimizers keep on the CPU unless fused or capturable
 UNCOMPUTED = ("aten::_fused_", "aten::_amp_")  # not for fake tensors: they change arguments in place, values only
-CAST_FOLDER = Path(hs.autocast.__init__.__code__.co_filename).parents[1]
-UNNAMED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(CAST_FOLDER), "<")
-"""Folders whose lines pass on another line's call: torch, this package, and `cast`, through which operators go."""
+CAST_PACKAGE = Path(hs.autocast.__init__.__code__.co_filename).parents[1]
+UNNAMED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(CAST_PACKAGE), "<")
+"""Where files begin whose lines are not named: torch, this package, and halfstep.cast, which runs all operators."""
 
 
 class CountError(hs.HalfstepError, RuntimeError):
