@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.kernels.reference.operators import noise
 from halfstep.weights import STRATEGIES, WeightStore
+from tests.stepping import fragile
 from tests.weights.small import EVERY, OPTIMIZERS, gradients, shapes
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -214,14 +214,7 @@ def test_a_referenced_master_is_one_object_and_follows(name: str) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_step_that_raises_is_undone_and_training_goes_on(name: str) -> None:
-    class Fragile(torch.optim.AdamW):
-        broken = False
-
-        def step(self, closure: Any = None) -> Any:
-            if self.broken:
-                self.broken = False
-                raise ZeroDivisionError
-            return super().step(closure)
+    Fragile = fragile(torch.optim.AdamW)
 
     def run(*, failing: bool) -> list[Tensor]:
         parameters = shapes()

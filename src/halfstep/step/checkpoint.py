@@ -165,14 +165,14 @@ def _optimizer_undo(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts groups and states back; torch replaces these when it loads, and writes to no tensor of them."""
     groups, states = optimizer.param_groups, optimizer.state
     before = [dict(group, params=list(group["params"])) for group in groups]
-    held = {parameter: dict(state) for parameter, state in states.items()}
+    stored = {parameter: dict(state) for parameter, state in states.items()}
 
     def restore() -> None:
         for group, values in zip(groups, before, strict=True):
             group.clear()
             group.update(values)
         states.clear()
-        states.update(held)
+        states.update(stored)
         optimizer.param_groups, optimizer.state = groups, states
 
     return restore

@@ -16,7 +16,7 @@ from halfstep.weights import WeightStore
 
 __all__ = ["Marks", "SchedulerCopy"]
 
-PLAIN = (int, float, bool, str, type(None))
+COMPARED_TYPES = (int, float, bool, str, type(None))
 ATTRIBUTES = ("grad_scale", "found_inf")  # torch's protocol of scaled steps, see `scale.fused`
 COUNTED = ("torch.optim", "halfstep")  # optimizers of these packages write by operators that count their writes
 
@@ -88,7 +88,7 @@ class Marks:
 
 
 def _same(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and isinstance(now, PLAIN) and now == before)
+    return now is before or (type(now) is type(before) and isinstance(now, COMPARED_TYPES) and now == before)
 
 
 def _counts_writes(optimizer: Optimizer) -> bool:

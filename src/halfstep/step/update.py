@@ -207,43 +207,32 @@ class Updater:
         if reason != self.reason:
             self.reason = reason
             LOG.debug("%s: %s", type(self.optimizer).__name__, reason or "updated by halfstep's own operators")
-        if reason:
-            return self._plan_optimizer_step(parameters, divisor, clip_norm, clip_value)
-        self.host_read = False
-        check = check_gradients([p.grad for p in parameters], divisor, clip_norm)  # type: ignore[misc]
-        return check, FusedUpdate(self.optimizer, self.store, self.states, check.factor, check.bad).write
-
-    def _plan_optimizer_step(
-        self,
-        parameters: Sequence[nn.Parameter],
-        divisor: Tensor | None,
-        clip_norm: float | None,
-        clip_value: float | None,
-    ) -> tuple[GradientCheck, Callable[[], None]]:
-        """Do so for ``optimizer.step()``, which reads fp32 gradients."""
-        if self.store is None:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-        else:
+        if reason and self.store is not None:
             gradients = self.store.widen_gradients(self.optimizer)
+        else:
+            gradients = [p.grad for p in parameters if p.grad is not None]
         check = check_gradients(gradients, divisor, clip_norm)
+        if not reason:
+            self.host_read = False
+            return check, FusedUpdate(self.optimizer, self.store, self.states, check.factor, check.bad).write
         factor = None if divisor is None and clip_norm is None else check.factor
         if clip_value is not None:
             clip_values_(gradients, divisor, clip_value)
             factor = factor * divisor if factor is not None and divisor is not None else factor
         if self.states is None:  # else its states are made anew around each step
             self._marks = Marks(self.optimizer, self.store)
+        return check, lambda: self._step_optimizer(gradients, factor, check.bad)
 
-        def write() -> None:
-            self.host_read = step_unless(check.bad, self.optimizer, gradients, factor)
-            if self._marks is not None:
-                self._marks.end()
-            if self.store is not None:
-                self.store.restore()  # what an optimizer whose step does not call its hooks has left
-                self.store.drop_gradients(self.optimizer)
-            torch.clear_autocast_cache()
-            self._marks = None
-
-        return check, write
+    def _step_optimizer(self, gradients: list[Tensor], factor: Tensor | None, bad: Tensor) -> None:
+        """Write through ``optimizer.step()``, which reads `gradients` times `factor`."""
+        self.host_read = step_unless(bad, self.optimizer, gradients, factor)
+        if self._marks is not None:
+            self._marks.end()
+        if self.store is not None:
+            self.store.restore()  # what an optimizer whose step does not call its hooks has left
+            self.store.drop_gradients(self.optimizer)
+        torch.clear_autocast_cache()
+        self._marks = None
 
     def has_written(self) -> bool:
         """Return whether an update that was begun and not ended has changed anything, as far as is known."""

@@ -222,7 +222,7 @@ class Graphs:
         following = iter(graph.inputs)
         batch, named = map_tensors((batch, named), lambda tensor: next(following))
         before, statistics = step.record.position, self._statistics.open
-        held = [(p, p.grad) for p in self._model.parameters()]
+        gradients = [(p, p.grad) for p in self._model.parameters()]
         step.watchers.paused = True  # what they do is not part of a step
         self._clear_casts()
         try:
@@ -233,7 +233,7 @@ class Graphs:
         except BaseException as error:
             self._moments.phase = WINDOW
             step.record.position, self._statistics.open = before, statistics
-            for parameter, gradient in held:
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
             self._updater.abort(written=False)
             step.scaler.forget()
