@@ -43,7 +43,6 @@ CALLED_FROM_OUTSIDE: Mapping[str, str] = {
 """Name -> its caller outside this repository."""
 
 EXCEPTIONS: Mapping[str, str] = {
-    **dict.fromkeys(("E2M1", "E2M3", "E3M2"), "formats for users, as FP16 and E4M3 are"),
     "to_json": "users save an Audit, or the counts of a step, with it",
     "initial_state": "the first state of a scale rule, for laws of `advance` as a pure function",
 }

@@ -22,7 +22,7 @@ __all__ = ["EXPLAINED", "explained"]
 EXPLAINED = (RuntimeError, TypeError)
 """The kinds of errors that `explained` handles; NotImplementedError is a RuntimeError."""
 
-TORCH_SPELLINGS = {"BFloat16": "bf16", "Half": "fp16", "Float": "fp32", "float": "fp32", "Double": "fp64", "double": "fp64"}
+SPELLINGS = {"BFloat16": "bf16", "Half": "fp16", "Float": "fp32", "float": "fp32", "Double": "fp64", "double": "fp64"}
 INTEGERS = ("Long", "Int", "Short", "Byte", "Char", "Bool", "long int", "int", "short", "unsigned char")
 
 NAMES = re.compile(r"(?<![A-Za-z])(?:c10::|torch\.|CPU|CUDA)?(BFloat16|Half|Float|float|Double|double)(?![a-z0-9])")
@@ -94,7 +94,7 @@ def explained(error: BaseException, tree: Any = ()) -> HalfstepError | None:
 
 def _cause(text: str, tree: Any) -> str:
     """Return the sentence for torch's error `text`, or ""."""
-    formats = list(dict.fromkeys(TORCH_SPELLINGS[name] for name in NAMES.findall(text)))
+    formats = list(dict.fromkeys(SPELLINGS[name] for name in NAMES.findall(text)))
     if "fp64" in formats and any(tensor.dtype is torch.float64 for tensor in tensors(tree)):
         return FLOAT64
     if BEYOND.search(text):
