@@ -25,6 +25,7 @@ from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.formats import DTYPE_NAMES
+from halfstep.kernels.native.calls import number
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, advice, diagnose
 from halfstep.lens.box.evidence import save_evidence
@@ -389,7 +390,7 @@ class StepBox(Box):
             replay=Replay(model, self._forward, window.batches, window.buffers, around, wide),
             model=model,
             optimizer=step.optimizer,
-            policy=None if binding is None else binding.policy,
+            policy=None if binding is None else binding.wanted,
             under=lambda policy: rebound(model, policy),
             scaling=self._scaling,
             scale=_scale(window),
@@ -430,7 +431,7 @@ def _recomputing(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _scale(window: Window) -> float:
-    return 1.0 if window.scale is None else float(window.scale)
+    return 1.0 if window.scale is None else number(window.scale)
 
 
 def rank() -> int:
