@@ -26,13 +26,13 @@ LINES_A_MINUTE = 45
 HOUR: Sequence[tuple[str, str]] = (
     ("policy/policy.py", "every field of a `Policy`, and how each is checked"),
     ("policy/presets.py", "the presets: values of `Policy`"),
-    ("policy/resolve.py", "how a policy becomes decisions for one model on one device, each with its reason"),
     ("cast/state.py", "what is stored for each thread: its regions, and the low copies in them"),
+    ("cast/regions/opening.py", "how a region is entered and left"),
     ("cast/rules/dispatch.py", "how an operator finds its handler, and its arguments their format"),
     ("cast/rules/handlers.py", "what a rule does with one operator"),
-    ("scale/rule.py", "the loss scale as a pure function on device tensors (`advance`), and its in-place form"),
     ("step/moments.py", "which parts take part in a step, when each is called, and what an exception leaves"),
     ("step/train_step.py", "one training step: where casting, scaling and weights meet"),
+    ("step/update.py", "how gradients become new weights"),
 )
 """File -> what a reader knows afterwards, in the order to read."""
 

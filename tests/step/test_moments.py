@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import StepError
-from halfstep.step.moments import ADVANCE, REST, UPDATE, WINDOW, Moments
+from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, UPDATE, Moments
 
 BAD = torch.zeros((), dtype=torch.bool)
 
@@ -103,7 +103,7 @@ def test_an_exception_in_after_update_cuts_the_update_off() -> None:
     moments.refuse(7)
 
 
-@pytest.mark.parametrize("phase", [WINDOW, UPDATE])
+@pytest.mark.parametrize("phase", [MICRO_BATCH, UPDATE])
 def test_what_has_not_been_written_is_undone(phase: str) -> None:
     calls: list[str] = []
     moments = moments_of(calls, written=False)
@@ -115,10 +115,10 @@ def test_what_has_not_been_written_is_undone(phase: str) -> None:
 def test_an_undo_that_is_cut_off_is_made_again() -> None:
     calls: list[str] = []
     moments = moments_of(calls, written=False, **{"abort False": KeyboardInterrupt})
-    moments.phase = WINDOW
+    moments.phase = MICRO_BATCH
     with pytest.raises(KeyboardInterrupt):
         moments.abort()
-    assert moments.phase == WINDOW and calls == ["b.abort False"]
+    assert moments.phase == MICRO_BATCH and calls == ["b.abort False"]
 
 
 def test_a_scheduler_is_restored_before_anything_else_is_refused() -> None:

@@ -19,8 +19,8 @@ class _State(threading.local):
     Attributes:
         mode: the mode of the innermost region; those of outer regions, still on torch's stack, are inactive.
         bound: the innermost recipe opened by a bound module or a training step, or None.
-        visit: the statistics of the training step that runs in this thread (`models`, and `add` for one that is not
-            among them), which every prepared model meets before it runs; or None.
+        statistics: `Statistics` of the training step that runs in this thread, to which every prepared model that is
+            not in its `models` is added before it runs; or None.
         frames: the open regions, innermost last.
         casts: the low tensors that `dispatch` caches until the outermost region ends.
         copies: the low weights of the training step that runs in this thread, or None.
@@ -31,7 +31,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.mode: RuleMode | None = None
         self.bound: Any = None
-        self.visit: Any = None
+        self.statistics: Any = None
         self.frames: list[Any] = []
         self.casts: dict[Hashable, Any] = {}
         self.copies: Copies | None = None

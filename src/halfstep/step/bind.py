@@ -239,9 +239,9 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if binding.root:
         if hasattr(type(module), "unshard"):
             _check_shards(binding, module)
-        if state.visit is not None:
-            if id(module) not in state.visit.models:
-                state.visit.add(module)
+        if state.statistics is not None:
+            if id(module) not in state.statistics.models:
+                state.statistics.add(module)
         elif binding.averages:
             refuse_own_loop(module, binding.policy)
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
@@ -275,16 +275,16 @@ run_eagerly(_enter, below=False)  # where Dynamo gives up on a bound forward, wh
 run_eagerly(WeightStore.before_forward)
 
 
-def _visit_traced(address: int) -> None:
+def _add_traced(address: int) -> None:
     """Report the model at `address` to the training step whose loss Dynamo traces.
 
     Dynamo calls this itself, once for each graph, and guards on the address: an argument has to be a constant.
     """
-    if STATE.visit is not None:
-        STATE.visit.add(ctypes.cast(address, ctypes.py_object).value)
+    if STATE.statistics is not None:
+        STATE.statistics.add(ctypes.cast(address, ctypes.py_object).value)
 
 
-_visit_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+_add_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
 def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -293,8 +293,8 @@ def _enter_compiled(binding: Binding, forward: Callable[..., Any], module: nn.Mo
     outer = state.bound
     if binding.home is not None and outer not in binding.home:
         return forward(module, *args, **kwargs)
-    if state.visit is not None and binding.root:
-        _visit_traced(id(module))
+    if state.statistics is not None and binding.root:
+        _add_traced(id(module))
     elif binding.averages and binding.root:
         refuse_own_loop(module, binding.policy)
     args, kwargs, output = _casts(binding, args, kwargs, outermost=outer is None or outer is SUSPENDED)

@@ -16,9 +16,10 @@ participants, the last two in reverse:
 Note [cut off]: an exception can end a call at any bytecode: Ctrl-C, a lack of memory, a hook of the user's. Before the
 update a call has changed gradients and BatchNorm's statistics, which are restored. In the critical part, from the first
 write of the optimizer to the end of `after_update`, signals are deferred. An exception there leaves a mixture of two
-states, unless the optimizer has not written yet (`undo.Marks`); then every later call is refused until a checkpoint is
-loaded. The phase is one attribute, assigned before anything is changed and after everything is, so it is right at any
-bytecode, also where an exception ends the handling of another one; the next call continues from it.
+states, unless the optimizer's own ``step()`` runs and has not written yet (`undo.Marks`); then every later call is
+refused until a checkpoint is loaded. The phase is one attribute, assigned before anything is changed and after
+everything is, so it is right at any bytecode, also where an exception ends the handling of another one; the next call
+continues from it.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from halfstep.errors import StepError
 from halfstep.events import StepWatcher
 from halfstep.step.undo import SchedulerCopy
 
-__all__ = ["ADVANCE", "LOAD", "REST", "UPDATE", "WINDOW", "Deferral", "Moments", "Watchers"]
+__all__ = ["ADVANCE", "LOAD", "REST", "UPDATE", "MICRO_BATCH", "Deferral", "Moments", "Watchers"]
 
 REST = ""  # between calls
-WINDOW = "a micro-batch"
+MICRO_BATCH = "a micro-batch"
 UPDATE = "the update"
 ADVANCE = "the scheduler's step"
 LOAD = "load_state_dict"
@@ -136,7 +137,7 @@ class Moments:
         if self.phase == ADVANCE and self.scheduler is not None:
             self.scheduler.restore()
             self.phase = REST
-        if self.phase not in {UPDATE, WINDOW}:
+        if self.phase not in {UPDATE, MICRO_BATCH}:
             return
         written = self.phase == UPDATE and self.has_written()
         if written and error is not None and not self.cause:
@@ -147,7 +148,7 @@ class Moments:
             self.phase = REST
 
     def refuse(self, done: int) -> None:
-        """Undo what an earlier call has left, or refuse to go on.
+        """Undo what an earlier call has left, and refuse to go on if that cannot be done.
 
         Args:
             done: micro-batches of the updates made so far.

@@ -8,8 +8,8 @@ what was done is in `Record`.
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
 statistics, which the forward pass has already changed, are restored by the same verdict, also those of other prepared
-models that loss_fn calls. The host reads the verdict of update n before update n+1 begins (then the scheduler advances,
-or does not), by which time the device has long produced it.
+models that loss_fn calls. Where a scheduler or the black box needs the verdict of update n, the host reads it before
+update n+1, by which time the device has long produced it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from halfstep.step.construct import unchanged_on_failure
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
 from halfstep.step.metrics import Metrics
-from halfstep.step.moments import ADVANCE, REST, WINDOW, Moments, Watchers
+from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, Moments, Watchers
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.ranks import ranks_of
 from halfstep.step.record import Record
@@ -161,7 +161,7 @@ class TrainStep:
         wide = self._updater.stepped_parameters() if store is None else ()
         self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
         low = store.parameters() if store is not None and self.policy.grads == "fp32" else ()
-        # DistributedDataParallel's hooks want to find each gradient in its place; in no_sync they look at none
+        # DistributedDataParallel's hooks read each gradient in its place, except in no_sync
         hooked = (self._no_sync is None or (self._ranks is not None and self._ranks.own)) and not self.cuda_graph
         sums = Sums(low, hooked=hooked, windows=windows)
         self._sums = sums if sums else None
@@ -173,7 +173,7 @@ class TrainStep:
             participants.append(self._sums)
         if self._ranks is not None:
             participants.append(self._ranks)
-        # after those that complete gradients, and before those that drop them, which are called in reverse
+        # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
         participants.append(self._watchers)
         if self._scales:
             participants.append(Scaling(self._scaler, optimizer))
@@ -185,7 +185,8 @@ class TrainStep:
     def __call__(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one micro-batch and return a handle on what happened; waits for nothing.
 
-        If it raises, the accumulation window it was in begins anew, with BatchNorm's statistics as they were before it.
+        If a forward or backward pass raises, the accumulation window begins anew, with BatchNorm's statistics as they
+        were before it. The alarm of a loss scale and an error of a watcher are raised after an update that is complete.
 
         Raises:
             StepError: `loss_fn` returned something else than a scalar tensor with a gradient.
@@ -195,10 +196,10 @@ class TrainStep:
             moments.refuse(self.record.done)
         moments.grad = torch.is_grad_enabled()
         self._settle()
-        copies = STATE.copies if STATE.copies is not self.copies else None  # its own: left by a call that was cut off
+        copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
-            moments.phase = WINDOW
+            moments.phase = MICRO_BATCH
             result = self._micro_batch(batch, named) if self._graphs is None else self._graphs(batch, named)
             moments.phase = REST
         except BaseException as error:
@@ -248,10 +249,10 @@ class TrainStep:
         Raises:
             StepError: the loss is no real scalar tensor with a gradient.
         """
-        recipe, visit = recipe or self._recipe, STATE.visit
+        recipe, statistics = recipe or self._recipe, STATE.statistics
         with opened(recipe, depth=2):
             try:
-                STATE.bound, STATE.visit = recipe, self._statistics
+                STATE.bound, STATE.statistics = recipe, self._statistics
                 # a replay traces operators one by one, and compiled code has none
                 run = self._compiled if self._compiled is not None and STATE.above is None else self.loss_fn
                 returned = run(model, *batch, **named)
@@ -260,7 +261,7 @@ class TrainStep:
                     raise
                 raise better from error
             finally:
-                STATE.visit = visit
+                STATE.statistics = statistics
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or not loss.requires_grad:
             check_loss(loss)
@@ -358,7 +359,7 @@ class TrainStep:
         if not count:
             return None
         try:
-            moments.phase = WINDOW
+            moments.phase = MICRO_BATCH
             if not record.micro_batches:  # other ranks have micro-batches left
                 self._begin_window()
                 record.scale = scale

@@ -43,7 +43,7 @@ def ambient() -> tuple[Any, ...]:
         STATE.bound,
         list(STATE.frames),
         STATE.above,
-        STATE.visit,
+        STATE.statistics,
         dict(STATE.casts),
     )
 

@@ -61,12 +61,12 @@ class _Frame:
         cache: whether torch's cache of weight casts was on.
         mode: `STATE.mode` before.
         bound: `STATE.bound` before.
-        visit: `STATE.visit` before.
+        statistics: `STATE.statistics` before.
         states: (device type, whether autocast was on, its format), of each device entered.
         counts: what torch's count of open regions became when this one was counted in and, after that, out.
     """
 
-    __slots__ = ("bound", "cache", "code", "counts", "instruction", "mode", "owner", "pushed", "states", "visit")
+    __slots__ = ("bound", "cache", "code", "counts", "instruction", "mode", "owner", "pushed", "states", "statistics")
 
     def __init__(self, owner: object, caller: FrameType, pushed: RuleMode | None, state: dict[str, Any]) -> None:
         self.owner: Callable[[], object] = weakref.ref(owner, _owner_freed)
@@ -74,7 +74,7 @@ class _Frame:
         self.instruction = caller.f_lasti  # `place` computes the line
         self.pushed = pushed
         self.cache = is_autocast_cache_enabled()
-        self.mode, self.bound, self.visit = state["mode"], state["bound"], state["visit"]
+        self.mode, self.bound, self.statistics = state["mode"], state["bound"], state["statistics"]
         self.states: list[tuple[str, bool, torch.dtype]] = []
         self.counts: list[int] = []
 
@@ -165,7 +165,7 @@ def _restore(frame: _Frame) -> bool:
             _pop_torch_function_stack()
         else:
             remove(pushed, others)
-    state["mode"], state["bound"], state["visit"] = frame.mode, frame.bound, frame.visit
+    state["mode"], state["bound"], state["statistics"] = frame.mode, frame.bound, frame.statistics
     counts, foreign = frame.counts, False
     if len(counts) == 1:
         counts.extend(starmap(autocast_decrement_nesting, ONCE))
@@ -262,7 +262,7 @@ def _close_outer(index: int) -> None:
     autocast_decrement_nesting()
     for later in frames[index:]:
         later.counts[0] -= 1
-    inner.states, inner.cache, inner.visit = frame.states, frame.cache, frame.visit
+    inner.states, inner.cache, inner.statistics = frame.states, frame.cache, frame.statistics
     inner.mode, inner.bound = frame.mode, frame.bound
 
 

@@ -1,8 +1,8 @@
 """Operator -> handler -> casts -> operator: the mode that looks operators up, and the casts of their arguments.
 
 `RuleMode` is the `TorchFunctionMode` of a region. It holds a table from callable to `Handler`, which `recipe.py` makes
-from a policy and the handlers in `handlers.py`. Only operators that torch.autocast would treat differently on one of
-the devices are in it: all others pass through to the torch.autocast region underneath.
+from a policy and the handlers in `handlers.py`. Operators that torch.autocast treats the same on all devices are not
+in it (except `cross_entropy`): they pass through to the torch.autocast region underneath.
 
 Note [cached casts]: torch's own cache is keyed by the tensor alone, so it returns a stale copy after an in-place update
 and the wrong format where regions of two formats nest; and it never keeps a frozen weight, which is cast at every use.

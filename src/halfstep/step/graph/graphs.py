@@ -35,7 +35,7 @@ from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
 from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.graph.static import StaticTensors
-from halfstep.step.moments import REST, UPDATE, WINDOW, Moments
+from halfstep.step.moments import MICRO_BATCH, REST, UPDATE, Moments
 from halfstep.step.prepare import unwrap
 from halfstep.step.statistics import Statistics
 from halfstep.step.update import Culprits, Updater
@@ -210,7 +210,7 @@ class Graphs:
         *,
         updates: bool,
     ) -> None:
-        """Capture the step into `graph`; if that fails nothing has changed.
+        """Capture the step into `graph`; if that fails the state is that before the call.
 
         Raises:
             StepError: something in the step waits for the device, or cannot be captured for another reason.
@@ -231,7 +231,7 @@ class Graphs:
                     lambda: _packed(self._static_step(batch, named)), generators
                 )
         except BaseException as error:
-            self._moments.phase = WINDOW
+            self._moments.phase = MICRO_BATCH
             step.record.position, self._statistics.open = before, statistics
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -252,7 +252,7 @@ class Graphs:
         graph.gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         graph.open = self._statistics.open
         step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
-        self._moments.phase = WINDOW
+        self._moments.phase = MICRO_BATCH
         self.captures += 1
         LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, [*map(_shape, found)])
 
