@@ -155,6 +155,15 @@ def faults(report: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def versions(report: dict[str, Any]) -> str:
+    """Return the times of steps of one checkout beside those of another."""
+    if not report:
+        return "Not measured here."
+    rows = [[f"`{name}`", ratio(row)] for name, row in report["rows"].items()]
+    head = ["step of", f"commit {report['new']} / commit {report['old']}"]
+    return f"{source(report)}\n\n{table(head, rows)}"
+
+
 def norms(bench: dict[str, Any]) -> str:
     found = bench["micro"]["norms"]["rows"]
     rows = [[name, f"{1e3 * data['ms']:.0f}", ratio(data)] for name, data in found.items()]
@@ -331,6 +340,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "norms": norms(bench),
         "source pages": f"{source(reports.pages)} Commit {reports.pages['commit']}." if reports.pages else "",
         "pages": faults(reports.pages),
+        "versions": versions(reports.versions),
         "spread": spread(bench),
         "cases": cases(bench),
         "beside": beside(bench),
