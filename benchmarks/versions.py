@@ -4,7 +4,8 @@
 
 Each trains in a process of its own, from the same weights on the same batches. A round is some steps of one and the
 same number of the other, in alternating order; a row is the median ratio new / old of all rounds with its first and
-last decile. Ratios of two runs of `make bench` also contain the difference between two states of the machine; these do not.
+last decile. Ratios of two runs of `make bench` also contain the difference between two states of the machine; these do
+not.
 """
 
 from __future__ import annotations
