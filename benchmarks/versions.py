@@ -130,7 +130,7 @@ def main() -> None:
     commits = [commit(root) for root in roots]
     rows = {}
     for spec in options.only:
-        rows[spec] = row = compared(*roots, spec)
+        rows[spec] = row = compared(roots[0], roots[1], spec)
         print(f"{spec}: {row['median']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", flush=True)
     report = {
         "command": "python -m benchmarks.versions OLD NEW --json benchmarks/results/versions.json",
