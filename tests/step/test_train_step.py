@@ -590,3 +590,14 @@ def test_steps_inside_an_outer_region_see_the_weights_of_the_last_update(outer: 
             return [step(*batch(0)).host().loss for _ in range(3)]
 
     assert losses(outer()) == losses(nullcontext())
+
+
+def test_scaler_and_watchers_are_fixed_when_a_step_is_built() -> None:
+    model = net()
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, policy="mixed")
+    scaler, watchers = step.scaler, step.watchers
+    with pytest.raises(StepError, match=r"fixed when the step is built.*scaler=.*load_state_dict"):
+        step.scaler = hs.GradScaler("cpu")
+    with pytest.raises(StepError, match="append or remove"):
+        step.watchers = []
+    assert step.scaler is scaler and step.watchers is watchers

@@ -315,10 +315,21 @@ class TrainStep:
         """The loss scaler, which other training steps may share; given when the step is built."""
         return self._scaler
 
+    @scaler.setter
+    def scaler(self, scaler: object) -> None:
+        raise StepError(
+            "step.scaler is fixed when the step is built; pass hs.TrainStep(..., scaler=...), or load a state into it with "
+            "step.scaler.load_state_dict(...)"
+        )
+
     @property
     def watchers(self) -> Watchers:
         """The objects that are shown each update, such as `hs.Monitor`: a list to append to."""
         return self._watchers
+
+    @watchers.setter
+    def watchers(self, watchers: object) -> None:
+        raise StepError("step.watchers is a list to change in place: step.watchers[:] = [...], append or remove")
 
     @property
     def generic(self) -> str:
