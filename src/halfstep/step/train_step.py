@@ -318,7 +318,7 @@ class TrainStep:
     @scaler.setter
     def scaler(self, scaler: object) -> None:
         raise StepError(
-            "step.scaler is fixed when the step is built; pass hs.TrainStep(..., scaler=...), or load a state into it with "
+            "step.scaler is fixed when the step is built; pass hs.TrainStep(..., scaler=...), or load a state into it: "
             "step.scaler.load_state_dict(...)"
         )
 
