@@ -44,6 +44,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/lens/test_bad_loss.py": ("test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others",),
     "tests/lens/test_ranks.py": ("test_the_bad_rank_is_named_on_both",),
     "tests/scale/test_ranks.py": ("test_ranks_agree_on_a_skip",),
+    "tests/step/test_two_ranks.py": ("both",),
     "tests/step/test_compiled.py": ("test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",),
     "tests/test_package.py": ("wheel",),
     "tests/testing/test_fake_cuda.py": ("counted", "found", "test_the_library_is_built_once"),
