@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import StepError
-from halfstep.step.graph.recorder import recorder_for
 from halfstep.step.optimizer_step import can_fuse, is_fused, takes_predicate
 from halfstep.step.prepare import unwrap
+from halfstep.step.recorder import recorder_for
 from halfstep.step.update import suits
 from halfstep.trees import opened
 

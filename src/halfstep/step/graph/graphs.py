@@ -33,10 +33,10 @@ from halfstep.errors import StepError
 from halfstep.events import StepResult
 from halfstep.step.graph.capturable import REMEDY, kind_of, place_of
 from halfstep.step.graph.facts import Rates, facts_of
-from halfstep.step.graph.recorder import Recorder, recorder_for
 from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import MICRO_BATCH, REST, UPDATE, Moments
 from halfstep.step.prepare import unwrap
+from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.step.statistics import Statistics
 from halfstep.step.update import Culprits, Updater
 from halfstep.trees import map_tensors
