@@ -19,7 +19,7 @@ from halfstep.errors import HalfstepError
 from halfstep.optim import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import TrainStep, edit_weights, prepare, prepared_policy, unprepare
+from halfstep.step import TrainStep, edit_weights, prepare, prepared_policy, shard, unprepare
 from halfstep.tasks import Task
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ __all__ = [
     "prepare",
     "prepared_policy",
     "resolve",
+    "shard",
     "suspended",
     "unprepare",
 ]

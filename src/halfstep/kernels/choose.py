@@ -27,6 +27,7 @@ from halfstep.kernels.native.calls import Kernels
 from halfstep.kernels.native.compiler import Unavailable, library
 from halfstep.kernels.reference import cross_entropy, exponents
 from halfstep.kernels.reference import operators as reference
+from halfstep.kernels.sharded import is_sharded, local
 from halfstep.kernels.watched import WatchedParameter
 
 __all__ = [
@@ -151,9 +152,11 @@ def why_no_kernels(tensor: Tensor) -> str:
 
 
 def cannot_update(parameters: Sequence[Tensor]) -> str:
-    """Return why the update operators cannot take `parameters`, at least one; "" if they can."""
+    """Return why the update operators cannot take `parameters`, at least one, or their parts; "" if they can."""
     device = parameters[0].device
     for parameter in parameters:
+        if type(parameter) not in KERNEL_TYPES:
+            parameter = local(parameter)
         if (
             type(parameter) not in KERNEL_TYPES
             or parameter.layout is not torch.strided
@@ -164,7 +167,7 @@ def cannot_update(parameters: Sequence[Tensor]) -> str:
             return f"parameters are on {device} and on {parameter.device}"
         if not parameter.is_contiguous() and not is_dense(parameter):
             return "a parameter has gaps in memory, or shares elements with itself"
-    return why_no_kernels(parameters[0])
+    return why_no_kernels(local(parameters[0]))
 
 
 # ------------------------------------------------------------------ operators
@@ -174,7 +177,7 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass.
 
     Of a sharded tensor (DTensor) the norm of the whole; with one among them the call is collective over its mesh, and
-    a plain tensor that is not finite on one rank has the norm nan on the others.
+    what is not finite on one rank is not finite on the others.
     """
     if not tensors:
         return reference.norms(tensors)
@@ -194,7 +197,7 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     if kernels and not why_no_kernels(tensors[0]):
         norms: Tensor = ops.norms(list(tensors))
         return norms
-    if any(hasattr(t, "device_mesh") for t in tensors):
+    if any(is_sharded(t) for t in tensors):
         return eager_norms.sharded_norms(tensors, norms_for)
     return eager_norms.norms(tensors) if uniform else reference.norms(tensors)
 

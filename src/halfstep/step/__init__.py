@@ -7,6 +7,7 @@ collection of `StepMetrics`.
 from halfstep.events import HostStepResult, StepResult
 from halfstep.step.metrics import Metrics, StepMetrics
 from halfstep.step.prepare import edit_weights, prepare, prepared_policy, unprepare
+from halfstep.step.shard import shard
 from halfstep.step.train_step import TrainStep
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "edit_weights",
     "prepare",
     "prepared_policy",
+    "shard",
     "unprepare",
 ]

@@ -86,6 +86,7 @@ class Binding:
         unruled: whether the region has no rule for what its forward calls; None: not yet known.
         idle: whether its forward needs nothing inside the region: neither a mode taken off nor a low weight.
         averages: whether only `TrainStep` averages gradients over processes as the policy demands.
+        sharded: whether parameters were sharded (DTensor) before the model was prepared.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Binding:
         self.unruled: bool | None = None
         self.idle = False
         self.averages = reduces_itself(self.policy)
+        self.sharded = False
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -218,11 +220,13 @@ def _check_shards(binding: Binding, module: nn.Module) -> None:
         BindError: they took the place of low ones, and have no masters.
     """
     policy = binding.policy
+    if binding.sharded:
+        return
     if binding.store is not None:
         raise BindError(
             f"policy {policy.name!r} has params='low', and the model was sharded after hs.prepare, which put "
-            "parameters without fp32 masters in the place of the low ones (fully_shard does that); shard under a "
-            "policy with params='fp32', such as 'mixed'"
+            "parameters without fp32 values behind them in the place of the low ones; use hs.shard(model, policy), or "
+            "call fully_shard first, then hs.prepare"
         )
     if policy.state == "low":
         LowStates.keep_low(module.parameters())
@@ -244,6 +248,7 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
                 state.statistics.add(module)
         elif binding.averages:
             refuse_own_loop(module, binding.policy)
+            binding.averages = not binding.sharded  # of a sharded model, what is checked here stays
     inside = state.bound is binding.recipe or (state.bound is SUSPENDED and binding.policy.params == "fp32")
     args, kwargs, output = _casts(binding, args, kwargs, outermost=state.bound is None or state.bound is SUSPENDED)
     if inside:

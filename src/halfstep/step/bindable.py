@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
+from halfstep.kernels.sharded import local
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.step.bind import KEY, binding_of
+from halfstep.step.fsdp import check_groups, reshard
 from halfstep.step.wrappers import cuts_hooks, is_called, unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
@@ -25,9 +27,8 @@ from halfstep.weights.store import beyond
 __all__ = ["check_model", "check_optimizers", "is_done", "is_stateless", "ruled"]
 
 SHARDED = {
-    "FSDPModule": "sharded by fully_shard; call hs.prepare before fully_shard",
-    "FullyShardedDataParallel": "sharded by FullyShardedDataParallel, whose parameters are flat pieces; call "
-    "hs.prepare first, then fully_shard",
+    "FullyShardedDataParallel": "sharded by FullyShardedDataParallel, whose parameters are flat pieces; use "
+    "hs.shard(model, policy) on the model without it",
     "DeepSpeedEngine": "run by DeepSpeed, which casts weights and scales losses itself; give hs.prepare the model "
     "without it",
 }
@@ -86,6 +87,7 @@ def check_model(model: nn.Module, wanted: Policy, devices: tuple[str, ...], *, o
     inner = unwrap(model)
     _refuse_other_policies(inner, wanted)
     _refuse_foreign(inner)
+    reshard(inner)
     plan = resolve(wanted, inner, devices[0], one_pass=one_pass)
     if cuts_hooks(model) and binding_of(inner) is None and plan.policy.params == "low":
         raise BindError(
@@ -96,7 +98,8 @@ def check_model(model: nn.Module, wanted: Policy, devices: tuple[str, ...], *, o
     _refuse_other_rules(inner, wanted, ruled(inner, plan))
     low = {p.name for p in plan.parameters if p.low}
     if not is_done(model, wanted, plan.policy):
-        _refuse_sharded(inner, plan)
+        dtypes = {id(inner.get_parameter(p.name)): DTYPES[p.format] for p in plan.parameters}
+        check_groups(inner, dtypes, [p.name for p in plan.parameters if p.low])
         for name, parameter in inner.named_parameters():
             if name in low and WeightStore.behind(parameter) is not None:
                 raise BindError(
@@ -123,19 +126,6 @@ def _refuse_other_policies(model: nn.Module, wanted: Policy) -> None:
             )
 
 
-def _refuse_sharded(model: nn.Module, plan: Plan) -> None:
-    """Refuse to change the format of sharded parameters (DTensor), which is fixed when they are sharded."""
-    for decision in plan.parameters:
-        parameter = model.get_parameter(decision.name)
-        behind = decision.low and plan.policy.master != "none"
-        if hasattr(parameter, "device_mesh") and (behind or parameter.dtype is not DTYPES[decision.format]):
-            raise BindError(
-                f"parameter {decision.name} is sharded (parallelize_module, distribute_tensor) and is to become "
-                f"{decision.format}; sharded parameters keep their format: load them in fp32 and use a policy with "
-                "params='fp32', such as 'mixed'"
-            )
-
-
 def _check_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
     """Refuse parameters that are not finite, and parameters to be lowered that have no values or some too large.
 
@@ -150,7 +140,7 @@ def _check_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
                 remedy = "run one batch" if is_lazy(parameter) else "materialise the model (to_empty, load_state_dict)"
                 raise BindError(f"parameter {name} has no values yet and is to be lowered; {remedy} before hs.prepare")
         elif parameter.is_floating_point() and (parameter.requires_grad or name in low):  # a frozen mask may hold -inf
-            values = _local(parameter)
+            values = local(parameter.detach())
             finite = torch.isfinite(values.to(dtype) if name in low else values).all()
             flags.setdefault(parameter.device, []).append((name, values, finite))
     for known in flags.values():
@@ -162,10 +152,6 @@ def _check_values(model: nn.Module, low: set[str], dtype: torch.dtype) -> None:
                     f"{beyond(name, values, dtype)}; give its module the rule 'fp32'"
                     f"{', use dtype=' + repr('bf16') if dtype is torch.float16 else ''}, or clamp it before hs.prepare"
                 )
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
 
 
 def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], *, low: bool) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from halfstep.errors import WeightsError
+from halfstep.kernels.sharded import local, put
 from halfstep.weights import WeightStore
 
 __all__ = [
@@ -182,7 +183,7 @@ def make_precise(module: nn.Module, precise: Mapping[str, Tensor]) -> None:
     for name, value in precise.items():
         parameter = module._parameters.get(name)
         if parameter is not None and parameter.dtype is not value.dtype:
-            parameter.data = value.detach().clone()
+            put(parameter, local(value.detach()).clone())
 
 
 def copy_parametrized(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

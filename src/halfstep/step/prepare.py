@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES
+from halfstep.kernels.sharded import is_sharded, local, put
 from halfstep.kernels.watched import unwatch_copies
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
@@ -25,6 +26,7 @@ from halfstep.scale.fused import keep_working_form
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.bind import KEY, Binding, bind_class, binding_of
 from halfstep.step.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
+from halfstep.step.fsdp import has_run, reshard
 from halfstep.step.precise import low_places, put_back
 from halfstep.step.wrappers import unwrap, unwrap_optimizer
 from halfstep.weights import STRATEGIES, WeightStore
@@ -56,7 +58,8 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 
     A prepared model is in its policy's region whenever it is called: from any thread, under activation checkpointing,
     under `torch.compile`, after `copy.deepcopy` and `pickle`; its `state_dict()` is fp32. Outputs are fp32 where the
-    policy's `outputs` says so. Call it before DistributedDataParallel, DataParallel and fully_shard.
+    policy's `outputs` says so. Call it before DistributedDataParallel and DataParallel. With low parameters call it after
+    fully_shard and parallelize_module, which replace parameters, and before the first forward pass: `hs.shard` does both.
 
     Args:
         models: a model, or a list of models.
@@ -126,13 +129,13 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
     store = None
     if low and concrete.master == "none":
         for _, parameter in low:
-            parameter.data = parameter.data.to(DTYPES[concrete.dtype])
+            put(parameter, local(parameter.detach()).to(DTYPES[concrete.dtype]))
     elif low:
         store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype])
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters
-            parameter.data = parameter.data.float()
+            put(parameter, local(parameter.detach()).float())
     return store
 
 
@@ -148,6 +151,7 @@ def _accumulate_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]
 
 def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan, store: WeightStore | None) -> None:
     """Give every module that needs one its binding and its bound class."""
+    sharded = any(is_sharded(p) for p in model.parameters())
     for path, module, rule, entrance in ruled(model, plan):
         known = binding_of(module)
         root = not path or (known is not None and known.root)
@@ -164,6 +168,7 @@ def _bind(model: nn.Module, wanted: Policy, devices: tuple[str, ...], plan: Plan
             guest=guest,
             alone=isinstance(module, nn.modules.loss._Loss),
         )
+        binding.sharded = sharded
         if guest:
             if not binding.home and binding.recipe.mode is None:
                 continue  # nothing to do in any region
@@ -230,6 +235,12 @@ def unprepare(model: ModelT) -> ModelT:
     binding, store = binding_of(inner), store_of(inner)
     if binding is None:
         raise BindError("hs.unprepare: this model is not prepared (pass the model that was given to hs.prepare)")
+    reshard(inner)
+    if binding.policy.params == "low" and has_run(inner):
+        raise BindError(
+            "hs.unprepare: fully_shard has fixed the low format of the parameters in the first forward pass; save "
+            "model.state_dict(), which is fp32, and load it into a model that is not prepared"
+        )
     modules = list(inner.modules())
     for module in modules:
         mine = binding_of(module)
@@ -246,7 +257,7 @@ def unprepare(model: ModelT) -> ModelT:
     else:
         for parameter in inner.parameters():
             if parameter.dtype in LOW_DTYPES and binding.policy.params == "low":
-                parameter.data = parameter.data.float()
+                put(parameter, local(parameter.detach()).float())
     unwatch_copies(inner.parameters())
     return model
 
@@ -271,6 +282,7 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
     if store is None:
         yield model
         return
+    reshard(inner)
     places = low_places(inner, store)
     editing = store.editing
     shown: list[tuple[str, nn.Parameter, nn.Parameter, int, torch.Tensor]] = []

@@ -23,6 +23,7 @@ from halfstep.errors import StepError, UnbuiltError
 from halfstep.formats import DTYPES, POLICY_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
+from halfstep.step.fsdp import refuse_other_average
 from halfstep.step.record import Record
 from halfstep.weights import WeightStore
 
@@ -273,7 +274,7 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             if reduces_itself(concrete):
-                _refuse_sharded(model, concrete)
+                refuse_other_average(model, concrete, _asked(concrete))
             return None
         model = inner
     return Ranks(model, concrete)
@@ -298,15 +299,4 @@ def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
             f"{_asked(policy)} is not what a loop of one's own gets; train with hs.TrainStep, which averages itself, "
             "or use reduce='grad' and grads='param'"
         )
-    _refuse_sharded(model, policy)
-
-
-def _refuse_sharded(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model whose gradients are averaged by the library that sharded it."""
-    sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
-    if sharded or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise UnbuiltError(
-            f"policy {policy.name!r}: {_asked(policy)} is carried out under DistributedDataParallel only; fully_shard "
-            "has its own setting for the format gradients are summed in: fully_shard(..., "
-            "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)); use reduce='grad' and grads='param'"
-        )
+    refuse_other_average(model, policy, _asked(policy))

@@ -25,6 +25,7 @@ from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels import ops
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update, check_norms, norms_for
+from halfstep.kernels.sharded import local, shard_of, sharded_like
 from halfstep.optim import Lion
 from halfstep.step.arguments import RATES, check_rates
 from halfstep.step.optimizer_step import clip_values_, step_unless
@@ -148,7 +149,7 @@ class Updater:
                 name = names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
                 raise StepError(
                     f"parameter {name} is low and has no fp32 master: the model's parameters were replaced after "
-                    "hs.prepare (fully_shard does that); shard under a policy with params='fp32', such as 'mixed'"
+                    "hs.prepare, as fully_shard and parallelize_module do; call these first, or hs.shard(model, policy)"
                 )
 
     def check_rates(self) -> None:
@@ -264,13 +265,15 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
         return reason
     for parameter in parameters:
         gradient = parameter.grad
+        if gradient is not None and type(gradient) not in KERNEL_TYPES:
+            gradient = local(gradient)
         if (
             gradient is None
             or type(gradient) not in KERNEL_TYPES
             or gradient.layout is not torch.strided
             or gradient.dtype not in POLICY_DTYPES
         ):
-            return "a gradient is sparse, sharded, or in no format of fp32, bf16 and fp16"
+            return "a gradient is sparse, or in no format of fp32, bf16 and fp16"
         if parameter.dtype is not torch.float32 and (store is None or parameter not in store):
             behind = "its fp32 value in another prepared model" if WeightStore.behind(parameter) else "no fp32 value"
             return f"a {parameter.dtype} parameter has {behind}"
@@ -352,18 +355,21 @@ class FusedUpdate:
 
     def _gather(self, dtype: torch.dtype) -> None:
         optimizer, store, factor = self._optimizer, self._store, self._factor
-        bits = None if self._draws is None else self._draws.on(factor.device)
         names = KNOWN[type(optimizer)]
         start = 0
         for group in optimizer.param_groups:
-            for form, parameters in _by_form(group["params"], store):
+            for form, shard, parameters in _by_form(group["params"], store):
                 weights, beside = [], []
                 for parameter in parameters:
                     weight, other = (parameter, None) if store is None or form == "plain" else store.parts(parameter)
                     weights.append(weight)
                     if other is not None:
                         beside.append(other)
-                gradients = [_like(p.grad, w) for p, w in zip(parameters, weights, strict=True)]  # type: ignore[arg-type]
+                bits = None if self._draws is None else self._draws.on(factor.device, shard or 0)
+                gradients: list[Tensor] = [p.grad for p in parameters]  # type: ignore[misc]
+                if shard is not None:
+                    weights, gradients = list(map(local, weights)), list(map(local, gradients))
+                gradients = [_like(g, w) for g, w in zip(gradients, weights, strict=True)]
                 states = _states(optimizer, group, names, parameters, weights, dtype, self._made)
                 rate = group["lr"]
                 tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
@@ -391,13 +397,25 @@ class FusedUpdate:
         torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
 
 
-def _by_form(parameters: Sequence[nn.Parameter], store: WeightStore | None) -> list[tuple[str, list[nn.Parameter]]]:
-    """Return the parameters that have gradients, those with something behind them first."""
+def _by_form(
+    parameters: Sequence[nn.Parameter], store: WeightStore | None
+) -> list[tuple[str, int | None, list[nn.Parameter]]]:
+    """Return the parameters that have gradients, those with something behind them first.
+
+    With each list its form, and which part of its sharded parameters is here (`shard_of`); None where none is sharded.
+    """
     able = [p for p in parameters if p.grad is not None]
     if store is None:
-        return [("plain", able)] if able else []
-    behind, plain = [p for p in able if p in store], [p for p in able if p not in store]
-    return [(form, some) for form, some in ((store.form, behind), ("plain", plain)) if some]
+        lists = [("plain", able)]
+    else:
+        lists = [(store.form, [p for p in able if p in store]), ("plain", [p for p in able if p not in store])]
+    if all(type(p) in KERNEL_TYPES for p in able):
+        return [(form, None, some) for form, some in lists if some]
+    found: dict[tuple[str, int], list[nn.Parameter]] = {}
+    for form, some in lists:
+        for parameter in some:
+            found.setdefault((form, shard_of(parameter)), []).append(parameter)
+    return [(form, shard, some) for (form, shard), some in found.items()]
 
 
 def _states(
@@ -419,12 +437,14 @@ def _states(
         state = optimizer.state.get(parameter, NONE)
         for name, some in zip(names, lists, strict=False):
             value = state.get(name)
+            if type(value) not in KERNEL_TYPES and value is not None:
+                value = local(value)
             if value is None:
                 value = torch.zeros_like(weight, dtype=dtype)
-                made.append((parameter, name, value))
+                made.append((parameter, name, sharded_like(parameter, value)))
             elif value.dtype is not dtype or value.stride() != weight.stride():
                 value = torch.empty_like(weight, dtype=dtype).copy_(value)
-                made.append((parameter, name, value))
+                made.append((parameter, name, sharded_like(parameter, value)))
             some.append(value)
         if counts:
             count = state.get("step")

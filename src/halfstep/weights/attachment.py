@@ -26,6 +26,7 @@ from halfstep.errors import WeightsError
 from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.native.calls import peek
+from halfstep.kernels.sharded import local
 
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
@@ -149,7 +150,7 @@ class Attachment:
                     self.gradients[id(parameter)] = gradient
                 widened.append(gradient)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_([local(t) for t in targets], [local(s) for s in sources])
         self.widened = widened
         return widened
 

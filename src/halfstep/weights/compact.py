@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels.sharded import local, sharded_like
 from halfstep.weights.store import WeightStore
 
 __all__ = ["CompactWeights"]
@@ -55,7 +56,9 @@ class CompactWeights(WeightStore):
         """Return the fp32 value of `parameter` as a new tensor."""
         key = self._key(parameter)
         living = self._living.get(key)
-        return self._unpack(key, parameter.detach()) if living is None else living.detach().clone()
+        if living is not None:
+            return living.detach().clone()
+        return sharded_like(parameter, self._unpack(key, local(parameter.detach())))
 
     def kept(self) -> Iterator[Tensor]:
         """Iterate over the second parts."""
@@ -66,15 +69,17 @@ class CompactWeights(WeightStore):
         return iter(list(self._living.values()))
 
     def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
-        return self._pack(key, parameter.detach().float(), stepped=False)
+        return self._pack(key, local(parameter.detach()).float(), stepped=False)
 
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
-        return self._parameters[key], self._seconds.get(key)
+        return local(self._parameters[key]), self._seconds.get(key)
 
     def _master(self, key: int) -> nn.Parameter:
         living = self._living.get(key)
         if living is None:
-            living = self._living[key] = nn.Parameter(self._unpack(key, self._parameters[key].detach()))
+            parameter = self._parameters[key]
+            wide = sharded_like(parameter, self._unpack(key, local(parameter.detach())))
+            living = self._living[key] = nn.Parameter(wide)
         return living
 
     def _read_low(self, key: int) -> None:
@@ -82,14 +87,14 @@ class CompactWeights(WeightStore):
             self._seconds[key].zero_()
         living = self._living.get(key)
         if living is not None:
-            living.copy_(self._parameters[key])
+            local(living).copy_(local(self._parameters[key]))
 
     def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
         written = []
         for key in keys:
             living = self._living.get(key)
             if living is not None:  # else it cannot have changed
-                self._parameters[key].copy_(self._pack(key, living.detach(), stepped=stepped))
+                local(self._parameters[key]).copy_(self._pack(key, local(living.detach()), stepped=stepped))
                 written.append(key)
         return written
 

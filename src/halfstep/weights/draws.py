@@ -6,6 +6,8 @@ the same ones through halfstep's own operators and through torch's optimizers.
 Note [seeds]: the seed is drawn from torch's default generator when the object is made, so `torch.manual_seed` makes a
 run repeatable. Replicas of a model must draw the same bits or they drift apart, and their programs often seed each rank
 differently; so where torch.distributed runs more than one process at the first update, the seed is 0 on every rank.
+Different parts of sharded parameters draw from seeds of their own, which follow from that seed and the part's number:
+with equal bits their rounding errors would be correlated.
 
 Note [skipped steps]: the count goes on with every update that is applied. An update that torch's fused optimizer skips
 on an accelerator counts too: reading its flag would cost a wait.
@@ -25,8 +27,11 @@ from halfstep.weights.ranks import replicated
 __all__ = ["Draws"]
 
 
+SHARD = 0x9E3779B97F4A7C15  # from the seed of one part of sharded parameters to that of the next; any odd number does
+
+
 class Draws:
-    """Counters of random bits, one on each device.
+    """Counters of random bits, one on each device for each part of sharded parameters that is there.
 
     Attributes:
         shared: whether optimizer states draw after the weights in an update; then they count it.
@@ -35,32 +40,42 @@ class Draws:
     def __init__(self) -> None:
         self.shared = False
         self._seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
-        self._counters: dict[torch.device, Tensor] = {}
+        self._counters: dict[torch.device, dict[int, Tensor]] = {}
 
-    def on(self, device: torch.device) -> Tensor:
-        """Return (seed, count), (2,) int64 on `device`: the same tensor every time."""
-        found = self._counters.get(device)
-        if found is None:
-            found = self._counters[device] = torch.tensor(self._first(), device=device)
-        return found
+    def on(self, device: torch.device, shard: int = 0) -> Tensor:
+        """Return (seed, count), (2,) int64 on `device`: the same tensor every time.
+
+        Args:
+            device: of the parameters.
+            shard: which part of sharded parameters draws (`kernels.sharded.shard_of`).
+        """
+        counters = self._counters.setdefault(device, {})
+        if 0 not in counters:
+            counters[0] = torch.tensor(self._first(), device=device)
+        if shard not in counters:
+            counters[shard] = counters[0] + torch.tensor([_offset(shard), 0], device=device)
+        return counters[shard]
 
     def _first(self) -> list[int]:
         """Return (seed, count) before the first update."""
         return [0 if replicated() else self._seed, 0]
 
-    def bits(self, tensor: int, stream: int, like: Tensor) -> Tensor:
+    def bits(self, tensor: int, stream: int, like: Tensor, shard: int = 0) -> Tensor:
         """Return 16 bits for every element of `like`, int64, in its shape and memory order."""
         bits = torch.empty_like(like, dtype=torch.int64)
-        bits.as_strided((like.numel(),), (1,)).copy_(noise(self.on(like.device), tensor, stream, like.numel()))
+        drawn = noise(self.on(like.device, shard), tensor, stream, like.numel())
+        bits.as_strided((like.numel(),), (1,)).copy_(drawn)
         return bits
 
     def advance(self, device: torch.device, applied: Tensor | int = 1) -> None:
         """Count an update; `applied` is 0-dim on `device`, False where it was skipped."""
-        self.on(device)[1].add_(applied)
+        self.on(device)
+        for counter in self._counters[device].values():
+            counter[1].add_(applied)
 
     def state(self) -> dict[str, Any]:
         """Return the seed and the count on each device that has trained."""
-        counts = {str(device): [int(n) for n in counter] for device, counter in self._counters.items()}
+        counts = {str(device): [int(n) for n in counters[0]] for device, counters in self._counters.items()}
         return {"seed": self._seed, "counts": {device: counter for device, counter in counts.items() if counter[1]}}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -81,5 +96,15 @@ class Draws:
             ) from error
         self._seed = seed
         for device in set(counters) | set(self._counters):
-            counter = self.on(device)  # changed in place: a captured update reads this tensor
-            counter.copy_(counters[device] if device in counters else torch.tensor(self._first(), device=device))
+            self.on(device)
+            first = counters[device] if device in counters else torch.tensor(self._first(), device=device)
+            for shard, counter in self._counters[
+                device
+            ].items():  # changed in place: a captured update reads this tensor
+                counter.copy_(first + torch.tensor([_offset(shard), 0], device=device))
+
+
+def _offset(shard: int) -> int:
+    """Return what is added to the seed for a part of sharded parameters, as an int64 that wraps around."""
+    found = shard * SHARD % 2**64
+    return found - 2**64 if found >= 2**63 else found

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels.sharded import local, sharded_like
 from halfstep.weights.ranks import replicated
 from halfstep.weights.store import WeightStore
 
@@ -43,26 +44,26 @@ class MasterWeights(WeightStore):
         return iter(())
 
     def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
-        wide = parameter.detach().float().clone()
-        self._masters[key] = nn.Parameter(wide, requires_grad=parameter.requires_grad)
+        wide = local(parameter.detach()).float().clone()
+        self._masters[key] = nn.Parameter(sharded_like(parameter, wide), requires_grad=parameter.requires_grad)
         return wide.to(self.dtype)
 
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
-        return self._masters[key], self._parameters[key]
+        return local(self._masters[key]), local(self._parameters[key])
 
     def _master(self, key: int) -> nn.Parameter:
         return self._masters[key]
 
     def _read_low(self, key: int) -> None:
-        master, parameter = self._masters[key], self._parameters[key]
+        master, parameter = local(self._masters[key]), local(self._parameters[key])
         if key in self._fresh and replicated():  # a broadcast: only the low weights are equal on all ranks
             master.copy_(parameter)
         else:  # where the low weight still is the rounded master, the master stays
             master.copy_(torch.where(master.to(self.dtype) == parameter, master, parameter.float()))
 
     def _write_low(self, keys: list[int], *, stepped: bool) -> list[int]:
-        low: list[Tensor] = [self._parameters[k] for k in keys]
-        torch._foreach_copy_(low, [self._masters[k] for k in keys])
+        low = [local(self._parameters[k]) for k in keys]
+        torch._foreach_copy_(low, [local(self._masters[k]) for k in keys])
         return keys
 
     def _move(self, key: int, like: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.reference.operators import FIRST, stochastic_bf16
+from halfstep.kernels.sharded import local, shard_of, sharded_like
 from halfstep.weights.draws import Draws
 from halfstep.weights.store import stores
 
@@ -104,13 +105,8 @@ class LowStates:
 
 def _rounded(value: Tensor, draws: Draws, place: int, stream: int) -> Tensor:
     """Return `value` in bf16; of a sharded one (DTensor) each rank rounds its part."""
-    if not hasattr(value, "to_local"):
-        return stochastic_bf16(value, draws.bits(place, stream, value))
-    part: Tensor = value.to_local()
-    low: Any = value.to(torch.bfloat16)
-    low.to_local().copy_(stochastic_bf16(part, draws.bits(place, stream, part)))
-    whole: Tensor = low
-    return whole
+    part = local(value)
+    return sharded_like(value, stochastic_bf16(part, draws.bits(place, stream, part, shard_of(value))))
 
 
 @cache

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.kernels.reference.operators import WEIGHT, stochastic_bf16
+from halfstep.kernels.sharded import shard_of
 from halfstep.weights.compact import CompactWeights
 from halfstep.weights.draws import Draws
 
@@ -61,7 +62,7 @@ class StochasticWeights(CompactWeights):
     def _pack(self, key: int, wide: Tensor, *, stepped: bool) -> Tensor:
         if not stepped:
             return wide.to(self.dtype)
-        bits = self.draws.bits(self._places[key], WEIGHT, wide)
+        bits = self.draws.bits(self._places[key], WEIGHT, wide, shard_of(self._parameters[key]))
         return stochastic_bf16(wide, bits) if self.dtype is torch.bfloat16 else _stochastic_fp16(wide, bits)
 
     def _unpack(self, key: int, low: Tensor) -> Tensor:

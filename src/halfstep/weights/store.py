@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import WeightsError
 from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.sharded import local, put
 from halfstep.kernels.watched import WatchedParameter, unwatch, watch
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
 from halfstep.weights.ranks import broadcast, training_wrapper
@@ -96,7 +97,7 @@ class WeightStore(ABC):
 
     @abstractmethod
     def _adopt(self, key: int, parameter: nn.Parameter) -> Tensor:
-        """Keep the fp32 values of `parameter` under `key` and return the low ones."""
+        """Keep the fp32 values of `parameter` under `key` and return the low ones: of its part if it is sharded."""
 
     @abstractmethod
     def _read_low(self, key: int) -> None:
@@ -116,7 +117,7 @@ class WeightStore(ABC):
 
     @abstractmethod
     def _parts(self, key: int) -> tuple[Tensor, Tensor | None]:
-        """Return the tensors of `form`: `weights` and `beside`."""
+        """Return the tensors of `form`, `weights` and `beside`; of a sharded parameter this rank's part."""
 
     @abstractmethod
     def value(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -152,7 +153,7 @@ class WeightStore(ABC):
         key = id(parameter)
         low = self._adopt(key, parameter)
         if parameter.dtype is not self.dtype:
-            parameter.data = low
+            put(parameter, low)
         watch(parameter, self, name)
         self._add(name, parameter)
 
@@ -469,9 +470,9 @@ class WeightStore(ABC):
         for parameter in list(self.parameters() if parameters is None else parameters):
             if parameter in self:
                 parameter.grad = None
-                wide = self.value(parameter).data
+                wide = local(self.value(parameter).detach())
                 unwatch(parameter, self)
-                parameter.data = wide
+                put(parameter, wide)
                 self._remove(parameter)
             unwatch(parameter, self)
         self.free_buffers()
@@ -485,7 +486,7 @@ def beyond(name: str, values: Tensor, low: torch.dtype) -> str:
 
     Waits for the device of `values`.
     """
-    values = values.detach()
+    values = local(values.detach())
     if values.is_meta or is_fake(values):
         return ""
     lost = torch.isfinite(values) & torch.isinf(values.to(low))

@@ -6,11 +6,15 @@ on two cores of an AMD EPYC with avx512_bf16 they took 21 ms against 2.4 ms in f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from halfstep.errors import FormatError
+from halfstep.kernels.sharded import is_sharded, local
 
 __all__ = ["norms", "sharded_norms"]
 
@@ -19,7 +23,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, accumulated in fp32: `reference.norms` for dense real tensors of one device.
 
     Args:
-        tensors: dense, floating, all on one device; at least one. DTensors give a DTensor.
+        tensors: dense, floating, all on one device; at least one.
 
     Returns:
         (len(tensors),) fp32.
@@ -28,53 +32,62 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """Return the 2-norm of every tensor, accumulated in fp32; collective over the meshes of those that are sharded.
+    """Return the 2-norm of every tensor, those of sharded ones over all ranks; collective: one reduction on one mesh.
 
-    A plain tensor beside sharded ones is one that each rank has for itself, equal on all: its norm counts once. Where
-    it is not finite on one rank only, its norm becomes nan on the others, so that all come to the same verdict.
+    Each rank adds the squares of what it has. Elements that several ranks have count in equal shares: replicas of a
+    part, and plain tensors, which every rank has for itself. So what is not finite on one rank is not finite on all.
+    Squares are added in fp64, where no fp32 norm overflows.
 
     Args:
         tensors: any that `reference.norms` takes, and dense floating DTensors, of which there is at least one.
         plain: returns the norms of tensors without DTensors.
 
     Returns:
-        (len(tensors),) fp32 on the device of the first tensor.
+        (len(tensors),) fp32 on the device of the first tensor, equal on all ranks.
     """
-    groups: dict[Hashable, list[int]] = {}
-    meshes: dict[Any, None] = {}
-    for i, tensor in enumerate(tensors):
-        mesh = getattr(tensor, "device_mesh", None)
-        groups.setdefault(None if mesh is None else (mesh, tensor.placements), []).append(i)  # type: ignore[attr-defined]
-        if mesh is not None:
-            meshes[mesh] = None
-    device = tensors[0].device
-    found = torch.empty(len(tensors), dtype=torch.float32, device=device)
-    for key, places in groups.items():
-        members = [tensors[i] for i in places]
-        if key is None:
-            mine = plain(members)
-            for mesh in meshes:
-                mine = _agreed(mine, mesh)
+    keys = [(t.device_mesh, t.placements) if is_sharded(t) else None for t in tensors]  # type: ignore[attr-defined]
+    mesh, around = _widest(tuple(dict.fromkeys(key[0] for key in keys if key is not None)))
+    parts = [local(t) for t in tensors]
+    some = [i for i, part in enumerate(parts) if part.numel()]  # a rank has nothing of a tensor with fewer rows
+    device = parts[0].device
+    squares = torch.zeros(len(parts), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    if some:
+        mine = plain([parts[i] for i in some]).to(squares)
+        if len(some) == len(parts):
+            squares = mine
         else:
-            mine = _whole(members)
-        found[torch.tensor(places, device=device)] = mine.to(device)
-    return found
+            squares[torch.tensor(some, device=device)] = mine
+    shares = [1 / mesh.size() if key is None else _share(mesh, *key) for key in keys]
+    squares.square_().mul_(torch.tensor(shares).to(squares))
+    for group in around:
+        torch.distributed.all_reduce(squares, group=group)
+    return squares.sqrt_().float()
 
 
-def _whole(members: list[Tensor]) -> Tensor:
-    """Return the norms of DTensors of one mesh and one list of placements."""
-    if all(t.numel() for t in members):
-        found: Any = norms(members)
-    else:
-        found = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in members])
-    whole: Tensor = found.full_tensor()
-    return whole
+@lru_cache(maxsize=256)
+def _share(widest: Any, mesh: Any, placements: tuple[Any, ...]) -> float:
+    """Return what part of the squares of a tensor a rank of the mesh `widest` counts: 1 if no other rank has them."""
+    parts = 1
+    for dim, placement in enumerate(placements):
+        if not placement.is_replicate():
+            parts *= mesh.size(dim)
+    return parts / int(widest.size())
 
 
-def _agreed(norms: Tensor, mesh: Any) -> Tensor:
-    """Return `norms`, nan where another rank of `mesh` has one that is not finite."""
-    from torch.distributed.tensor import DTensor, Partial
+@lru_cache(maxsize=256)
+def _widest(meshes: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """Return the mesh whose ranks include those of all `meshes`, and the process groups over which to reduce on it.
 
-    finite = norms.isfinite()
-    bad: Any = DTensor.from_local(finite.logical_not().float(), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return torch.where(finite & (bad.full_tensor() > 0), torch.full_like(norms, float("nan")), norms)
+    Raises:
+        FormatError: there is no such mesh.
+    """
+    ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    widest, mesh = max(zip(ranks, meshes, strict=True), key=lambda pair: len(pair[0]))
+    if not all(some <= widest for some in ranks):
+        raise FormatError(
+            "the parameters of one optimizer are sharded over ranks that no mesh of theirs contains together: "
+            f"{sorted(map(sorted, ranks))}; give each mesh an optimizer and a TrainStep of its own"
+        )
+    if len(widest) == torch.distributed.get_world_size():
+        return mesh, [None]  # one reduction over all processes
+    return mesh, [mesh.get_group(dim) for dim in range(mesh.ndim)]

@@ -1,0 +1,77 @@
+"""Sharded tensors (DTensor), of which every rank has a part: `fully_shard` and tensor parallelism make them.
+
+The kernels take plain tensors. What the library stores beside a sharded parameter is plain too, in the shape of this
+rank's part; what it shows to users (fp32 values, optimizer states) is sharded as the parameter is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["is_sharded", "local", "put", "shard_of", "sharded_like"]
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a DTensor."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, without autograd, and any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    part: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` records autograd where that is on
+    wait = getattr(part, "wait", None)  # the result of a collective that may still run
+    found: Tensor = part if wait is None else wait()
+    return found
+
+
+def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return `part`, which has the shape of this rank's part of `tensor`, sharded as `tensor` is.
+
+    Args:
+        tensor: a DTensor; of any other tensor `part` is the whole, and is returned.
+        part: plain, in any format.
+    """
+    if not is_sharded(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        whole: Tensor = DTensor.from_local(
+            part,
+            tensor.device_mesh,  # type: ignore[attr-defined]
+            tensor.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return whole
+
+
+def put(parameter: nn.Parameter, part: Tensor) -> None:
+    """Give `parameter` other data, in any format: the whole of a plain one, this rank's part of a sharded one."""
+    if not is_sharded(parameter):
+        parameter.data = part
+        return
+    whole: Any = sharded_like(parameter, part)
+    sharded: Any = parameter
+    sharded.data = whole  # the format that torch reports; the two attributes hold what it computes with
+    sharded._local_tensor, sharded._spec = whole._local_tensor, whole._spec
+
+
+def shard_of(tensor: Tensor) -> int:
+    """Return which of the different parts of `tensor` this rank has; replicas of a part have the same number."""
+    if not is_sharded(tensor):
+        return 0
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    found = 0
+    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if not placement.is_replicate():
+            found = found * mesh.size(dim) + mesh.get_local_rank(dim)
+    return found
