@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_sharded", "local", "put", "shard_of", "sharded_like"]
+__all__ = ["is_sharded", "local", "put", "shard_of", "sharded_like", "split_of"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -65,13 +65,21 @@ def put(parameter: nn.Parameter, part: Tensor) -> None:
     sharded._local_tensor, sharded._spec = whole._local_tensor, whole._spec
 
 
+def split_of(tensor: Tensor) -> Any:
+    """Return how `tensor` is split into parts, the same on every rank: (mesh, its dimensions), None if it is whole."""
+    if not is_sharded(tensor):
+        return None
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+    return (tensor.device_mesh, *split) if split else None  # type: ignore[attr-defined]
+
+
 def shard_of(tensor: Tensor) -> int:
     """Return which of the different parts of `tensor` this rank has; replicas of a part have the same number."""
-    if not is_sharded(tensor):
+    split = split_of(tensor)
+    if split is None:
         return 0
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    mesh, *dims = split
     found = 0
-    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if not placement.is_replicate():
-            found = found * mesh.size(dim) + mesh.get_local_rank(dim)
-    return found
+    for dim in dims:
+        found = found * mesh.size(dim) + mesh.get_local_rank(dim)
+    return int(found)

@@ -115,6 +115,6 @@ def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
             if found is not wanted:
                 raise UnbuiltError(
                     f"policy {policy.name!r}: {asked}, and fully_shard sums gradients in "
-                    f"{str(found).removeprefix('torch.')}; shard with hs.shard(model, policy), or with fully_shard(..., "
+                    f"{str(found).removeprefix('torch.')}; use hs.shard(model, policy), or fully_shard(..., "
                     f"mp_policy=MixedPrecisionPolicy(reduce_dtype={wanted}))"
                 )

@@ -58,8 +58,8 @@ def prepare(models: Any, optimizers: Any = None, *, policy: PolicyLike = "mixed"
 
     A prepared model is in its policy's region whenever it is called: from any thread, under activation checkpointing,
     under `torch.compile`, after `copy.deepcopy` and `pickle`; its `state_dict()` is fp32. Outputs are fp32 where the
-    policy's `outputs` says so. Call it before DistributedDataParallel and DataParallel. With low parameters call it after
-    fully_shard and parallelize_module, which replace parameters, and before the first forward pass: `hs.shard` does both.
+    policy's `outputs` says so. Call it before DistributedDataParallel and DataParallel. Where it lowers parameters,
+    call it after fully_shard and parallelize_module, which replace them; `hs.shard` does both.
 
     Args:
         models: a model, or a list of models.

@@ -25,7 +25,7 @@ from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels import ops
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update, check_norms, norms_for
-from halfstep.kernels.sharded import local, shard_of, sharded_like
+from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
 from halfstep.optim import Lion
 from halfstep.step.arguments import RATES, check_rates
 from halfstep.step.optimizer_step import clip_values_, step_unless
@@ -411,11 +411,11 @@ def _by_form(
         lists = [(store.form, [p for p in able if p in store]), ("plain", [p for p in able if p not in store])]
     if all(type(p) in KERNEL_TYPES for p in able):
         return [(form, None, some) for form, some in lists if some]
-    found: dict[tuple[str, int], list[nn.Parameter]] = {}
+    found: dict[tuple[str, Any], list[nn.Parameter]] = {}  # in an order that all ranks share: it numbers random bits
     for form, some in lists:
         for parameter in some:
-            found.setdefault((form, shard_of(parameter)), []).append(parameter)
-    return [(form, shard, some) for (form, shard), some in found.items()]
+            found.setdefault((form, split_of(parameter)), []).append(parameter)
+    return [(form, shard_of(some[0]), some) for (form, _), some in found.items()]
 
 
 def _states(
