@@ -54,6 +54,7 @@ from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
 from halfstep.step.ranks import refuse_own_loop
+from halfstep.step.wrappers import refuse_flat
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
@@ -86,6 +87,7 @@ class Binding:
         unruled: whether the region has no rule for what its forward calls; None: not yet known.
         idle: whether its forward needs nothing inside the region: neither a mode taken off nor a low weight.
         averages: whether only `TrainStep` averages gradients over processes as the policy demands.
+        fresh: whether no forward pass has come here yet.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Binding:
         self.unruled: bool | None = None
         self.idle = False
         self.averages = reduces_itself(self.policy)
+        self.fresh = True
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -234,6 +237,9 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if binding.home is not None and state.bound not in binding.home:
         return forward(module, *args, **kwargs)
     store = binding.store
+    if binding.root and (binding.fresh or "_is_fsdp_managed_module" in module.__dict__):
+        refuse_flat(module)
+        binding.fresh = False
     if store is not None:
         store.before_forward(module)
     if binding.root:

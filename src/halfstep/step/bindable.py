@@ -17,7 +17,7 @@ from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.step.bind import KEY, binding_of
-from halfstep.step.wrappers import cuts_hooks, is_called, unwrap
+from halfstep.step.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond
@@ -26,8 +26,6 @@ __all__ = ["check_model", "check_optimizers", "is_done", "is_stateless", "ruled"
 
 SHARDED = {
     "FSDPModule": "sharded by fully_shard; call hs.prepare before fully_shard",
-    "FullyShardedDataParallel": "sharded by FullyShardedDataParallel, whose parameters are flat pieces; call "
-    "hs.prepare first, then fully_shard",
     "DeepSpeedEngine": "run by DeepSpeed, which casts weights and scales losses itself; give hs.prepare the model "
     "without it",
 }
@@ -84,6 +82,7 @@ def check_model(model: nn.Module, wanted: Policy, devices: tuple[str, ...], *, o
         PolicyError, UnbuiltError: as `resolve`.
     """
     inner = unwrap(model)
+    refuse_flat(inner)
     _refuse_other_policies(inner, wanted)
     _refuse_foreign(inner)
     plan = resolve(wanted, inner, devices[0], one_pass=one_pass)
