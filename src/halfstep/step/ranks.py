@@ -24,7 +24,9 @@ from halfstep.errors import StepError, UnbuiltError
 from halfstep.formats import DTYPES, POLICY_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
+from halfstep.step.precise import KEY
 from halfstep.step.record import Record
+from halfstep.step.wrappers import unwrap
 from halfstep.weights import WeightStore
 
 __all__ = ["Ranks", "ranks_of", "refuse_own_loop"]
@@ -57,10 +59,13 @@ class Ranks:
         self._store: WeightStore | None = None
         self._group = ddp.process_group
         self._count = dist.get_world_size(self._group)
-        self.own = reduces_itself(policy)
+        # DDP averages bucket by bucket, of which a hook can choose the format sent but not the one returned
+        self._sends_low = policy.reduce == "low" and not (policy.params == "low" and policy.grads == "fp32")
+        self._sends_low = self._sends_low and reduces_itself(policy) and not _sparse(ddp.module)
+        self.own = reduces_itself(policy) and not self._sends_low
         self.averaged, self.joining = True, False
         self._refuse_rivals()
-        if self.own:
+        if reduces_itself(policy):
             self.refuse_hook(f"{_asked(policy)} needs an average of its own")
         if self.own and ddp.static_graph:
             raise UnbuiltError(
@@ -158,6 +163,8 @@ class Ranks:
     def take_part(self, store: WeightStore | None, record: Record, accumulate: int) -> None:
         """Take part in a training step with `store` behind its low parameters, or None, and `accumulate` a window."""
         self._store, self._record, self._accumulate = store, record, accumulate
+        if self._sends_low and not self._hook():
+            self.ddp.register_comm_hook(Wire(unwrap(self.ddp), self._group), send_low)
 
     def window(self) -> float:
         """Return how many micro-batches the window that is complete here has on average; collective in `join`."""
@@ -287,9 +294,9 @@ class Ranks:
         self._put(parameter, mean.coalesce())
 
     def refuse_hook(self, why: str) -> None:
-        """Refuse a communication hook that would be bypassed."""
+        """Refuse a communication hook that would be bypassed, unless it does what is done here."""
         hook = self._hook()
-        if hook:
+        if hook and hook != send_low.__qualname__:
             raise UnbuiltError(
                 f"{why}, and the communication hook {hook!r} of DistributedDataParallel would have no part in it; "
                 "leave the hook out, or give every window all of its micro-batches"
@@ -314,6 +321,35 @@ def _sparse(model: nn.Module) -> set[int]:
 def _asked(policy: Policy) -> str:
     """Return the field that DDP's own average does not satisfy."""
     return f"reduce={policy.reduce!r}" if policy.reduce != "grad" else f"grads={policy.grads!r} over low parameters"
+
+
+class Wire:
+    """The state of `send_low`.
+
+    Args:
+        model: the user's, whose policy chooses the format; as if there were no hook where it is not prepared.
+        group: the processes; a copy of DistributedDataParallel takes the default group.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self.model, self.group = model, group
+
+    def __reduce__(self) -> tuple[type[Wire], tuple[nn.Module]]:
+        return Wire, (self.model,)
+
+
+def send_low(wire: Wire, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients, sent low under ``reduce="low"``: a communication hook."""
+    buffer = bucket.buffer()
+    binding = vars(wire.model).get(KEY)
+    low = binding is not None and binding.policy.reduce == "low"
+    # divided first, so that an fp16 sum stays in range
+    sent = buffer.mul_(1 / dist.get_world_size(wire.group)).to(DTYPES[binding.policy.dtype] if low else buffer.dtype)
+    work = dist.all_reduce(sent, group=wire.group, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+send_low.__annotations__ = {}  # register_comm_hook compares types with those, which are strings
 
 
 # ------------------------------------------------------------------ which ranks, and refusals
