@@ -8,12 +8,14 @@ it and `benchmarks/scale.py` writes it down.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import halfstep as hs
 from tests.distributed.counted import Collectives
 from tests.distributed.strategies import STRATEGIES, Batch, alone, batches, build, plain, whole
 
@@ -95,7 +97,9 @@ def overflows(rank: int, name: str, policy: str, updates: int, share: float = 0.
     """
     strategy, ranks = STRATEGIES[name], dist.get_world_size()
     part = strategy.part(rank, ranks)
-    step = build(name, policy, blackbox=False)
+    # a scale that moves often, and so shows whether it moves on all ranks
+    scaler = hs.GradScaler("cpu", init_scale=2.0**10, growth_interval=8) if ":fp16" in policy else None
+    step = build(name, policy, blackbox=False, scaler=scaler)
     chance = random.Random(0)  # the same on all ranks
     expected, skipped, scales = [], [], []
     for number in range(updates):
@@ -120,28 +124,34 @@ def overflows(rank: int, name: str, policy: str, updates: int, share: float = 0.
 
 # ------------------------------------------------------------------ collectives
 
-SETTLED = 4  # updates before the counted ones: DDP rebuilds its buckets, the first overflows move a scale
+SETTLED = 4  # updates before the counted ones: DDP rebuilds its buckets
+Seen = list[tuple[str, int]]
 
 
-def added(rank: int, name: str, policy: str) -> dict[str, Any]:
-    """Return the collectives of an update, as (operator, bytes): "good", "bad" by halfstep; "torch", "torch bad"."""
+def added(rank: int, name: str, policy: str) -> dict[str, Seen | str]:
+    """Return the collectives of an update: (operator, bytes that this rank puts in).
+
+    Returns:
+        "good" and "bad": of halfstep's step, applied and not; "torch" and "torch bad": of the loop of torch alone, or
+        the error it raises; "passes": of torch's forward and backward passes alone.
+    """
     strategy = STRATEGIES[name]
     part = strategy.part(rank, dist.get_world_size())
-    found: dict[str, Any] = {}
-    step = build(name, policy, blackbox=False)
-    for number in range(SETTLED + 2):
-        bad = number == SETTLED + 1
-        with Collectives() as collectives:
-            for batch in batches(number, 0, strategy.accumulate, part, float("inf") if bad else 1.0):
-                step(*batch)
-        found["bad" if bad else "good"] = collectives.seen
-    try:
-        loop = plain(name, policy)
+
+    def updates(run: Callable[[list[Batch]], object]) -> tuple[Seen, Seen]:
+        seen = []
         for number in range(SETTLED + 2):
-            bad = number == SETTLED + 1
+            factor = float("inf") if number == SETTLED + 1 else 1.0
             with Collectives() as collectives:
-                loop(list(batches(number, 0, strategy.accumulate, part, float("inf") if bad else 1.0)))
-            found["torch bad" if bad else "torch"] = collectives.seen
+                run(list(batches(number, 0, strategy.accumulate, part, factor)))
+            seen.append(collectives.seen)
+        return seen[-2], seen[-1]
+
+    step = build(name, policy, blackbox=False)
+    good, bad = updates(lambda micro_batches: [step(*batch) for batch in micro_batches])
+    found: dict[str, Seen | str] = {"good": good, "bad": bad, "passes": updates(plain(name, policy).passes)[0]}
+    try:
+        found["torch"], found["torch bad"] = updates(plain(name, policy))
     except (RuntimeError, TypeError) as error:
         found["torch"] = found["torch bad"] = f"{type(error).__name__}: {error}"
     return found

@@ -22,7 +22,20 @@ from torch.optim import AdamW, Optimizer
 
 import halfstep as hs
 
-__all__ = ["CLIP", "STRATEGIES", "Net", "Strategy", "alone", "batches", "build", "loss_of", "plain", "policy", "whole"]
+__all__ = [
+    "BOUNDS",
+    "CLIP",
+    "STRATEGIES",
+    "Net",
+    "Strategy",
+    "alone",
+    "batches",
+    "build",
+    "loss_of",
+    "plain",
+    "policy",
+    "whole",
+]
 
 TOKENS, WIDTH, LENGTH, ROWS = 32, 16, 6, 8  # ROWS: of a global batch; 1, 2 and 4 ranks share them equally
 CLIP = 1.0
@@ -116,8 +129,8 @@ class Strategy:
         part: (rank, ranks) -> (i, n): the rank trains on the i-th of n parts of each global micro-batch.
         accumulate: micro-batches of an update.
         ranks: the numbers of processes it runs in.
-        sums: how a global batch is summed; "ranks": as one process sums the ranks' parts as micro-batches, so that two
-            ranks are bit-equal to it; "other": in another order or format.
+        sums: "ranks": a global batch is summed as one process sums the parts of the ranks as micro-batches, and so is
+            the norm, so that two ranks are bit-equal to it; "other": in another order or format.
     """
 
     wrap: Wrap
@@ -166,6 +179,9 @@ def _tensor_parallel(model: nn.Module, wanted: hs.Policy | None, make: MakeOptim
 STRATEGIES: Mapping[str, Strategy] = {
     "ddp": Strategy(wrap=_ddp, policies=(*FP32, *LOW)),
     "ddp, windows": Strategy(wrap=_ddp, policies=(*FP32, *LOW, "pure:bf16:grads=fp32"), accumulate=3, sums="other"),
+    "ddp, reduce=low": Strategy(
+        wrap=_ddp, policies=("mixed:bf16:reduce=low", "mixed:fp16:reduce=low", "O2:bf16:reduce=low"), sums="other"
+    ),
     "ddp, static_graph": Strategy(wrap=partial(_ddp, static_graph=True), policies=("O0", "mixed:fp16", "pure:bf16")),
     "ddp, gradient_as_bucket_view": Strategy(
         wrap=partial(_ddp, gradient_as_bucket_view=True), policies=("O0", "mixed:fp16", "pure:bf16")
@@ -173,10 +189,13 @@ STRATEGIES: Mapping[str, Strategy] = {
     "ddp, fp16_compress_hook": Strategy(
         wrap=partial(_ddp, hook="fp16_compress_hook"), policies=("O0", "mixed:fp16"), sums="other"
     ),
-    "fsdp2": Strategy(wrap=_fsdp, policies=FP32),
+    "fsdp2": Strategy(wrap=_fsdp, policies=FP32, sums="other"),
     "tp": Strategy(wrap=_tensor_parallel, policies=FP32, part=lambda rank, ranks: (0, 1), sums="other"),
 }
 
+
+BOUNDS: Mapping[str, float] = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
+"""Of the distance from one process over the distance moved, by low format: sums in another order round differently."""
 
 # ------------------------------------------------------------------ runs
 
@@ -223,6 +242,14 @@ class Plain:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=dtype == "fp16")
 
     def __call__(self, micro_batches: list[Batch]) -> None:
+        self.passes(micro_batches)
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def passes(self, micro_batches: list[Batch]) -> None:
+        """Run forward and backward passes."""
         self.optimizer.zero_grad()
         for i, batch in enumerate(micro_batches):
             last = i + 1 == len(micro_batches)
@@ -234,10 +261,6 @@ class Plain:
                     continue
                 loss = loss_of(self.model, *batch)
             self.scaler.scale(loss / self.accumulate).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 def plain(name: str, policy_name: str, seed: int = 0, parts: int = 0) -> Plain:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.checks import added, deviation, overflows, parity, reference
-from tests.distributed.strategies import STRATEGIES
+from tests.distributed.strategies import BOUNDS, STRATEGIES
 from tests.two_processes import in_processes
 
 pytestmark = pytest.mark.dist
@@ -21,8 +21,6 @@ UPDATES, OVERFLOWS = 6, 40
 SAMPLE = (("ddp", "mixed:fp16"), ("ddp, windows", "pure:bf16:grads=fp32"), ("fsdp2", "mixed:bf16"), ("tp", "O0"))
 """What `make test-slow` runs."""
 ALL = tuple((name, policy) for name, strategy in STRATEGIES.items() for policy in strategy.policies)
-BOUND = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
-"""Of the distance from one process, by the low format: sums in another order round differently."""
 
 
 def _work(rank: int, runs: tuple[tuple[str, str], ...], updates: int, overflowing: int) -> dict[Any, Any]:
@@ -42,7 +40,7 @@ def _check(found: list[dict[Any, Any]], runs: tuple[tuple[str, str], ...], updat
         results = [each["parity", run] for each in found]
         for result in results:
             apart = deviation(result["weights"], wanted["weights"], wanted["start"])
-            assert apart <= BOUND[dtype], (run, apart)
+            assert apart <= BOUNDS[dtype], (run, apart)
             assert deviation(result["weights"], results[0]["weights"], wanted["start"]) == 0.0, run
         many = [each["overflows", run] for each in found]
         assert all(one["skipped"] == one["expected"] for one in many), run
