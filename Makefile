@@ -16,7 +16,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours lint format bench bench-gpu bench-lens bench-pages count faults fuzz compare-full tables walks clean
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed lint format bench bench-gpu bench-lens bench-pages bench-scale count faults fuzz compare-full tables walks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -45,6 +45,9 @@ test-all: test test-slow  ## both: what CI runs
 test-hours: $(READY)  ## run the tests that are in neither: every line of a step cut off
 	$(PYTEST) -m hours
 
+test-distributed: $(READY)  ## run the tests of 2 and 4 processes, every strategy under every policy, some 10 minutes on 2 cores
+	$(BIN)/python -m pytest -m dist --durations 10 tests/distributed tests/step/test_two_ranks.py tests/weights/test_ranks.py
+
 lint: $(READY)  ## ruff check, ruff format, mypy --strict on package and tests, unused names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,6 +74,9 @@ bench-lens: $(READY)  ## what black box, monitor and audit cost, some 7 minutes 
 
 bench-pages: $(READY)  ## page faults of a step, some 5 minutes on 2 cores -> benchmarks/results/pages.json
 	$(QUIET) $(BIN)/python -m benchmarks.pages --json benchmarks/results/pages.json
+
+bench-scale: $(READY)  ## several processes beside one, some 10 minutes on 2 cores -> benchmarks/results/{parity,ranks,collectives}.json
+	$(BIN)/python -m benchmarks.scale --json benchmarks/results
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json

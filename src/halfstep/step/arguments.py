@@ -54,6 +54,11 @@ def check_arguments(
         raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
     if not isinstance(optimizer, Optimizer):
         raise StepError(f"optimizer must be a torch optimizer and is {_shown(optimizer)}")
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise StepError(
+            f"{type(optimizer).__name__}(overlap_with_ddp=True) updates parameters in the backward pass, before "
+            "gradients are unscaled, checked and clipped; leave overlap_with_ddp out"
+        )
     if inspect.signature(optimizer.step).parameters.get("closure", NOTHING).default is inspect.Parameter.empty:
         raise StepError(
             f"{type(optimizer).__name__} evaluates the loss itself, through a closure, and TrainStep hands it "

@@ -54,6 +54,7 @@ from halfstep.policy.resolve import reduces_itself, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.precise import KEY, allow_in_files, copy_parametrized, copying, make_precise, methods_of
 from halfstep.step.ranks import refuse_own_loop
+from halfstep.step.wrappers import refuse_flat
 from halfstep.trees import map_tensors, tensors
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
@@ -87,6 +88,7 @@ class Binding:
         idle: whether its forward needs nothing inside the region: neither a mode taken off nor a low weight.
         averages: whether only `TrainStep` averages gradients over processes as the policy demands.
         sharded: whether parameters were sharded (DTensor) before the model was prepared.
+        fresh: whether no forward pass has come here yet.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Binding:
         self.idle = False
         self.averages = reduces_itself(self.policy)
         self.sharded = False
+        self.fresh = True
 
     def become_root(self) -> None:
         """Let this module be a model of its own from now on."""
@@ -238,11 +241,15 @@ def _enter(binding: Binding, forward: Callable[..., Any], module: nn.Module, arg
     if binding.home is not None and state.bound not in binding.home:
         return forward(module, *args, **kwargs)
     store = binding.store
-    if store is not None:
-        store.before_forward(module)
     if binding.root:
         if hasattr(type(module), "unshard"):
             _check_shards(binding, module)
+        elif binding.fresh or "_is_fsdp_managed_module" in module.__dict__:
+            refuse_flat(module)
+            binding.fresh = False
+    if store is not None:
+        store.before_forward(module)
+    if binding.root:
         if state.statistics is not None:
             if id(module) not in state.statistics.models:
                 state.statistics.add(module)

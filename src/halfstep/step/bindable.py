@@ -19,7 +19,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.step.bind import KEY, binding_of
 from halfstep.step.fsdp import check_groups, reshard
-from halfstep.step.wrappers import cuts_hooks, is_called, unwrap
+from halfstep.step.wrappers import cuts_hooks, is_called, refuse_flat, unwrap
 from halfstep.weights import WeightStore
 from halfstep.weights.attachment import refuse_wrapper
 from halfstep.weights.store import beyond
@@ -27,8 +27,6 @@ from halfstep.weights.store import beyond
 __all__ = ["check_model", "check_optimizers", "is_done", "is_stateless", "ruled"]
 
 SHARDED = {
-    "FullyShardedDataParallel": "sharded by FullyShardedDataParallel, whose parameters are flat pieces; use "
-    "hs.shard(model, policy) on the model without it",
     "DeepSpeedEngine": "run by DeepSpeed, which casts weights and scales losses itself; give hs.prepare the model "
     "without it",
 }
@@ -85,6 +83,7 @@ def check_model(model: nn.Module, wanted: Policy, devices: tuple[str, ...], *, o
         PolicyError, UnbuiltError: as `resolve`.
     """
     inner = unwrap(model)
+    refuse_flat(inner)
     _refuse_other_policies(inner, wanted)
     _refuse_foreign(inner)
     reshard(inner)

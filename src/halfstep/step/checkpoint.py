@@ -97,7 +97,8 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
         if weights or rounding(updater):  # this and the scaler first: they check for themselves before they change
             load_rounding(updater, weights)
         step.scaler.load_state_dict(state["scaler"])
-        step.optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]  # of which ZeroRedundancyOptimizer drops what other ranks have
+        step.optimizer.load_state_dict({**saved, "state": dict(saved["state"])})
         if step.scheduler is not None:
             step.scheduler.load_state_dict(state["scheduler"])
         moments.phase = LOAD
@@ -165,7 +166,7 @@ def _optimizer_undo(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts groups and states back; torch replaces these when it loads, and writes to no tensor of them."""
     groups, states = optimizer.param_groups, optimizer.state
     before = [dict(group, params=list(group["params"])) for group in groups]
-    stored = {parameter: dict(state) for parameter, state in states.items()}
+    stored = {parameter: state and dict(state) for parameter, state in states.items()}
 
     def restore() -> None:
         for group, values in zip(groups, before, strict=True):

@@ -17,12 +17,17 @@ from halfstep.formats import DTYPES
 from halfstep.kernels.sharded import is_sharded
 from halfstep.policy.policy import Policy
 
-__all__ = ["check_groups", "has_run", "is_fsdp", "refuse_other_average", "reshard"]
+__all__ = ["check_groups", "has_run", "is_distributed", "is_fsdp", "refuse_other_average", "reshard"]
 
 
 def is_fsdp(module: nn.Module) -> bool:
     """Return whether fully_shard was called on `module` itself."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Return whether `fully_shard` or `parallelize_module` has distributed parameters of `model`."""
+    return any(map(is_fsdp, model.modules())) or any(map(is_sharded, model.parameters()))
 
 
 def reshard(model: nn.Module) -> None:
@@ -99,7 +104,7 @@ def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
         UnbuiltError: it does, or gradients of low parameters are to be accumulated in fp32.
     """
     groups = list(_groups(model))
-    if not groups and not any(is_sharded(p) for p in model.parameters()):
+    if not groups and not is_distributed(model):
         return
     if policy.params == "low" and policy.grads == "fp32":
         raise UnbuiltError(

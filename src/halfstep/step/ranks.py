@@ -1,9 +1,9 @@
 """Ranks: averages over processes that DistributedDataParallel does not make.
 
-DDP averages gradients during the last backward pass of a window, each in the format of its parameter. Two averages are
-made here instead, after the window: of an unfinished window (`flush`), and of every window where the policy needs
-another format (``reduce``, or ``grads="fp32"`` over low parameters). In the second case every micro-batch runs in DDP's
-`no_sync`, so nothing is sent during the backward pass.
+DDP averages gradients during the last backward pass of a window, each in the format of its parameter. Three
+averages are made here instead, after the window: of an unfinished window (`flush`), of every window while ranks may run
+out of batches (`join`), and of every window where the policy needs another format (``reduce``, or ``grads="fp32"`` over
+low parameters). In the last two cases every micro-batch runs in DDP's `no_sync`: the backward pass sends nothing.
 
 Note [mean]: every micro-batch has the same weight on every rank: the gradient of a flush is the sum over all
 micro-batches of all ranks, divided by their number. With windows of equal length that is DDP's mean over ranks of each
@@ -12,7 +12,8 @@ rank's mean. A rank without micro-batches adds zeros. A parameter that no rank u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,17 @@ from halfstep.errors import StepError, UnbuiltError
 from halfstep.formats import DTYPES, POLICY_DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
-from halfstep.step.fsdp import refuse_other_average
+from halfstep.step.fsdp import is_distributed, refuse_other_average
+from halfstep.step.precise import KEY
 from halfstep.step.record import Record
+from halfstep.step.wrappers import unwrap
 from halfstep.weights import WeightStore
 
 __all__ = ["Ranks", "ranks_of", "refuse_own_loop"]
 
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
+UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
+"""Parts of the names of torch's communication hooks that update parameters."""
 
 
 class Ranks:
@@ -40,42 +45,71 @@ class Ranks:
         policy: resolved.
 
     Attributes:
+        ddp: as above.
         own: whether every window is averaged here, and all of its micro-batches run in `no_sync`.
         averaged: whether DDP's own backward pass averages the gradients of the current window.
+        joining: whether the ranks may run out of batches one after the other; every window is averaged here, by all.
 
     Raises:
         UnbuiltError: the policy wants an average of its own, and a communication hook or a static graph has one too.
+        StepError: DistributedDataParallel casts or updates parameters itself.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: Policy) -> None:
-        self._ddp, self._policy = ddp, policy
+        self.ddp, self._policy = ddp, policy
         self._store: WeightStore | None = None
         self._group = ddp.process_group
         self._count = dist.get_world_size(self._group)
-        self.own = reduces_itself(policy)
-        self.averaged = True
-        if self.own:
-            self._refuse_hook(f"{_asked(policy)} needs an average of its own")
+        # DDP averages bucket by bucket, of which a hook can choose the format sent but not the one returned
+        self._sends_low = policy.reduce == "low" and not (policy.params == "low" and policy.grads == "fp32")
+        self._sends_low = self._sends_low and reduces_itself(policy) and not _sparse(ddp.module)
+        self.own = reduces_itself(policy) and not self._sends_low
+        self.averaged, self.joining = True, False
+        self._refuse_rivals()
+        if reduces_itself(policy):
+            self.refuse_hook(f"{_asked(policy)} needs an average of its own")
         if self.own and ddp.static_graph:
             raise UnbuiltError(
                 f"{_asked(policy)} needs an average of its own, and static_graph=True makes one in the first backward "
                 "pass whatever the step says; leave static_graph out, or use reduce='grad' and grads='param'"
             )
 
+    def _refuse_rivals(self) -> None:
+        """Refuse what DistributedDataParallel would do in the place of the step."""
+        if self.ddp.mixed_precision is not None:
+            raise StepError(
+                "DistributedDataParallel(mixed_precision=...) casts parameters and inputs beside the policy; leave "
+                "mixed_precision out"
+            )
+        hook = self._hook()
+        if any(part in hook for part in UPDATING):
+            raise StepError(
+                f"the communication hook {hook!r} updates parameters in the backward pass, before gradients are "
+                "unscaled, checked and clipped; leave it out: the step updates"
+            )
+
     def postpones(self, *, last: bool) -> bool:
         """Return whether DDP must not average in the backward pass of the next micro-batch.
 
         DDP records a static graph in its first backward pass, and only if it averages there.
+
+        Raises:
+            StepError: DDP's own `join` was entered.
         """
-        ddp = self._ddp
+        ddp = self.ddp
+        if ddp._join_config.enable:
+            raise StepError(
+                "DistributedDataParallel.join() leaves the optimizer state, loss scale and fp32 weights of a rank that "
+                "has no batches left behind those of the others; use `with step.join():` in its place"
+            )
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             return False
-        return self.own or not last
+        return self.own or self.joining or not last
 
     @property
     def device(self) -> torch.device:
         """The device for tensors of host numbers that are sent."""
-        device: torch.device = next(self._ddp.module.parameters()).device
+        device: torch.device = next(self.ddp.module.parameters()).device
         return device
 
     def agree(self, count: int, scale: Tensor) -> tuple[float, Tensor]:
@@ -89,18 +123,25 @@ class Ranks:
             The mean number of micro-batches, 0.0 if no rank has any, and the loss scale of those that have some.
 
         Raises:
-            StepError: loss scales differ, or a communication hook would be passed over; on all ranks alike.
+            StepError: loss scales differ, or models, or a communication hook would be passed over; on all ranks alike.
         """
         if not count:
             self._keep_up()
-        mine = torch.tensor([float(count), 0.0], device=self.device)
+        size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly
+        mine = torch.tensor([count, 0.0, size], dtype=torch.float32, device=self.device)
         mine[1] = scale
         votes = [torch.empty_like(mine) for _ in range(self._count)]
         dist.all_gather(votes, mine, group=self._group)
-        busy = [(number, scale) for number, scale in torch.stack(votes).tolist() if number]
+        told = torch.stack(votes).tolist()
+        if len({size for *_, size in told}) > 1:
+            raise StepError(
+                "ranks update models of different sizes; call the TrainSteps of several models in the same order on "
+                "all ranks, and step.join() of one of them at a time"
+            )
+        busy = [(number, scale) for number, scale, _ in told if number]
         if not busy:
             return 0.0, scale
-        self._refuse_hook("flush() averages gradients outside of a backward pass")
+        self.refuse_hook("flush() averages gradients outside of a backward pass")
         scales = {scale for _, scale in busy}
         if len(scales) > 1:
             raise StepError(
@@ -114,31 +155,54 @@ class Ranks:
 
         DDP rebuilds its buckets once, and sends buffers from one rank to the others.
         """
-        if self._ddp.reducer._rebuild_buckets():
-            self._ddp._has_rebuilt_buckets = True
-        if self._ddp._check_sync_bufs_pre_fwd():
-            self._ddp._sync_buffers()
-        self._ddp.require_forward_param_sync = False
+        if self.ddp.reducer._rebuild_buckets():
+            self.ddp._has_rebuilt_buckets = True
+        if self.ddp._check_sync_bufs_pre_fwd():
+            self.ddp._sync_buffers()
+        self.ddp.require_forward_param_sync = False
 
-    def join(self, store: WeightStore | None, record: Record) -> None:
-        """Take part in a training step with `store` behind its low parameters, or None."""
-        self._store, self._record = store, record
+    def take_part(self, store: WeightStore | None, record: Record, accumulate: int) -> None:
+        """Take part in a training step with `store` behind its low parameters, or None, and `accumulate` a window."""
+        self._store, self._record, self._accumulate = store, record, accumulate
+        if self._sends_low and not self._hook():
+            self.ddp.register_comm_hook(Wire(unwrap(self.ddp), self._group), send_low)
+
+    def window(self) -> float:
+        """Return how many micro-batches the window that is complete here has on average; collective in `join`."""
+        if not self.joining:
+            return self._accumulate
+        self._record.host_reads += 1
+        return self.agree(self._record.micro_batches, self._record.scale)[0]
+
+    @contextmanager
+    def join(self, flush: Callable[[], object]) -> Iterator[None]:
+        """Let ranks end the block one after the other; one that has ended it calls `flush` as long as others train.
+
+        Every window of every rank ends with `agree`, and its answer that none has a micro-batch ends the wait.
+        """
+        self.joining = True
+        try:
+            yield
+            while flush() is not None:
+                pass
+        finally:
+            self.joining = False
 
     def before_update(self) -> None:
         """Average the gradients of the window, unless DDP has."""
-        if self.own or not self.averaged:
+        if self.own or self.joining or not self.averaged:
             self._record.host_reads += self.average()
 
     @torch.no_grad()
     def average(self) -> bool:
         """Average all gradients over the ranks; collective. Return whether it waited for the device."""
-        if getattr(self._ddp, "_comm_hooks", ()):  # registered since
-            self._refuse_hook("gradients are averaged outside of the backward pass")
+        if getattr(self.ddp, "_comm_hooks", ()):  # registered since
+            self.refuse_hook("gradients are averaged outside of the backward pass")
         parameters = list(self._parameters())
         there = [parameter.grad is not None for parameter in parameters]
         used = torch.tensor(there, dtype=torch.int32, device=self.device)
         dist.all_reduce(used, group=self._group)
-        sparse = _sparse(self._ddp.module)
+        sparse = _sparse(self.ddp.module)
         for parameter in parameters:
             if id(parameter) in sparse:
                 self._average_sparse(parameter)
@@ -148,13 +212,13 @@ class Ranks:
             for parameter, ranks in zip(parameters, used.tolist(), strict=True):
                 if not ranks:
                     parameter.grad = None
-        self._ddp.require_forward_param_sync = True  # as DDP does after its own: buffers are sent again
+        self.ddp.require_forward_param_sync = True  # as DDP does after its own: buffers are sent again
         return not all(there)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over what DDP averages, in an order that all ranks share."""
-        ignored = getattr(self._ddp, "parameters_to_ignore", ())
-        for name, parameter in self._ddp.module.named_parameters():
+        ignored = getattr(self.ddp, "parameters_to_ignore", ())
+        for name, parameter in self.ddp.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
                 yield parameter
 
@@ -230,14 +294,18 @@ class Ranks:
         dist.all_reduce(mean, group=self._group)
         self._put(parameter, mean.coalesce())
 
-    def _refuse_hook(self, why: str) -> None:
-        """Refuse a communication hook that would be bypassed; DDP's log names those of C++ too."""
-        hook = self._ddp._get_ddp_logging_data().get("comm_hook", "")
-        if hook:
+    def refuse_hook(self, why: str) -> None:
+        """Refuse a communication hook that would be bypassed, unless it does what is done here."""
+        hook = self._hook()
+        if hook and hook != send_low.__qualname__:
             raise UnbuiltError(
                 f"{why}, and the communication hook {hook!r} of DistributedDataParallel would have no part in it; "
                 "leave the hook out, or give every window all of its micro-batches"
             )
+
+    def _hook(self) -> str:
+        """Return the name of the communication hook, "" for none; DDP's log names those of C++ too."""
+        return str(self.ddp._get_ddp_logging_data().get("comm_hook", ""))
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -256,7 +324,66 @@ def _asked(policy: Policy) -> str:
     return f"reduce={policy.reduce!r}" if policy.reduce != "grad" else f"grads={policy.grads!r} over low parameters"
 
 
+class Wire:
+    """The state of `send_low`.
+
+    Args:
+        model: the user's, whose policy chooses the format; as if there were no hook where it is not prepared.
+        group: the processes; a copy of DistributedDataParallel takes the default group.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self.model, self.group = model, group
+
+    def __reduce__(self) -> tuple[type[Wire], tuple[nn.Module]]:
+        return Wire, (self.model,)
+
+
+def send_low(wire: Wire, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients, sent low under ``reduce="low"``: a communication hook."""
+    buffer = bucket.buffer()
+    binding = vars(wire.model).get(KEY)
+    low = binding is not None and binding.policy.reduce == "low"
+    # divided first, so that an fp16 sum stays in range
+    sent = buffer.mul_(1 / dist.get_world_size(wire.group)).to(DTYPES[binding.policy.dtype] if low else buffer.dtype)
+    work = dist.all_reduce(sent, group=wire.group, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+send_low.__annotations__ = {}  # register_comm_hook compares types with those, which are strings
+
+
 # ------------------------------------------------------------------ which ranks, and refusals
+
+
+def join(ranks: Ranks | None, model: nn.Module, flush: Callable[[], object]) -> AbstractContextManager[None]:
+    """Return the context in which ranks may run out of batches one after the other.
+
+    Args:
+        ranks: of DistributedDataParallel, or None.
+        model: as it was given to `TrainStep`.
+        flush: makes an update with the others; returns None once none of them has a micro-batch.
+
+    Raises:
+        StepError: forward or backward passes of `model` communicate, for which a rank without batches would be missing.
+        UnbuiltError: a communication hook would be passed over.
+    """
+    why = ""
+    if is_distributed(model):
+        why = "a sharded model, whose passes gather weights from all ranks"
+    elif ranks is not None and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        why = "SyncBatchNorm, which sends statistics in each forward pass"
+    elif ranks is not None and ranks.ddp.static_graph:
+        why = "DistributedDataParallel(static_graph=True), which averages in its first backward pass"
+    if why:
+        raise StepError(
+            f"join() of {why}: a rank without batches would be missing there; give all ranks as many batches "
+            "(DistributedSampler(drop_last=True))"
+        )
+    if ranks is None:
+        return nullcontext()
+    ranks.refuse_hook("join() averages gradients outside of the backward pass")
+    return ranks.join(flush)
 
 
 def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:

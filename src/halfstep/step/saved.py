@@ -228,7 +228,7 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 def _check_state(path: str, name: object, value: object, parameter: Tensor, optimizer: Optimizer) -> None:
     """Check one state of a parameter."""
-    mine = optimizer.state.get(parameter, {}).get(name)
+    mine = (optimizer.state.get(parameter) or {}).get(name)
     known = _is_known(optimizer)
     if not known and not isinstance(mine, Tensor):
         return

@@ -47,7 +47,7 @@ from halfstep.step.graph.graphs import Graphs
 from halfstep.step.metrics import Metrics
 from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, Moments, Watchers
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
-from halfstep.step.ranks import ranks_of
+from halfstep.step.ranks import join, ranks_of
 from halfstep.step.record import Record
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
@@ -166,7 +166,7 @@ class TrainStep:
         sums = Sums(low, hooked=hooked, windows=windows)
         self._sums = sums if sums else None
         if self._ranks is not None:
-            self._ranks.join(store, self.record)
+            self._ranks.take_part(store, self.record, self.accumulate)
         self._watchers = Watchers(self._updater.parameters)
         participants: list[object] = [self._updater, self.record, self.copies]
         if self._sums is not None:
@@ -227,7 +227,7 @@ class TrainStep:
             kept.loss, kept.seed = shown, seed
         record.micro_batches += 1
         if last:
-            norm, bad, culprits = self._update(self.accumulate)
+            norm, bad, culprits = self._update(self.accumulate if self._ranks is None else self._ranks.window())
             return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
@@ -345,8 +345,9 @@ class TrainStep:
         """Update with the micro-batches of an unfinished window (their mean); None if there are none.
 
         Also reads the last verdict and advances the scheduler: after it, everything is up to date. Under
-        DistributedDataParallel with ``accumulate`` > 1 it is collective: every rank calls it, also one that has none
-        left. Windows may differ in length; each micro-batch of any rank counts the same. It waits for the device there.
+        DistributedDataParallel with ``accumulate`` > 1, or in `join`, it is collective: every rank calls it, also one
+        that has none left. Windows may differ in length; each micro-batch of any rank counts the same. It waits for the
+        device there.
 
         Raises:
             StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
@@ -358,7 +359,7 @@ class TrainStep:
         self._settle()
         count: float = record.micro_batches
         scale = record.scale
-        if ranks is not None and self.accumulate > 1:
+        if ranks is not None and (self.accumulate > 1 or ranks.joining):
             count, scale = ranks.agree(record.micro_batches, record.scale)
             record.host_reads += 1
         elif count and self._no_sync is not None and torch.distributed.is_initialized():
@@ -386,6 +387,20 @@ class TrainStep:
                 ranks.averaged = True
         loss = torch.full((), float("nan"), device=norm.device)
         return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
+
+    def join(self) -> AbstractContextManager[None]:
+        """Return a context for a loop over batches of which some ranks have fewer: ``with step.join(): ...``.
+
+        A rank that leaves it makes the updates of the others with them, as `flush` does, until none has a micro-batch
+        left. All ranks end with the same weights, optimizer state, loss scale and scheduler. It takes the place of
+        DistributedDataParallel's own `join`. Inside, gradients are averaged after the backward pass, and each update
+        waits for the device.
+
+        Raises:
+            StepError, UnbuiltError: a model whose passes need all ranks: under fully_shard or with SyncBatchNorm; a
+                static graph or a communication hook.
+        """
+        return join(self._ranks, self.model, self.flush)
 
     def _update(self, count: float) -> tuple[Tensor, Tensor, Culprits]:
         """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits."""

@@ -41,6 +41,7 @@ class Marks:
         self._states = [
             (state, dict(state), [v._version if isinstance(v, Tensor) else None for v in state.values()])
             for state in optimizer.state.values()
+            if state is not None  # ZeroRedundancyOptimizer: another rank has it
         ]
         own = vars(optimizer)
         self._attributes = {name: own[name] for name in ATTRIBUTES if name in own}
@@ -77,6 +78,8 @@ class Marks:
         self.end()
         known = {id(state): before for state, before, _ in self._states}
         for parameter, state in list(self._optimizer.state.items()):
+            if state is None:
+                continue
             if id(state) not in known:
                 del self._optimizer.state[parameter]
             elif len(state) != len(known[id(state)]):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import BindError
 
-__all__ = ["cuts_hooks", "is_called", "unwrap", "unwrap_optimizer"]
+__all__ = ["cuts_hooks", "is_called", "refuse_flat", "unwrap", "unwrap_optimizer"]
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 FABRIC = "_FabricModule"
@@ -38,6 +38,27 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def refuse_flat(model: nn.Module) -> None:
+    """Refuse a model whose parameters, or some of them, FullyShardedDataParallel has made pieces of one flat tensor.
+
+    Raises:
+        BindError: they are; policy, weights and verdict of a step would be those of pieces.
+    """
+    parts = [path for path, module in model.named_modules() if is_called(module, "FullyShardedDataParallel")]
+    if not parts:
+        kept = list(model.parameters())
+        # in its forward passes parameters are views of the flat tensor, or none
+        views = "_is_fsdp_managed_module" in model.__dict__ and not any(isinstance(p, nn.Parameter) for p in kept)
+        if not views and not any(hasattr(p, "_is_flat_param") or hasattr(p, "_fsdp_flattened") for p in kept):
+            return
+    path = "".join(parts[:1])
+    raise BindError(
+        f"{f'module {path!r}' if path else 'the model'} is sharded by FullyShardedDataParallel, whose parameters are "
+        "pieces of one flat tensor, on which precise weights, norms and skips of a step are not those of the model; "
+        "use hs.shard(model, policy) in its place, which calls fully_shard"
+    )
 
 
 def cuts_hooks(model: nn.Module) -> bool:

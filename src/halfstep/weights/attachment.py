@@ -241,8 +241,8 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
     if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
         raise WeightsError(
             f"{kind} sends low weights from rank to rank and not the fp32 values behind them, so ranks would drift "
-            "apart; train under a policy with params='fp32' ('mixed'), or step with the optimizer that it shards "
-            "(state='low' keeps its state in 2 bytes an element)"
+            "apart; train under a policy with params='fp32' ('mixed'), or shard weights and state: hs.shard(...) in "
+            "the place of DistributedDataParallel (fully_shard), with the optimizer that it shards"
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise WeightsError(

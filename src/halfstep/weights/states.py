@@ -132,10 +132,10 @@ def _is_wide(parameter: Tensor) -> bool:
     return parameter.dtype not in LOW_DTYPES
 
 
-def _elementwise(parameter: Tensor, state: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def _elementwise(parameter: Tensor, state: dict[str, Any] | None) -> list[tuple[str, Tensor]]:
     return [
         (name, value)
-        for name, value in state.items()
+        for name, value in (state or {}).items()  # None in a ZeroRedundancyOptimizer: another rank has it
         if name != "step"
         and isinstance(value, Tensor)
         and value.shape == parameter.shape

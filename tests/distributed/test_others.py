@@ -1,0 +1,187 @@
+"""What else shards or overlaps in torch: ZeroRedundancyOptimizer, FullyShardedDataParallel, DDP's casts and updates.
+
+Each works as the loop of one process, or is refused with what to use in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import halfstep as hs
+from tests.distributed.checks import deviation
+from tests.distributed.strategies import CLIP, Net, batches, loss_of, policy, whole
+from tests.two_processes import in_two_processes
+
+pytestmark = pytest.mark.dist
+
+PRESETS = ("O0", "torch:bf16", "O1:bf16", "mixed:bf16", "mixed:fp16", "O3:bf16")
+LOW = ("O2:bf16", "pure:bf16", "pure:bf16:master=split", "pure:bf16:state=low")
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _words(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except hs.HalfstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ran"
+
+
+# ------------------------------------------------------------------ ZeroRedundancyOptimizer
+
+
+def _zero(rank: int, wanted: str, *, shards: bool) -> dict[str, Any]:
+    """Train five updates, the third of which rank 1 makes overflow, and two more from a checkpoint of rank 0."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = hs.prepare(_net(), policy=policy(wanted))
+    ddp = DistributedDataParallel(net)
+    optimizer: Any = AdamW(net.parameters(), lr=1e-2, foreach=True)
+    if shards:
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2, foreach=True)
+    step = hs.TrainStep(ddp, optimizer, loss_of, clip_norm=CLIP, blackbox=False)
+    skipped = []
+    for i in range(5):
+        factor = float("inf") if i == 2 and rank == 1 else 1.0
+        skipped.append(bool(step(*next(batches(i, 0, part=(rank, 2), factor=factor))).skipped))
+    for each in range(2):
+        if shards:
+            optimizer.consolidate_state_dict(each)
+        if rank == each:
+            saved = step.state_dict()
+    step.load_state_dict(saved)
+    step.load_state_dict(saved)  # which nothing was taken out of
+    for i in range(5, 7):
+        step(*next(batches(i, 0, part=(rank, 2))))
+    return {"skipped": skipped, "weights": whole(ddp), "scale": step.scaler.get_scale()}
+
+
+def _zeros(rank: int) -> dict[str, Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found: dict[str, Any] = {
+        name: (_zero(rank, name, shards=True), _zero(rank, name, shards=False)) for name in PRESETS
+    }
+    for name in LOW:
+        net = _net()
+        sharded = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+        wanted = policy(name)
+        found[name] = _words(partial(hs.TrainStep, net, sharded, loss_of, policy=wanted))
+        found[name, "untouched"] = whole(net)
+    net = hs.prepare(_net(), policy="mixed")
+    overlapping = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2, overlap_with_ddp=True)
+    found["overlap"] = _words(lambda: hs.TrainStep(DistributedDataParallel(net), overlapping, loss_of))
+    return found
+
+
+# ------------------------------------------------------------------ FullyShardedDataParallel, in any order
+
+
+def _flat(rank: int) -> dict[Any, str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def wrapped(module: nn.Module, *, original: bool) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=original)
+
+    def parts(net: Net, *, original: bool) -> nn.Module:
+        for i, block in enumerate(net.blocks):
+            net.blocks[i] = wrapped(block, original=original)
+        return net
+
+    batch = next(batches(0, 0))
+    found: dict[Any, str] = {}
+    for original in (False, True):
+        for name in ("mixed:fp16", "pure:bf16"):
+
+            def prepared(shard: Callable[..., nn.Module], name: str = name, original: bool = original) -> nn.Module:
+                return shard(hs.prepare(_net(), policy=policy(name)), original=original)
+
+            def step(model: nn.Module) -> hs.TrainStep:
+                return hs.TrainStep(model, AdamW(model.parameters()), loss_of)
+
+            def first(name: str = name, original: bool = original) -> None:
+                model = wrapped(_net(), original=original)
+                hs.prepare(model, AdamW(model.parameters()), policy=policy(name))
+
+            words: dict[str, Callable[[], object]] = {
+                "prepared, wrapped, step": lambda: step(prepared(wrapped)),
+                "prepared, wrapped, loop": lambda: loss_of(prepared(wrapped), *batch),
+                "prepared, parts, step": lambda: step(prepared(parts)),
+                "prepared, parts, loop": lambda: loss_of(prepared(parts), *batch),
+                "wrapped, prepared": first,
+            }
+            found |= {(original, name, order): _words(run) for order, run in words.items()}
+    return found
+
+
+# ------------------------------------------------------------------ what DistributedDataParallel does itself
+
+
+def _overlapping(rank: int) -> dict[str, str]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    def step(ddp: DistributedDataParallel) -> str:
+        return _words(lambda: hs.TrainStep(ddp, AdamW(ddp.parameters()), loss_of, policy="mixed"))
+
+    updating = DistributedDataParallel(_net())
+    updating._register_fused_optim(torch.optim.SGD, lr=0.1)
+    casting = DistributedDataParallel(_net(), mixed_precision=_MixedPrecision(torch.bfloat16))
+    plain = DistributedDataParallel(_net())
+    plain.register_comm_hook(None, allreduce_hook)
+    return {"updating": step(updating), "casting": step(casting), "plain": step(plain)}
+
+
+def _all(rank: int) -> dict[str, Any]:
+    return {"zero": _zeros(rank), "flat": _flat(rank), "overlapping": _overlapping(rank)}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return in_two_processes(_all, tmp_path_factory.mktemp("others"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_zero_redundancy_optimizer_trains_as_the_one_it_shards(both: list[dict[str, Any]], name: str) -> None:
+    for each in both:
+        sharded, whole_one = each["zero"][name]
+        assert sharded["skipped"] == whole_one["skipped"] == [False, False, True, False, False]
+        assert sharded["scale"] == whole_one["scale"]
+        assert deviation(sharded["weights"], whole_one["weights"], whole(_net())) <= 1e-5
+        assert deviation(sharded["weights"], both[0]["zero"][name][0]["weights"], whole(_net())) == 0.0
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_a_zero_redundancy_optimizer_is_refused_over_low_weights(both: list[dict[str, Any]], name: str) -> None:
+    for each in both:
+        assert "WeightsError: ZeroRedundancyOptimizer sends low weights" in each["zero"][name]
+        assert "fully_shard" in each["zero"][name]
+        assert all(torch.equal(value, whole(_net())[key]) for key, value in each["zero"][name, "untouched"].items())
+
+
+def test_a_sharded_flat_parameter_is_refused_in_every_order(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        for (original, name, order), words in each["flat"].items():
+            early = original and name == "pure:bf16" and order.startswith("prepared")  # its weights refuse the pieces
+            assert ("was given data of shape" if early else "is sharded by FullySharded") in words, (order, words)
+            assert early or "use fully_shard in its place: hs.prepare first" in words
+
+
+def test_updates_and_casts_inside_the_backward_pass_are_refused(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert "overlap_with_ddp" in each["zero"]["overlap"]
+        assert "updates parameters in the backward pass" in each["overlapping"]["updating"]
+        assert "mixed_precision" in each["overlapping"]["casting"]
+        assert each["overlapping"]["plain"] == "ran"
