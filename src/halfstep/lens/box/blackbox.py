@@ -150,7 +150,9 @@ class BlackBox(Box):
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
             self._added = any(p.grad is not None for p in self._parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self._look)
+            engine = torch.autograd.Variable._execution_engine
+            # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
+            engine.queue_callback(lambda: engine.queue_callback(self._look))
 
     def _look(self) -> None:
         """Note on the device whether loss and gradients are finite; raises nothing into the user's backward pass."""

@@ -107,8 +107,8 @@ class Exchange:
         pause = SOON
         while True:
             count = store.add(f"{topic}/count", 0)
-            if one and store.add(f"{topic}/values", 0):
-                return Answers(self._values(topic), ())
+            if one and (found := self._values(topic)):
+                return Answers(found, ())
             waited = time.monotonic() - began
             if count >= everyone or waited >= (patience / LESS if count >= everyone - gone else patience):
                 break
@@ -161,7 +161,7 @@ class Exchange:
     def _values(self, topic: str) -> dict[int, bytes]:
         store, found = self._store, {}
         for place in range(1, 1 + min(store.add(f"{topic}/values", 0), MOST_VALUES)):
-            if store.check([f"{topic}/place/{place}"]):  # `get` waits for a key that a dead rank has not written
+            if store.check([f"{topic}/place/{place}"]):  # else it is about to be written, or its rank is dead
                 rank = int(store.get(f"{topic}/place/{place}"))
                 found[rank] = bytes(store.get(f"{topic}/value/{rank}"))
         return found

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from halfstep.errors import StepError
+from halfstep.lens.calls import extremes
 
-__all__ = ["has_room", "is_gathered", "is_sharded", "unsharded", "whole_state"]
+__all__ = ["bad_parts", "has_room", "is_gathered", "is_sharded", "unsharded", "whole_state"]
 
 ROOM = 2.0
 """Free memory that is needed on a device, in sizes of the whole model."""
@@ -31,6 +32,11 @@ SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a rank has only a part of some parameter."""
     return any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def bad_parts(model: nn.Module) -> list[str]:
+    """Return the names of parameters that are not finite, of sharded ones in the part that this rank has."""
+    return [name for name, parameter in model.named_parameters() if not extremes(parameter)[1]]
 
 
 def is_gathered(model: nn.Module) -> bool:

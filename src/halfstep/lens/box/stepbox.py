@@ -39,7 +39,7 @@ from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, advice, diagnose, inspect
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.sharded import has_room, is_sharded, unsharded
+from halfstep.lens.box.sharded import bad_parts, has_room, is_sharded, unsharded
 from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
@@ -195,6 +195,8 @@ ASKED = 3.0
 REPLAYS = 30
 """The wait for their verdicts is longer by so many replays of this rank: they may look for cures."""
 
+ELSEWHERE = "the part that another rank has of a parameter is not finite"
+
 APPLIED = (
     "gradients were finite and the update was applied: the weights have been written to since, and the replay ran with "
     "those after it"
@@ -259,16 +261,23 @@ class Box:
         """
         with ExitStack() as whole:
             began = time.monotonic()
+            sharded = is_sharded(subject.model)
+            parts = bad_parts(subject.model) if sharded else ()
+            attempt: Attempt | None = None
             try:
-                if is_sharded(subject.model):
+                if sharded:
                     self._gather(subject.model, topic, whole)
                 verdict, attempt = diagnose(subject)
+                if sharded and verdict.kind == "bad_state" and not parts:
+                    verdict = replace(verdict, kind="not_reproducible", detail=ELSEWHERE, parameter="")
             except Exception as error:
                 why = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
-                if topic is None and not is_sharded(subject.model):
+                if topic is None and not sharded:
                     raise StepError(f"the replay of step {subject.step} failed: {why}") from error
-                verdict, attempt = inspect(subject, why), None
+                verdict = inspect(subject, why)
             replays = REPLAYS * (time.monotonic() - began)
+            if verdict.parameter in parts:
+                verdict = replace(verdict, notes=(*verdict.notes, f"in the part of it that rank {subject.rank} has"))
             self._mine = self.verdict = _cured(subject, verdict, attempt)
             self._missing = ()
             if topic is not None:
