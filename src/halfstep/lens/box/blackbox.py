@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
 
 __all__ = ["BlackBox", "replay"]
+
+ORDINALS = count(1)
+"""Numbers of the boxes of this process, by which ranks name them to each other."""
 
 LISTED_EVERY = 16
 """The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
@@ -98,6 +102,7 @@ class BlackBox(Box):
         self._flag: Tensor | None = None  # whether the loss or a gradient is not finite
         self._bad: Tensor | None = None  # whether a gradient is not finite
         self._explained_step = 0
+        self._ordinal = next(ORDINALS)
         self._synced = True  # whether ranks average the gradients of the last call in its backward pass
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
@@ -218,8 +223,8 @@ class BlackBox(Box):
         seed = self._memory.window.batches[0].seed
         return 1.0 if seed is None else extremes(seed)[0]
 
-    def _models(self) -> tuple[nn.Module, nn.Module]:
-        return self.model, unwrap(self.model)
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        return self.model, unwrap(self.model), f"box {self._ordinal}"
 
     def _topic(self, place: str) -> Topic | None:
         """Return the topic of a step whose gradients are bad, so that all ranks see it; None of any other."""

@@ -63,18 +63,15 @@ class Exchange:
     """The ranks that make a step together.
 
     Args:
-        store: that of the default process group.
+        store: one that all of them write to.
         ranks: their global numbers, of this one too.
         me: the global number of this one.
-        name: equal on all of them, and another for each model.
     """
 
-    def __init__(self, store: Store, ranks: tuple[int, ...], me: int, name: str) -> None:
+    def __init__(self, store: Store, ranks: tuple[int, ...], me: int) -> None:
         self.ranks, self.me = ranks, me
         self._index = ranks.index(me)
-        # boxes of equal models are counted by the store, on each rank for itself
-        made = PrefixStore(f"halfstep/{name}", store)
-        self._store = PrefixStore(str(made.add(f"made/{me}", 1)), made)
+        self._store = store
         self._gone: dict[int, str] = {}  # index of a rank -> the last topic it has told nothing about
         self._topics: deque[str] = deque()
 
@@ -176,20 +173,22 @@ class Exchange:
             self._store.delete_key(f"{topic}/{key}")
 
 
-def exchange_of(wrapped: nn.Module, model: nn.Module) -> Exchange | None:
+def exchange_of(wrapped: nn.Module, model: nn.Module, name: str) -> Exchange | None:
     """Return the exchange of the ranks that make each step of a model together; None if there are no others.
 
     Args:
         wrapped: the model as the user calls it.
         model: the user's model inside.
+        name: of its black box, equal on all ranks and used for no other.
     """
     ranks = ranks_of_step(wrapped, model)
     store = None if ranks is None else _default_store()
     if ranks is None or store is None:
         return None
     names = [name for name, _ in model.named_parameters()]
-    name = hashlib.sha256(repr((ranks, names)).encode()).hexdigest()[:16]
-    return Exchange(store, ranks, torch.distributed.get_rank(), name)
+    # ranks that have made other models before do not take them for each other
+    key = hashlib.sha256(repr((name, ranks, names)).encode()).hexdigest()[:16]
+    return Exchange(PrefixStore(f"halfstep/{key}", store), ranks, torch.distributed.get_rank())
 
 
 def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | None:

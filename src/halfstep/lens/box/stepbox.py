@@ -290,8 +290,8 @@ class Box:
 
     # ------------------------------------------------------------------ ranks
 
-    def _models(self) -> tuple[nn.Module, nn.Module]:
-        """Return the model as the user calls it, and the one inside its wrappers."""
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
         raise NotImplementedError
 
     @cached_property
@@ -301,7 +301,7 @@ class Box:
             return None
         from halfstep.lens.box.exchange import exchange_of  # some builds of torch have no stores
 
-        return exchange_of(*self._models())
+        return exchange_of(*self._named_models())
 
     def _matters(self, topic: Topic | None, *, mine: bool) -> bool:
         """Return whether a step matters on some rank; `mine`: it does on this one."""
@@ -428,8 +428,8 @@ class StepBox(Box):
             return "none"
         return "static" if scaler.rule.is_static and not scaler.by_hand else "dynamic"
 
-    def _models(self) -> tuple[nn.Module, nn.Module]:
-        return self.step.model, self._history.model
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        return self.step.model, self._history.model, f"step {self.step.ordinal}"
 
     # ------------------------------------------------------------------ after each update
 
