@@ -64,8 +64,12 @@ def batch(step: int, rank: int, fault: str = "") -> tuple[Tensor, Tensor, Tensor
     return x, y, torch.tensor({"overflow": 1e30, "invalid": 0.0, "scale": 3000.0}.get(fault, 1.0))
 
 
-def built(kind: str, policy: hs.Policy, loss: Callable[..., Any] = loss_fn, **options: Any) -> hs.TrainStep:
+def built(
+    kind: str, policy: hs.Policy, loss: Callable[..., Any] = loss_fn, *, scale: float | None = None, **options: Any
+) -> hs.TrainStep:
     net = Net()
+    if scale is not None:
+        options["scaler"] = hs.GradScaler("cpu", init_scale=scale)
     if kind == "ddp":
         optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
         hs.prepare(net, optimizer, policy=policy)
@@ -92,7 +96,7 @@ class Collectives(TorchDispatchMode):
     """Counts what is sent by operators of torch.distributed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its type out
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,13 +113,9 @@ class Collectives(TorchDispatchMode):
 def blamed(rank: int) -> list[Any]:
     """Train through a fault on one rank, for each strategy, policy and fault; return both kinds of explanation."""
     found = []
-    for number, (kind, policy) in enumerate(
-        (k, p) for k in ("ddp", "fsdp2") for p in (STATIC, DYNAMIC, BF16)
-    ):
-        step, twin = (
-            built(kind, policy, blackbox=b, scaler=hs.GradScaler("cpu", init_scale=1024.0) if policy is DYNAMIC else None)
-            for b in (True, False)
-        )
+    for number, (kind, policy) in enumerate((k, p) for k in ("ddp", "fsdp2") for p in (STATIC, DYNAMIC, BF16)):
+        scale = 1024.0 if policy is DYNAMIC else None
+        step, twin = (built(kind, policy, blackbox=boxed, scale=scale) for boxed in (True, False))
         explained: list[Any] = []
         for i, fault in enumerate(("", FAULTS[number % 3], "", FAULTS[(number + 1) % 3], "")):
             guilty = (number + i) % 2
@@ -158,7 +158,7 @@ def one_asks(rank: int) -> list[Any]:
     """Let the first rank alone ask why a step was bad, of which the box said nothing by itself; train on."""
     found: list[Any] = []
     for kind in ("ddp", "fsdp2"):
-        step = built(kind, DYNAMIC, scaler=hs.GradScaler("cpu", init_scale=1024.0))
+        step = built(kind, DYNAMIC, scale=1024.0)
         result = step(*batch(0, rank, "scale")).host()
         began = time.monotonic()
         verdict = step.explain() if rank == 0 else None
@@ -267,7 +267,8 @@ def parallel(rank: int) -> list[Any]:
     for i, fault in enumerate(("bad_batch", "", "weight")):
         if fault == "weight" and rank == 1:
             with torch.no_grad():
-                net[0].weight.to_local()[0, 0] = math.inf  # type: ignore[operator]
+                weight: Any = net[0].weight
+                weight.to_local()[0, 0] = math.inf
         if step(*batch(i, 0, fault)).host().skipped:
             found.append(step.explain())
     return found

@@ -2,12 +2,12 @@
 
 Every rank tells something about a topic (a pair of step and question), and listens to the others for a bounded time.
 
-Note [no collective]: a collective waits for every rank of its group, and a rank that has finished, has raised or is dead
-never comes; it also has a place in the order of all other collectives. The store of `init_process_group` has neither:
-a key is written at once, and reading polls until a deadline. So an exchange cannot hang, and cannot shift the
+Note [no collective]: a collective waits for every rank of its group, and a rank that has finished, has raised or is
+dead never comes; it also has a place in the order of all other collectives. The store of `init_process_group` has
+neither: a key is written at once, and reading polls until a deadline. So an exchange cannot hang, and cannot shift the
 collectives of the training. Ranks that missed a deadline are waited for a fiftieth of the time, until they have told
-something about the topic they missed. The traffic of a rank does not grow with the number of ranks: a counter, one bit in a counter
-for every 62 ranks, and for ranks with something to report a numbered place in a short list.
+something about the topic they missed. The traffic of a rank does not grow with the number of ranks: a counter, one bit
+in a counter for every 62 ranks, and for ranks with something to report a numbered place in a short list.
 
 Note [agreement]: only `agree` decides something that ranks then do together. The decision is one key, written once by
 an atomic operation, so all ranks that read it read the same: "yes" if the last rank came in time, "no" by the first
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Answers", "Exchange", "exchange_of"]
@@ -43,7 +43,7 @@ LESS = 50
 """Ranks that were missing before are waited for this much less."""
 
 SOON, LATE = 0.0005, 0.02
-"""Seconds between the first two looks at the store, and at most; the latter for up to 2000 ranks, then in proportion."""
+"""Seconds between the first two looks at the store, and at most; for more than 2000 ranks longer in proportion."""
 
 
 @dataclass(frozen=True, slots=True)

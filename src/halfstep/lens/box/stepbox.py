@@ -348,7 +348,7 @@ class Box:
             note = f"the other ranks could not be asked: {type(error).__name__}: {error}"
             return replace(mine, notes=(*mine.notes, note))
         self._missing = answers.missing
-        found = [mine, *(pickle.loads(v) for rank, v in answers.values.items() if rank != exchange.me)]
+        found: list[Verdict] = [mine, *(pickle.loads(v) for rank, v in answers.values.items() if rank != exchange.me)]
         first = min(found, key=lambda verdict: (_weight(verdict), verdict.rank))
         alike = (v.rank for v in found if _weight(v) == _weight(first) < FINITE)
         notes = first.notes
