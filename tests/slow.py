@@ -45,7 +45,10 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_compiled_kernels_round_every_operation_and_load_many_bytes_at_once",
     ),
     "tests/lens/test_bad_loss.py": ("test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others",),
-    "tests/lens/test_ranks.py": ("test_the_bad_rank_is_named_on_both",),
+    "tests/lens/test_ranks.py": (
+        "both",
+        "test_a_rank_that_is_killed_while_the_others_wait_for_it_does_not_stop_them",
+    ),
     "tests/scale/test_ranks.py": ("test_ranks_agree_on_a_skip",),
     "tests/step/test_two_ranks.py": ("both",),
     "tests/step/test_compiled.py": ("test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",),

@@ -138,6 +138,8 @@ class Verdict:
         value: largest magnitude among them.
         limit: largest number of the format its result has; 0.0 if that does not matter.
         rank: rank of the process it happened on.
+        ranks: all ranks on which the step was not finite, of those that make each step together; () if there are no
+            others, or if the step was finite on each.
         step: the step of the TrainStep or BlackBox, from 1.
         cures: changes under which the step is finite, smallest first; then unverified advice.
         detail: the part of the headline that follows the place.
@@ -155,6 +157,7 @@ class Verdict:
     value: float = 0.0
     limit: float = 0.0
     rank: int = 0
+    ranks: tuple[int, ...] = ()
     step: int = 0
     cures: tuple[Cure, ...] = ()
     detail: str = ""
@@ -169,7 +172,7 @@ class Verdict:
     @property
     def headline(self) -> str:
         """The verdict in one line."""
-        rank = f" on rank {self.rank}" if self.rank else ""
+        rank = f" on rank {self.rank}" if self.rank or self.ranks else ""
         return f"step {self.step}{rank}: {self._sentence()}"
 
     def _sentence(self) -> str:
@@ -187,13 +190,14 @@ class Verdict:
             return f"{self.parameter or 'the state'} is not finite before the step" + (f"; {what}" if self.op else "")
         if self.kind == "scale_too_high":
             return f"the loss scale is too high for {what}" + (f"; {self.detail}" if self.detail else "")
-        return "not reproducible: the replay of this step is finite"
+        return f"not reproducible: {self.detail or 'the replay of this step is finite'}"
 
     def __str__(self) -> str:
         """Return the report: one fact a line, then what to change."""
         lines = [f"halfstep black box, {self.headline}"]
         facts = [("operator", self.op), ("module", self.module), ("line", self.line), ("phase", self.phase)]
         facts.append(("value of", self.parameter))
+        facts.append(("ranks", ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else ""))
         if self.shapes:
             inputs = zip(self.dtypes, self.shapes, strict=True)
             facts.append(("inputs", ", ".join(f"{d} {list(s)}" for d, s in inputs)))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ __all__ = ["TrainStep"]
 
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
+ORDINALS = count(1)
 KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph")  # of a copy
 
 
@@ -71,6 +73,8 @@ class TrainStep:
 
     Attributes:
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
+        ordinal: its number among the steps of this process that several ranks make, from 1; ranks name it so to each
+            other. 0: it is made by one.
         copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
         evidence: the folder for the evidence of bad steps, or None.
 
@@ -125,6 +129,9 @@ class TrainStep:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
+        # ranks that make steps together examine a bad one together, at one place: `_update`
+        self._alone = self._no_sync is None and not any(hasattr(p, "placements") for p in unwrap(model).parameters())
+        self.ordinal = 0 if self._alone else next(ORDINALS)
         self._metrics: Metrics | None = None
         self._box: Any = None  # the black box, made by the first step that is not finite
         self._keeps_pages = False
@@ -431,8 +438,8 @@ class TrainStep:
     def _settle(self) -> None:
         """Read the verdict of the last update and advance the scheduler if it was applied."""
         record = self.record
-        if record.history is not None and record.history.judged is not None and self._no_sync is None:
-            self._examine(wait=False)  # a collective on several ranks, which wait for it at one place: `_update`
+        if record.history is not None and record.history.judged is not None and self._alone:
+            self._examine(wait=False)
         if record.bad is not None and self.scheduler is not None:
             record.host_reads += 1
             if not bool(record.bad):
@@ -485,7 +492,7 @@ class TrainStep:
     def _examine(self, *, wait: bool) -> None:
         """Give the last update to the black box if it was not applied or its loss was not finite, once that is known.
 
-        On several ranks the black box is collective: every rank must call this at the same place of a step.
+        On several ranks every rank must call this at the same place of a step: there they tell each other what was bad.
         """
         assert self.record.history is not None
         window = self.record.history.arrived(wait=wait)

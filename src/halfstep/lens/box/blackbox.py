@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import load_evidence, load_weights, window_of
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import LOW_SCALE, MOST_REPLAYS, Box, SkippedStep, StepBox, rank
+from halfstep.lens.box.stepbox import CALL, LOW_SCALE, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic, rank
 from halfstep.lens.calls import extremes, local
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
@@ -32,6 +33,9 @@ from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
 
 __all__ = ["BlackBox", "replay"]
+
+ORDINALS = count(1)
+"""Numbers of the boxes of this process, by which ranks name them to each other."""
 
 LISTED_EVERY = 16
 """The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
@@ -95,8 +99,11 @@ class BlackBox(Box):
         self.step = 0
         self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
-        self._flag: Tensor | None = None
+        self._flag: Tensor | None = None  # whether the loss or a gradient is not finite
+        self._bad: Tensor | None = None  # whether a gradient is not finite
         self._explained_step = 0
+        self._ordinal = next(ORDINALS)
+        self._synced = True  # whether ranks average the gradients of the last call in its backward pass
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
@@ -115,6 +122,7 @@ class BlackBox(Box):
         self._memory.begin()
         self._statistics.begin_window()
         self._around = _regions_here()
+        self._synced = getattr(self.model, "require_backward_grad_sync", True)
         kept = self._memory.keep(self.step, batch, named)
         returned = self.loss_fn(self.model, *batch, **named)
         if self.step % LISTED_EVERY == 1:  # after the call, which may have made lazy ones
@@ -134,29 +142,30 @@ class BlackBox(Box):
             StepError: the last step was finite, or nothing has run backward.
         """
         if self._explained_step == self.step and self.verdict is not None:
-            return self.verdict
+            topic = self._topic(CALL) if self._missing else None
+            return self.verdict if topic is None else self._again(topic)
         if self._flag is None or not bool(self._flag):
             if self.verdict is not None:
                 return self.verdict
             raise StepError("explain(): there is no step to explain: the last one was finite, or has not run backward")
-        return self._explained()
+        return self._explained(CALL)
 
     def _begin(self, kept: MicroBatch, gradient: Tensor) -> None:
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
             self._added = any(p.grad is not None for p in self._parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self._look)
+            engine = torch.autograd.Variable._execution_engine
+            # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
+            engine.queue_callback(lambda: engine.queue_callback(self._look))
 
     def _look(self) -> None:
         """Note on the device whether loss and gradients are finite; raises nothing into the user's backward pass."""
         try:
             kept = self._memory.window.batches[0]
             with torch.no_grad():
-                found = [_values(p.grad) for p in self._parameters if p.grad is not None]
-                if kept.loss is not None:
-                    found.append(kept.loss)
-                self._flag = _not_finite(found)
+                self._bad = _not_finite([_values(p.grad) for p in self._parameters if p.grad is not None])
+                self._flag = self._bad if kept.loss is None else self._bad | _not_finite([kept.loss])
             self._memory.end(self._flag, None)
         except Exception as error:
             self._flag = None
@@ -186,7 +195,7 @@ class BlackBox(Box):
         """Examine a step that is not finite, in its gradients or in its loss alone."""
         model, kept = unwrap(self.model), self._memory.window.batches[0]
         finite = kept.loss is None or extremes(kept.loss)[1]
-        if not finite and all(extremes(p.grad)[1] for p in model.parameters() if p.grad is not None):
+        if not finite and not self._gradients_bad():
             texts = self._trouble.lost()
             first = self._trouble.losses == 1
         else:
@@ -203,16 +212,29 @@ class BlackBox(Box):
             texts = self._trouble.see(seen)
             first = self._trouble.streak == 1
         self._warn(self.step, texts)
-        if first and self._replays < MOST_REPLAYS and (not finite or self._scale() <= LOW_SCALE):
-            self._replays += 1
-            self._announce(self._explained())
+        if first and self._replays < MOST_REPLAYS:
+            matters = self._scale() <= LOW_SCALE
+            if matters or self._matters(self._topic(UPDATE), mine=not finite):
+                self._replays += 1
+                self._announce(self._explained(UPDATE))
 
     def _scale(self) -> float:
         """Return the largest value of the backward pass's seed; 1.0 if it has not begun."""
         seed = self._memory.window.batches[0].seed
         return 1.0 if seed is None else extremes(seed)[0]
 
-    def _explained(self) -> Verdict:
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        return self.model, unwrap(self.model), f"box {self._ordinal}"
+
+    def _topic(self, place: str) -> Topic | None:
+        """Return the topic of a step whose gradients are bad, so that all ranks see it; None of any other."""
+        shared = self._synced and self._gradients_bad() and self.exchange is not None
+        return Topic(str(self.step), place) if shared else None
+
+    def _gradients_bad(self) -> bool:
+        return self._bad is not None and bool(self._bad)
+
+    def _explained(self, place: str) -> Verdict:
         model = unwrap(self.model)
 
         def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -240,7 +262,7 @@ class BlackBox(Box):
             foreign=policy is None,
         )
         self._explained_step = self.step
-        verdict = self.explain_subject(subject)
+        verdict = self.explain_subject(subject, self._topic(place))
         if [p._version for p in self._parameters] != self._versions:
             note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))

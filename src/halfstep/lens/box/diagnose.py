@@ -17,10 +17,10 @@ from halfstep.lens.box.trace import Source, Trace
 from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
-from halfstep.step.record import versions_of
+from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import tensors
 
-__all__ = ["CURABLE", "Subject", "advice", "diagnose", "low_of", "verdict_of"]
+__all__ = ["CURABLE", "Subject", "advice", "diagnose", "inspect", "low_of", "verdict_of"]
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
 """Kinds of verdicts that a change of policy may cure."""
@@ -105,7 +105,9 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     else:
         verdict = verdict_of(attempt.trace, subject.names)
         if verdict.kind == "bad_batch":
-            verdict = replace(verdict, detail=_of_input(subject, attempt, verdict.parameter))
+            assert attempt.index is not None
+            micro = subject.replay.window[attempt.index]
+            verdict = replace(verdict, detail=_of_input(micro, verdict.parameter))
         elif verdict.kind == "bad_state":
             notes += [f"{name} is not finite either" for name in _bad_states(subject)][:3]
         elif verdict.kind in {"overflow", "invalid"} and _only_gradients(attempt):
@@ -118,6 +120,39 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
     if _compiled(subject.model):
         notes.append("the model is compiled; the replay ran it eagerly")
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
+
+
+def inspect(subject: Subject, why: str) -> Verdict:
+    """Return what the tensors of a step show without a replay; of sharded ones this rank's part.
+
+    Args:
+        subject: the step.
+        why: the reason why it is not replayed, in words.
+    """
+    verdict = Verdict(kind="not_reproducible", detail=f"not replayed: {why}")
+    window = subject.replay.window
+    state = (*subject.model.named_parameters(), *subject.model.named_buffers())
+    bad_state = [name for name, tensor in state if not is_lazy(tensor) and not extremes(tensor)[1]]
+    bad_state += _bad_states(subject)
+    inputs = [
+        (micro, index)
+        for micro in window
+        for index, tensor in enumerate(tensors((micro.batch, micro.named)))
+        if not extremes(tensor)[1]
+    ]
+    losses = [i for i, micro in enumerate(window) if micro.loss is not None and not extremes(micro.loss)[1]]
+    reason = f"not replayed: {why}"
+    if inputs:
+        micro, index = inputs[0]
+        name = f"input {index}"
+        verdict = Verdict(kind="bad_batch", parameter=name, detail=_of_input(micro, name), notes=(reason,))
+    elif bad_state:
+        more = tuple(f"{name} is not finite either" for name in bad_state[1:4])
+        verdict = Verdict(kind="bad_state", parameter=bad_state[0], notes=(*more, reason))
+    elif losses:
+        found = f"the loss of micro-batch {losses[0] + 1} of {len(window)} is not finite"
+        verdict = replace(verdict, parameter="the loss", detail=f"{found}; {reason}")
+    return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *subject.notes))
 
 
 def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
@@ -172,10 +207,8 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
     )
 
 
-def _of_input(subject: Subject, attempt: Attempt, name: str) -> str:
+def _of_input(micro: MicroBatch, name: str) -> str:
     """Return how much of an input is not finite, and where."""
-    assert attempt.index is not None
-    micro = subject.replay.window[attempt.index]
     for index, tensor in enumerate(tensors((micro.batch, micro.named))):
         if name == f"input {index}" and tensor.layout is torch.strided and not extremes(tensor)[1]:
             bad = ~torch.isfinite(tensor.detach())
@@ -342,7 +375,7 @@ INVALID = {
 
 def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
     """Return what to do where no policy helps; `everywhere`: the step is not finite in fp32 either."""
-    text = ADVICE.get(verdict.kind, "")
+    text = ADVICE.get(verdict.kind, "") if verdict.kind != "not_reproducible" or not verdict.detail else ""
     if verdict.kind == "overflow":
         text = OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid":

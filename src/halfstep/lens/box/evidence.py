@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.box.diagnose import Subject
+from halfstep.lens.box.sharded import is_gathered, is_sharded, whole_state
 from halfstep.lens.calls import PLAIN_TYPES
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
@@ -103,7 +104,9 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         })  # fmt: skip
     names = {id(m): n for n, m in subject.model.named_modules()}
     buffers = [(names[id(m)], n, _cpu(v)) for m, n, v in subject.replay.buffers if id(m) in names]
-    state = {n: _cpu(v) for n, v in subject.model.state_dict().items() if isinstance(v, Tensor)}
+    state = {n: _cpu(v) for n, v in _state(subject.model).items() if isinstance(v, Tensor)}
+    if is_sharded(subject.model):
+        notes.append("weights are left out: this rank has a part of them")
     alone = sum(t.numel() * t.element_size() for t in tensors(window))
     if alone > MOST_BATCHES:
         return None, [*notes, f"its micro-batches are {alone >> 20} MiB, more than {MOST_BATCHES >> 20}"]
@@ -124,10 +127,18 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         "scaling": subject.scaling,
         "scale": subject.scale,
         "step": subject.step,
+        "rank": subject.rank,
         "window": window,
         "buffers": buffers,
         "model": state,
     }, notes
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Return the weights of a model; nothing of one that is sharded at the moment."""
+    if is_sharded(model):
+        return {}
+    return whole_state(model) if is_gathered(model) else model.state_dict()
 
 
 def _cpu(tensor: Tensor | None) -> Tensor | None:

@@ -3,16 +3,25 @@
 A step that is not finite only because a dynamic scale is still falling is left alone. Any other is replayed with
 instruments (`trace`), its first cause is named (`diagnose`), small changes of policy are tried by replay (`cures`), and
 evidence is written if a folder was given. `Trouble` recognises what several steps have in common.
+
+Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
+bad steps, and each replays its own batch. They tell each other their verdicts through an `Exchange`, which is no
+collective and waits for a bounded time, and every rank takes the same one: that of the lowest rank with a fault.
+`explain()` then returns it without asking anyone. A step that was not explained by itself is exchanged when `explain()`
+is called; called on one rank only, it returns that rank's verdict after the wait, with a note. The one collective
+there is gathers the parameters of a model under `fully_shard`, after all ranks have agreed to it.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
+import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +36,17 @@ from halfstep.events import Verdict
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.lens.box.cures import cures, rebound
-from halfstep.lens.box.diagnose import CURABLE, Subject, advice, diagnose
+from halfstep.lens.box.diagnose import CURABLE, Subject, advice, diagnose, inspect
 from halfstep.lens.box.evidence import save_evidence
-from halfstep.lens.box.replay import Replay
+from halfstep.lens.box.replay import Attempt, Replay
+from halfstep.lens.box.sharded import bad_parts, has_room, is_sharded, unsharded
 from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.record import History, Window
 
 if TYPE_CHECKING:
+    from halfstep.lens.box.exchange import Exchange
     from halfstep.step.train_step import TrainStep
 
 __all__ = ["LOW_SCALE", "MOST_REPLAYS", "Box", "SkippedStep", "StepBox", "Trouble", "rank"]
@@ -172,10 +183,50 @@ MOST_REPLAYS = 16
 LOOK_EVERY = 10
 """Weights and optimizer state are read at every so many steps of a streak."""
 
+PATIENCE = 10.0
+"""Seconds to wait for the other ranks, which come to a bad step at nearly the same time."""
+
+SHOWN = 8
+"""Missing ranks are named up to this number."""
+
+ASKED = 3.0
+"""The same where the user called `explain`, perhaps on one rank only."""
+
+REPLAYS = 30
+"""The wait for their verdicts is longer by so many replays of this rank: they may look for cures."""
+
+ELSEWHERE = "the part that another rank has of a parameter is not finite"
+
 APPLIED = (
     "gradients were finite and the update was applied: the weights have been written to since, and the replay ran with "
     "those after it"
 )
+
+
+UPDATE, CALL = "update", "call"
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A bad step as the ranks name it among each other.
+
+    Attributes:
+        name: equal on all ranks, and used for this step only.
+        place: where in the program it is explained: `UPDATE` or `CALL`.
+    """
+
+    name: str
+    place: str
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for ranks that have not come to this place."""
+        return PATIENCE if self.place == UPDATE else ASKED
+
+    @property
+    def agreement(self) -> str:
+        """The topic of an agreement, which holds for one place: elsewhere ranks may run other collectives."""
+        return f"{self.name}/{self.place}"
 
 
 class Box:
@@ -194,32 +245,116 @@ class Box:
         self._trouble = Trouble()
         self._replays = 0
         self._warned: set[str] = set()
+        self._mine: Verdict | None = None  # on the step that `verdict` is about, of this rank alone
+        self._told = ""  # the last topic that a verdict was told about
+        self._missing: tuple[int, ...] = ()  # ranks that told none in time
 
-    def explain_subject(self, subject: Subject) -> Verdict:
-        """Replay a step, name the first cause, look for cures, write the evidence."""
-        if any(hasattr(p, "placements") for p in subject.model.parameters()):
-            raise StepError("its parameters are sharded, and a replay on one rank would wait for the others")
-        try:
-            verdict, attempt = diagnose(subject)
-        except Exception as error:
-            raise StepError(f"the replay of step {subject.step} failed: {type(error).__name__}: {error}") from error
-        if subject.foreign and attempt.trace is not None:
-            low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
-            subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
-            subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
-        if verdict.kind not in CURABLE:
-            verdict = replace(verdict, cures=advice(verdict))
-        else:
+    def explain_subject(self, subject: Subject, topic: Topic | None = None) -> Verdict:
+        """Replay a step, name the first cause, look for cures, ask the other ranks, write the evidence.
+
+        Args:
+            subject: the step.
+            topic: that of the step, if other ranks explain it too.
+
+        Raises:
+            StepError: the replay failed, and the model is on this rank alone.
+        """
+        with ExitStack() as whole:
+            began = time.monotonic()
+            sharded = is_sharded(subject.model)
+            parts = bad_parts(subject.model) if sharded else ()
+            attempt: Attempt | None = None
             try:
-                verdict = replace(verdict, cures=cures(subject, verdict, attempt))
-            except Exception as error:  # the cause is known, a cure is not
-                verdict = replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
-        self.verdict = verdict
-        if self._folder is not None:
-            saved = save_evidence(self._folder, subject, verdict, self._written)
-            if not saved.endswith(".pt"):
-                self._warn_once("evidence", saved)
-        return verdict
+                if sharded:
+                    self._gather(subject.model, topic, whole)
+                verdict, attempt = diagnose(subject)
+                if sharded and verdict.kind == "bad_state" and not parts:
+                    verdict = replace(verdict, kind="not_reproducible", detail=ELSEWHERE, parameter="")
+            except Exception as error:
+                why = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
+                if topic is None and not sharded:
+                    raise StepError(f"the replay of step {subject.step} failed: {why}") from error
+                verdict = inspect(subject, why)
+            replays = REPLAYS * (time.monotonic() - began)
+            if verdict.parameter in parts:
+                verdict = replace(verdict, notes=(*verdict.notes, f"in the part of it that rank {subject.rank} has"))
+            self._mine = self.verdict = _cured(subject, verdict, attempt)
+            self._missing = ()
+            if topic is not None:
+                self.verdict = self._first_of_ranks(topic, topic.patience + replays)
+            if self._folder is not None and (not self.verdict.ranks or subject.rank in self.verdict.ranks):
+                saved = save_evidence(self._folder, subject, self.verdict, self._written)
+                if not saved.endswith(".pt"):
+                    self._warn_once("evidence", saved)
+        return self.verdict
+
+    # ------------------------------------------------------------------ ranks
+
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        """Return the model as the user calls it, the one inside its wrappers, and a name for the box on all ranks."""
+        raise NotImplementedError
+
+    @cached_property
+    def exchange(self) -> Exchange | None:
+        """The exchange of the ranks that see the same bad steps; None if there are no others."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
+        from halfstep.lens.box.exchange import exchange_of  # some builds of torch have no stores
+
+        return exchange_of(*self._named_models())
+
+    def _matters(self, topic: Topic | None, *, mine: bool) -> bool:
+        """Return whether a step matters on some rank; `mine`: it does on this one."""
+        if topic is None or self.exchange is None:
+            return mine
+        name = f"{topic.name}/matters"
+        try:
+            self.exchange.tell(name, b"yes" if mine else None)
+            return mine or bool(self.exchange.listen(name, topic.patience, one=True).values)
+        except Exception as error:
+            self._warn_once("store", f"the other ranks could not be asked: {type(error).__name__}: {error}")
+            return mine
+
+    def _gather(self, model: nn.Module, topic: Topic | None, whole: ExitStack) -> None:
+        """Gather the parameters of a sharded model until `whole` is left, if all ranks agree; collective then.
+
+        Raises:
+            StepError: they do not.
+        """
+        if topic is None or self.exchange is None:
+            if torch.distributed.get_world_size() > 1:
+                raise StepError("its parameters are sharded, and the other ranks have no part in this")
+        elif not self.exchange.agree(topic.agreement, ok=has_room(model), patience=topic.patience):
+            raise StepError("its parameters are sharded, and a rank was missing or had no room to gather them all")
+        whole.enter_context(unsharded(model))
+
+    def _again(self, topic: Topic) -> Verdict:
+        """Return the verdict of all ranks, some of which may have told theirs since."""
+        self.verdict = self._first_of_ranks(topic, 0.0)
+        return self.verdict
+
+    def _first_of_ranks(self, topic: Topic, patience: float) -> Verdict:
+        """Return the verdict of the lowest rank with a fault, which is the same on all ranks that come in time."""
+        mine, exchange = self._mine, self.exchange
+        assert mine is not None and exchange is not None
+        try:
+            if self._told != topic.name:
+                self._told = topic.name
+                # without any fault all take the verdict of the first rank
+                shown = _weight(mine) < FINITE or exchange.me == exchange.ranks[0]
+                exchange.tell(topic.name, pickle.dumps(mine) if shown else None)
+            answers = exchange.listen(topic.name, patience, at_update=topic.place == UPDATE)
+        except Exception as error:
+            note = f"the other ranks could not be asked: {type(error).__name__}: {error}"
+            return replace(mine, notes=(*mine.notes, note))
+        self._missing = answers.missing
+        found: list[Verdict] = [mine, *(pickle.loads(v) for rank, v in answers.values.items() if rank != exchange.me)]
+        first = min(found, key=lambda verdict: (_weight(verdict), verdict.rank))
+        alike = (v.rank for v in found if _weight(v) == _weight(first) < FINITE)
+        notes = first.notes
+        if answers.missing:
+            notes = (*notes, f"no verdict came from {_named(answers.missing)} in {patience:.0f} s")
+        return replace(first, ranks=tuple(sorted(alike)), notes=notes)
 
     def _state_finite(self, model: nn.Module, optimizer: Optimizer | None) -> bool:
         """Return whether weights and optimizer state are finite; reads them at every `LOOK_EVERY`-th step."""
@@ -261,6 +396,7 @@ class StepBox(Box):
     def __init__(self, step: TrainStep) -> None:
         super().__init__(step.evidence)
         self._ref = weakref.ref(step)
+        self._bad_steps = 0  # updates that were not applied
         self._explained_step = 0  # the step that `verdict` is about
         self._lone = 0  # explanations of applied steps, on which ranks do not agree
 
@@ -292,11 +428,8 @@ class StepBox(Box):
             return "none"
         return "static" if scaler.rule.is_static and not scaler.by_hand else "dynamic"
 
-    @property
-    def _group(self) -> Any:
-        """The process group of DistributedDataParallel, whose ranks all make each step; None for other models."""
-        model = self.step.model
-        return model.process_group if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
+        return self.step.model, self._history.model, f"step {self.step.ordinal}"
 
     # ------------------------------------------------------------------ after each update
 
@@ -314,15 +447,18 @@ class StepBox(Box):
             self._warn_once("failed", f"step {window.last} was not finite, and {type(error).__name__}: {error}")
 
     def _skipped(self, window: Window) -> None:
-        """Examine an update that was not applied. Collective: all ranks reach this call together."""
+        """Examine an update that was not applied. All ranks come here, at the same place of the program."""
+        self._bad_steps += 1
         self._trouble.skipped()
+        explained = self._trouble.streak == 1 and self._replays < MOST_REPLAYS
         # more than a dynamic scale on its way down
-        matters = self._scaling != "dynamic" or _scale(window) <= LOW_SCALE or not window.finite()
-        matters = self._any_rank(matters)
+        matters = self._scaling != "dynamic" or _scale(window) <= LOW_SCALE
+        if explained and not matters:
+            matters = self._matters(self._topic(window, UPDATE), mine=not window.finite())
         try:
             self._warn(window.last, self._trouble.see(self._facts(window)))
-        finally:  # also after an error: the other ranks wait in here
-            if matters and self._trouble.streak == 1 and self._replays < MOST_REPLAYS:
+        finally:  # also after an error: the other ranks wait for a verdict
+            if explained and matters:
                 self._replays += 1
                 self._explain_by_itself(window)
 
@@ -348,18 +484,14 @@ class StepBox(Box):
             self._announce(self._known(window) or self._explained(window))
 
     def _explain_by_itself(self, window: Window) -> None:
-        """Explain a step without a call of `explain`, in one line. Collective, like `_skipped`."""
+        """Explain a step without a call of `explain`, in one line."""
         known = self._known(window)  # the user has called `explain` on this rank
-        try:
-            verdict = known or self._explained(window)
-        except Exception as error:
-            if self._group is None:
-                raise
-            verdict = Verdict(kind="not_reproducible", step=window.last, rank=rank(), notes=(str(error),))
-        if self._group is not None:
-            verdict = self.verdict = self._first_of_ranks(verdict)
         if known is None:
-            self._announce(verdict)
+            self._announce(self._explained(window, UPDATE))
+        elif self.exchange is not None and is_sharded(self._history.model):  # the others need not wait for this rank
+            topic = self._topic(window, UPDATE)
+            assert topic is not None
+            self.exchange.agree(topic.agreement, ok=False, patience=0.0)
 
     # ------------------------------------------------------------------ replay
 
@@ -369,7 +501,11 @@ class StepBox(Box):
         # the losses of an update that is still to come count first
         window = record.judged if record.window.finite() else record.window
         if window is not None and window.explainable():
-            return self._known(window) or self._explained(window)
+            known = self._known(window)
+            topic = self._topic(window, CALL) if known is None or self._missing else None
+            if known is None:
+                return self._explained(window, CALL)
+            return known if topic is None else self._again(topic)
         if self.verdict is None:
             raise StepError(
                 "explain(): there is no step to explain: the last one was applied and its loss was finite, or nothing "
@@ -381,7 +517,14 @@ class StepBox(Box):
     def _known(self, window: Window) -> Verdict | None:
         return self.verdict if self._explained_step == window.last else None
 
-    def _explained(self, window: Window) -> Verdict:
+    def _topic(self, window: Window, place: str) -> Topic | None:
+        """Return the topic of an update that was not applied; None of any other, and without other ranks."""
+        if window.flag is None or not bool(window.flag) or self.exchange is None:
+            return None
+        number = self._bad_steps + (window.bad is None)  # not counted yet
+        return Topic(f"{number}.{window.last}", place)
+
+    def _explained(self, window: Window, place: str = CALL) -> Verdict:
         step, model = self.step, self._history.model
         around = partial(_recomputing, model)
         wide = step.policy.grads == "fp32"
@@ -397,26 +540,40 @@ class StepBox(Box):
             step=window.last,
             rank=rank(),
         )
-        self._explained_step = window.last
         if window.flag is not None and not bool(window.flag):
             subject.notes = (APPLIED,)
-        return self.explain_subject(subject)
+        verdict = self.explain_subject(subject, self._topic(window, place))
+        self._explained_step = window.last
+        return verdict
 
-    # ------------------------------------------------------------------ ranks
 
-    def _any_rank(self, matters: bool) -> bool:
-        """Return whether the step matters on any rank of DistributedDataParallel. Collective."""
-        if self._group is None:
-            return matters
-        flag = torch.tensor(float(matters), device=next(self.step.model.parameters()).device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+FINITE = 3
 
-    def _first_of_ranks(self, mine: Verdict) -> Verdict:
-        """Return the verdict of the first rank whose own replay was not finite. Collective."""
-        found: list[Any] = [None] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(found, mine, group=self._group)
-        return next((v for v in found if v is not None and v.kind != "not_reproducible"), mine)
+
+def _weight(verdict: Verdict) -> int:
+    """Return how much a verdict says about its rank, the most first: a cause, a bad loss, no replay, a finite one."""
+    if verdict.kind != "not_reproducible":
+        return 0
+    return 1 if verdict.parameter else 2 if verdict.detail else FINITE
+
+
+def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdict:
+    """Return the verdict with its cures, which are tried by replay."""
+    if attempt is not None and subject.foreign and attempt.trace is not None:
+        low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
+        subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
+        subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
+    if attempt is None or verdict.kind not in CURABLE:
+        return replace(verdict, cures=advice(verdict))
+    try:
+        return replace(verdict, cures=cures(subject, verdict, attempt))
+    except Exception as error:  # the cause is known, a cure is not
+        return replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _recipe(model: nn.Module) -> Recipe:

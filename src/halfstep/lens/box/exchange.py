@@ -1,0 +1,221 @@
+"""Exchange: what ranks tell each other about a bad step, through the key-value store of their process group.
+
+Every rank tells something about a topic (a pair of step and question), and listens to the others for a bounded time.
+
+Note [no collective]: a collective waits for every rank of its group, and a rank that has finished, has raised or is
+dead never comes; it also has a place in the order of all other collectives. The store of `init_process_group` has
+neither: a key is written at once, and reading polls until a deadline. So an exchange cannot hang, and cannot shift the
+collectives of the training. Ranks that missed a deadline are waited for a fiftieth of the time, until they have told
+something about the topic they missed. The traffic of a rank does not grow with the number of ranks: a counter, one bit
+in a counter for every 62 ranks, and for ranks with something to report a numbered place in a short list.
+
+Note [agreement]: only `agree` decides something that ranks then do together. The decision is one key, written once by
+an atomic operation, so all ranks that read it read the same: "yes" if the last rank came in time, "no" by the first
+rank that could not, or would not wait longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Answers", "Exchange", "exchange_of"]
+
+BITS = 62
+"""Ranks in one counter of the store, which is a signed 64-bit integer."""
+
+MOST_VALUES = 16
+"""Values read of one topic, the first that were told."""
+
+KEPT = 16
+"""Topics whose keys stay in the store."""
+
+LESS = 50
+"""Ranks that were missing before are waited for this much less."""
+
+SOON, LATE = 0.0005, 0.02
+"""Seconds between the first two looks at the store, and at most; for more than 2000 ranks longer in proportion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What was told about a topic before a deadline.
+
+    Attributes:
+        values: rank -> what it reported.
+        missing: ranks that have told nothing.
+    """
+
+    values: dict[int, bytes]
+    missing: tuple[int, ...]
+
+
+class Exchange:
+    """The ranks that make a step together.
+
+    Args:
+        store: one that all of them write to.
+        ranks: their global numbers, of this one too.
+        me: the global number of this one.
+    """
+
+    def __init__(self, store: Store, ranks: tuple[int, ...], me: int) -> None:
+        self.ranks, self.me = ranks, me
+        self._index = ranks.index(me)
+        self._store = store
+        self._gone: dict[int, str] = {}  # index of a rank -> the last topic it has told nothing about
+        self._topics: deque[str] = deque()
+
+    def tell(self, topic: str, value: bytes | None = None) -> None:
+        """Tell the others that this rank has come to `topic`, and `value` if it is not None. Waits for none of them."""
+        store = self._store
+        if value is not None:
+            store.set(f"{topic}/value/{self.me}", value)  # type: ignore[arg-type]  # bytes are right, the stub has str
+            place = store.add(f"{topic}/values", 1)
+            if place <= MOST_VALUES:
+                store.set(f"{topic}/place/{place}", str(self.me))
+        store.add(f"{topic}/bits/{self._index // BITS}", 1 << (self._index % BITS))
+        store.add(f"{topic}/count", 1)
+        self._topics.append(topic)
+        if len(self._topics) > KEPT:
+            self._forget(self._topics.popleft())
+
+    def listen(self, topic: str, patience: float, *, one: bool = False, at_update: bool = True) -> Answers:
+        """Return what has been told about `topic`.
+
+        Args:
+            topic: of which this rank has told something itself.
+            patience: seconds to wait for ranks that have told nothing.
+            one: whether to wait for the first value only.
+            at_update: whether every rank should come here, so that one that does not is waited for less the next time.
+        """
+        store, everyone = self._store, len(self.ranks)
+        gone = len(self._still_gone())
+        began = time.monotonic()
+        pause = SOON
+        while True:
+            count = store.add(f"{topic}/count", 0)
+            if one and (found := self._values(topic)):
+                return Answers(found, ())
+            waited = time.monotonic() - began
+            if count >= everyone or waited >= (patience / LESS if count >= everyone - gone else patience):
+                break
+            pause = self._wait(pause)
+        missing = [] if count >= everyone else self._missing(topic)
+        if at_update:
+            self._gone = dict.fromkeys(missing, topic)
+        return Answers(self._values(topic), tuple(self.ranks[index] for index in missing))
+
+    def agree(self, topic: str, *, ok: bool, patience: float) -> bool:
+        """Return whether all ranks are here and say `ok`; the same on every rank that returns. See note [agreement].
+
+        Args:
+            topic: of which nothing has been told.
+            ok: whether this rank agrees.
+            patience: seconds to wait for ranks that are not here.
+        """
+        store, decision = self._store, f"{topic}/decision"
+        if not ok or self._still_gone():  # one that was missing does not stop the others for long
+            store.compare_set(decision, "", "no")
+        elif store.add(f"{topic}/count", 1) == len(self.ranks):
+            store.compare_set(decision, "", "yes")
+        end = time.monotonic() + patience
+        pause = SOON
+        while not store.check([decision]):
+            if time.monotonic() >= end:
+                store.compare_set(decision, "", "no")
+            pause = self._wait(pause)
+        return bytes(store.get(decision)) == b"yes"
+
+    def _wait(self, pause: float) -> float:
+        time.sleep(pause)
+        return min(2 * pause, LATE * max(1.0, len(self.ranks) / 2000))
+
+    def _still_gone(self) -> list[int]:
+        """Return the indices of ranks that have told nothing, until now, about the topic they missed."""
+        if self._gone:
+            missed = next(iter(self._gone.values()))
+            self._gone = dict.fromkeys(self._missing(missed), missed)
+        return list(self._gone)
+
+    def _missing(self, topic: str) -> list[int]:
+        """Return the indices of ranks that have told nothing about `topic`."""
+        found = []
+        for first in range(0, len(self.ranks), BITS):
+            bits = self._store.add(f"{topic}/bits/{first // BITS}", 0)
+            found += [i for i in range(first, min(first + BITS, len(self.ranks))) if not bits >> (i - first) & 1]
+        return found
+
+    def _values(self, topic: str) -> dict[int, bytes]:
+        store, found = self._store, {}
+        for place in range(1, 1 + min(store.add(f"{topic}/values", 0), MOST_VALUES)):
+            if store.check([f"{topic}/place/{place}"]):  # else it is about to be written, or its rank is dead
+                rank = int(store.get(f"{topic}/place/{place}"))
+                found[rank] = bytes(store.get(f"{topic}/value/{rank}"))
+        return found
+
+    def _forget(self, topic: str) -> None:
+        """Remove the keys of an old topic: each rank its own, the first one those that are shared."""
+        keys = [f"value/{self.me}"]
+        if self._index == 0:
+            keys += ["values", "count", *(f"place/{place}" for place in range(1, 1 + MOST_VALUES))]
+            keys += [f"bits/{word}" for word in range(-(-len(self.ranks) // BITS))]
+        for key in keys:
+            self._store.delete_key(f"{topic}/{key}")
+
+
+def exchange_of(wrapped: nn.Module, model: nn.Module, name: str) -> Exchange | None:
+    """Return the exchange of the ranks that make each step of a model together; None if there are no others.
+
+    Args:
+        wrapped: the model as the user calls it.
+        model: the user's model inside.
+        name: of its black box, equal on all ranks and used for no other.
+    """
+    ranks = ranks_of_step(wrapped, model)
+    store = None if ranks is None else _default_store()
+    if ranks is None or store is None:
+        return None
+    names = [name for name, _ in model.named_parameters()]
+    # ranks that have made other models before do not take them for each other
+    key = hashlib.sha256(repr((name, ranks, names)).encode()).hexdigest()[:16]
+    return Exchange(PrefixStore(f"halfstep/{key}", store), ranks, torch.distributed.get_rank())
+
+
+def ranks_of_step(wrapped: nn.Module, model: nn.Module) -> tuple[int, ...] | None:
+    """Return the global numbers of the ranks that see the same verdict on each update; None if there are no others.
+
+    Those are the ranks of DistributedDataParallel, or of the device mesh of sharded parameters. Where several of them
+    are nested or cross each other, all ranks of the program are taken.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in _meshes(model)}
+    while isinstance(inner := getattr(wrapped, "_orig_mod", None), nn.Module):  # compiled
+        wrapped = inner
+    if isinstance(wrapped, DistributedDataParallel):
+        found.add(tuple(sorted(torch.distributed.get_process_group_ranks(wrapped.process_group))))
+    if not found:
+        return None
+    ranks = found.pop() if len(found) == 1 else tuple(range(torch.distributed.get_world_size()))
+    return ranks if len(ranks) > 1 else None
+
+
+def _meshes(model: nn.Module) -> Iterable[Any]:
+    return {id(m): m for m in (getattr(p, "device_mesh", None) for p in model.parameters()) if m is not None}.values()
+
+
+def _default_store() -> Store | None:
+    """Return the store of the default process group; torch has no public name for it."""
+    c10d: Any = torch.distributed.distributed_c10d
+    store = getattr(c10d, "_get_default_store", lambda: None)()
+    return store if isinstance(store, Store) else None
