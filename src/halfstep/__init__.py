@@ -19,7 +19,7 @@ from halfstep.errors import HalfstepError
 from halfstep.optim import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import TrainStep, edit_weights, prepare, prepared_policy, unprepare
+from halfstep.step import TrainStep, edit_weights, load, prepare, prepared_policy, save, unprepare
 from halfstep.tasks import Task
 
 if TYPE_CHECKING:
@@ -45,10 +45,12 @@ __all__ = [
     "autocast",
     "edit_weights",
     "linear_cross_entropy",
+    "load",
     "operator",
     "prepare",
     "prepared_policy",
     "resolve",
+    "save",
     "suspended",
     "unprepare",
 ]

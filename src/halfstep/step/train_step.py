@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,9 @@ from halfstep.step.sums import Sums
 from halfstep.step.undo import SchedulerCopy
 from halfstep.step.update import Culprits, Updater
 from halfstep.step.wrappers import unwrap_optimizer
+
+if TYPE_CHECKING:
+    from halfstep.step.save import Saving
 
 __all__ = ["TrainStep"]
 
@@ -128,6 +131,7 @@ class TrainStep:
         self._metrics: Metrics | None = None
         self._box: Any = None  # the black box, made by the first step that is not finite
         self._keeps_pages = False
+        self.saving: Saving | None = None  # the last `hs.save`, whose writing may be under way
         with unchanged_on_failure(model, optimizer):
             # a graph repeats work that Python does not see and could not run again
             self.record = Record(unwrap(model), replayable=blackbox is not False and not cuda_graph)
