@@ -19,7 +19,7 @@ from halfstep.errors import HalfstepError
 from halfstep.optim import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import TrainStep, edit_weights, load, prepare, prepared_policy, save, unprepare
+from halfstep.step import TrainStep, edit_weights, load, on_preemption, prepare, prepared_policy, save, unprepare
 from halfstep.tasks import Task
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ __all__ = [
     "edit_weights",
     "linear_cross_entropy",
     "load",
+    "on_preemption",
     "operator",
     "prepare",
     "prepared_policy",

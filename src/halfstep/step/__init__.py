@@ -5,6 +5,7 @@ collection of `StepMetrics`.
 """
 
 from halfstep.events import HostStepResult, StepResult
+from halfstep.step.checkpoints.preemption import on_preemption
 from halfstep.step.metrics import Metrics, StepMetrics
 from halfstep.step.prepare import edit_weights, prepare, prepared_policy, unprepare
 from halfstep.step.save import Loaded, Saving, load, save
@@ -20,6 +21,7 @@ __all__ = [
     "TrainStep",
     "edit_weights",
     "load",
+    "on_preemption",
     "prepare",
     "prepared_policy",
     "save",
