@@ -3,9 +3,9 @@
     python -m benchmarks.kills --json benchmarks/results/kills.json
 
 Every run saves with `hs.save` after every second update and is started again, with `hs.load`, until it has made all of
-its updates. SIGKILL comes at a random time, or at a random call of those that write a checkpoint (a write, a flush to the
-disk, the rename); of several ranks one gets it, and the others are killed then, as torchrun does. Runs are forked from
-this process, so that they need not import torch again. A full disk is a limit on the size of files (RLIMIT_FSIZE).
+its updates. SIGKILL comes at a random time, or at a random call of those that write a checkpoint (a write, a flush to
+the disk, the rename); of several ranks one gets it, and the others are killed then, as torchrun does. Runs are forked
+from this process, so that they need not import torch again. A full disk is a limit on the size of files (RLIMIT_FSIZE).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch._dynamo  # fully_shard imports it, and forked processes need not
 import torch.distributed as dist
-import torch.distributed.checkpoint  # noqa: F401  # likewise
+import torch.distributed.checkpoint  # likewise
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

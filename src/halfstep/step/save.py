@@ -168,8 +168,8 @@ def _folder(path: str | Path) -> Path:
     root = Path(path).absolute()
     if root.is_file() or root.suffix in FILES:
         raise CheckpointError(
-            f"hs.save writes into a folder, where it keeps the last checkpoints of a run, and {str(path)!r} is the name "
-            "of a file; give it a folder, such as 'checkpoints'"
+            f"hs.save writes into a folder, where it keeps the last checkpoints of a run, and {str(path)!r} is the "
+            "name of a file; give it a folder, such as 'checkpoints'"
         )
     return root
 
@@ -530,15 +530,17 @@ def _on_own_device(weights: Mapping[str, Any], step: TrainStep) -> dict[str, Any
 def _load_foreign(step: TrainStep, place: Path, room: Alone | Meeting) -> Loaded:
     """Load a checkpoint of another library; see `checkpoints.foreign`."""
 
-    def read() -> tuple[dict[str, Any], tuple[str, ...], Any]:
-        state, notes, random = converted(step, place)
+    def read() -> tuple[dict[str, Any], tuple[str, ...], Any, Any]:
+        state, notes, random, extra = converted(step, place, room.rank, room.size)
         check_state(step, state)
-        return state, notes, random
+        if random is not None:
+            check_generators(random)
+        return state, notes, random, extra
 
-    state, notes, random = _together(room, read)
+    state, notes, random, extra = _together(room, read)
     step.load_state_dict(state)
-    if random is not None and room.rank == 0:
+    if random is not None:
         set_generators(random)
     if notes and room.rank == 0:
-        warnings.warn(f"{place} was converted. " + "; ".join(notes), stacklevel=3)
-    return Loaded(path=place, step=state["step"], notes=notes)
+        warnings.warn(f"{place} was converted: {'; '.join(notes)}", stacklevel=3)
+    return Loaded(path=place, step=state["step"], extra=extra, notes=notes)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from halfstep.errors import CheckpointError
 
-__all__ = ["Alone", "Meeting", "meeting", "processes"]
+__all__ = ["Alone", "Meeting", "meeting", "processes", "store_under"]
 
 LOG = logging.getLogger("halfstep")
 NAMED_AFTER = 60.0  # seconds of waiting until the ranks that have not come are named
@@ -30,6 +30,14 @@ def processes() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def store_under(prefix: str) -> Any:
+    """Return a connection to the store of the default group, for keys under `prefix`."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    store: Any = PrefixStore(f"halfstep/{prefix}", _get_default_store())  # torch's stubs lack some of its methods
+    return store.clone()
 
 
 class Alone:
@@ -57,9 +65,8 @@ class Meeting:
     def __init__(self, what: str, number: int) -> None:
         self.rank, self.size = processes()
         self._what, self._rounds = what, 0
-        store = dist.distributed_c10d._get_default_store()
-        self._limit = store.timeout.total_seconds()
-        self._store = dist.PrefixStore(f"halfstep/{what}/{number}", store).clone()
+        self._store = store_under(f"{what}/{number}")
+        self._limit = float(self._store.timeout.total_seconds())
 
     def gather(self, value: Any, *, limit: float | None = None) -> list[Any]:
         """Give `value` to rank 0; return the values of all ranks there, and [] elsewhere, without waiting.

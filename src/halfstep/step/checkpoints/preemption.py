@@ -3,10 +3,11 @@
 Schedulers of clusters (and torchrun, for its workers) send SIGTERM and, half a minute later, SIGKILL.
 
 Note [the same update]: a signal reaches ranks at different times, or one of them alone, and a rank may be an update
-ahead of another. On the first signal all ranks report how many updates they have finished; the last one is T = most + 1,
-and until T is known a rank begins no update beyond its own count + 1, which T is never below. So all ranks make update T
-and none begins T + 1. Reports are made by a thread that waits in the store of the process group, so they need nothing
-of a main thread that is inside a collective; and an update without a signal costs no communication: two comparisons.
+ahead of another. On the first signal all ranks report how many updates they have finished; the last update is
+T = most + 1, and until T is known a rank begins no update beyond its own count + 1, which T is never below. So all
+ranks make update T and none begins T + 1. Reports are made by a thread that waits in the store of the process group, so they
+need nothing of a main thread that is inside a collective. An update without a
+signal costs two calls and no communication.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from halfstep.errors import CheckpointError
-from halfstep.step.checkpoints.meeting import processes
+from halfstep.step.checkpoints.meeting import processes, store_under
 from halfstep.step.save import KEEP, save
 
 if TYPE_CHECKING:
@@ -176,9 +175,8 @@ class _Ranks:
         self._rank, self._size = processes()
         self._owner = owner
         number = next(NUMBERS)
-        store = dist.distributed_c10d._get_default_store()
-        # a connection for the thread, which waits in it, and one for the main thread
-        self._store, self._main = (dist.PrefixStore(f"halfstep/preemption/{number}", store).clone() for _ in range(2))
+        # one connection for the thread, which waits in it, and one for the main thread
+        self._store, self._main = (store_under(f"preemption/{number}") for _ in range(2))
         self._thread = threading.Thread(target=self._run, name="halfstep-preemption", daemon=True)
         self._thread.start()
 

@@ -1,8 +1,8 @@
 """Shards: the tensors of a training step's state, written by the ranks that have them and read in any sharding.
 
-Each rank writes the part of every DTensor that it has, by torch.distributed.checkpoint; of a tensor that all ranks have,
-one writes it. `names.split` gives the flat names. Reading needs no communication: each rank reads the
-parts of its own shards, wherever the boundaries were.
+Each rank writes the part of every DTensor that it has, by torch.distributed.checkpoint; of a tensor that all ranks
+have, one writes it. `names.split` gives the flat names. Reading needs no communication: each rank reads the parts of
+its own shards, wherever the boundaries were.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from halfstep.step.checkpoints.names import Names
@@ -32,13 +34,13 @@ def write(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) ->
     Raises:
         CheckpointException: a rank could not write; on all of them alike.
     """
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    save(tensors, storage_writer=FileSystemWriter(folder), process_group=group)
 
 
 def write_later(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> Future[Any]:
     """Copy `tensors` to the host and write the copies in a thread, as `write` does; return its future."""
-    writer = dcp.FileSystemWriter(folder)
-    future = dcp.async_save(tensors, storage_writer=writer, process_group=group)
+    writer = FileSystemWriter(folder)
+    future = async_save(tensors, storage_writer=writer, process_group=group)
     assert isinstance(future, Future)  # what torch returns unless it is given a stager that copies later
     return future
 
@@ -64,7 +66,7 @@ def read(
         rests: what `split` returned besides tensors, of one rank or of all that had other parameters.
         rank: whose buffers to read; None: those that one of the ranks wrote for all.
     """
-    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    known = FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted: dict[str, Tensor] = {}
     model: dict[str, Any] = {}
     for name, value in have.items():
@@ -93,7 +95,7 @@ def read(
             del wanted[flat]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        load(wanted, storage_reader=FileSystemReader(folder), no_dist=True)
     return model, {"state": state, "param_groups": groups}
 
 
