@@ -36,8 +36,11 @@ def store_under(prefix: str) -> Any:
     """Return a connection to the store of the default group, for keys under `prefix`."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    store: Any = PrefixStore(f"halfstep/{prefix}", _get_default_store())  # torch's stubs lack some of its methods
-    return store.clone()
+    store: Any = _get_default_store()  # torch's stubs lack some of its methods
+    under: Any = PrefixStore(f"halfstep/{prefix}", store)
+    copy = under.clone()
+    copy.set_timeout(store.timeout)
+    return copy
 
 
 class Alone:
