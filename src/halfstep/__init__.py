@@ -19,7 +19,17 @@ from halfstep.errors import HalfstepError
 from halfstep.optim import Lion
 from halfstep.policy import Policy, ScaleRule, resolve
 from halfstep.scale import GradScaler
-from halfstep.step import TrainStep, edit_weights, prepare, prepared_policy, shard, unprepare
+from halfstep.step import (
+    TrainStep,
+    edit_weights,
+    load,
+    on_preemption,
+    prepare,
+    prepared_policy,
+    save,
+    shard,
+    unprepare,
+)
 from halfstep.tasks import Task
 
 if TYPE_CHECKING:
@@ -45,10 +55,13 @@ __all__ = [
     "autocast",
     "edit_weights",
     "linear_cross_entropy",
+    "load",
+    "on_preemption",
     "operator",
     "prepare",
     "prepared_policy",
     "resolve",
+    "save",
     "shard",
     "suspended",
     "unprepare",

@@ -13,6 +13,7 @@ __all__ = [
     "AuditError",
     "BannedOperatorError",
     "BindError",
+    "CheckpointError",
     "ConversionError",
     "FormatError",
     "HalfstepError",
@@ -82,6 +83,10 @@ class WeightsError(HalfstepError, RuntimeError):
 
 class StepError(HalfstepError, RuntimeError):
     """A training step that cannot be carried out as asked."""
+
+
+class CheckpointError(StepError):
+    """A checkpoint that cannot be written, is damaged, or is no checkpoint of this training step."""
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -5,20 +5,27 @@ collection of `StepMetrics`.
 """
 
 from halfstep.events import HostStepResult, StepResult
+from halfstep.step.checkpoints.preemption import on_preemption
 from halfstep.step.metrics import Metrics, StepMetrics
 from halfstep.step.prepare import edit_weights, prepare, prepared_policy, unprepare
+from halfstep.step.save import Loaded, Saving, load, save
 from halfstep.step.shard import shard
 from halfstep.step.train_step import TrainStep
 
 __all__ = [
     "HostStepResult",
+    "Loaded",
     "Metrics",
+    "Saving",
     "StepMetrics",
     "StepResult",
     "TrainStep",
     "edit_weights",
+    "load",
+    "on_preemption",
     "prepare",
     "prepared_policy",
+    "save",
     "shard",
     "unprepare",
 ]

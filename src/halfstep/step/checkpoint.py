@@ -19,7 +19,7 @@ from halfstep.step.update import Updater
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["load_rounding", "load_step", "refuse_window", "rounding", "save_step"]
+__all__ = ["check_state", "load_rounding", "load_step", "refuse_window", "rounding", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights
@@ -84,7 +84,7 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
         StepError: a piece is missing, unknown or malformed, by its path; nothing was changed.
         ScaleError, WeightsError: the same of 'scaler' and 'weights'.
     """
-    number = _checked(step, state)
+    number = check_state(step, state)
     assert isinstance(state, Mapping)
     undo = [_rounding_undo(updater), _scaler_undo(step), _optimizer_undo(step.optimizer)]
     if step.scheduler is not None:
@@ -118,8 +118,12 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
         raise
 
 
-def _checked(step: TrainStep, state: object) -> int:
-    """Check all of `state` without changing anything; return its number of micro-batches."""
+def check_state(step: TrainStep, state: object) -> int:
+    """Check all of `state` without changing anything; return its number of micro-batches.
+
+    Raises:
+        StepError, PolicyError: a piece is missing, unknown or malformed, by its path.
+    """
     if not isinstance(state, Mapping) or set(state) - {WEIGHTS} != KEYS:
         got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise StepError(f"a TrainStep state has the keys {sorted(KEYS)} and this has {got}")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,10 @@ from halfstep.step.sums import Sums
 from halfstep.step.undo import SchedulerCopy
 from halfstep.step.update import Culprits, Updater
 from halfstep.step.wrappers import unwrap_optimizer
+
+if TYPE_CHECKING:
+    from halfstep.step.checkpoints.preemption import Preemption
+    from halfstep.step.save import Saving
 
 __all__ = ["TrainStep"]
 
@@ -135,6 +139,8 @@ class TrainStep:
         self._metrics: Metrics | None = None
         self._box: Any = None  # the black box, made by the first step that is not finite
         self._keeps_pages = False
+        self.saving: Saving | None = None  # the last `hs.save`, whose writing may be under way
+        self.preemption: Preemption | None = None  # the open `hs.on_preemption`
         with unchanged_on_failure(model, optimizer):
             # a graph repeats work that Python does not see and could not run again
             self.record = Record(unwrap(model), replayable=blackbox is not False and not cuda_graph)
@@ -201,6 +207,9 @@ class TrainStep:
         moments = self._moments
         if moments.phase:
             moments.refuse(self.record.done)
+        preemption = self.preemption
+        if preemption is not None and not self.record.micro_batches:
+            preemption.before_update()
         moments.grad = torch.is_grad_enabled()
         self._settle()
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
@@ -216,6 +225,8 @@ class TrainStep:
             STATE.copies = copies
         if self._metrics is not None:
             self._metrics.see(result, (batch, named), updated=result.due)
+        if preemption is not None and result.due:
+            preemption.after_update()
         return result
 
     def _micro_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
@@ -392,6 +403,8 @@ class TrainStep:
         finally:
             if ranks is not None:
                 ranks.averaged = True
+        if self.preemption is not None:
+            self.preemption.after_update()
         loss = torch.full((), float("nan"), device=norm.device)
         return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
 

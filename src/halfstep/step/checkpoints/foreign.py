@@ -1,0 +1,417 @@
+"""Checkpoints of others: torch.amp's recipe, Apex, accelerate and Lightning, as a state of a training step.
+
+Files are read by ``torch.load(weights_only=True)``; none of these libraries is needed. What each has of a state is
+collected into a `Found`, which one function makes a state of the step: weights, the optimizer's state, the loss scale,
+the scheduler, and a count of micro-batches. The rest is returned as `extra`, and notes list what was taken and what is
+missing. A checkpoint from which a run cannot go on is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import CheckpointError
+from halfstep.formats import LOW_DTYPES
+from halfstep.step.checkpoint import KEYS, WEIGHTS
+from halfstep.step.prepare import unwrap
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+__all__ = ["converted"]
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "model": ("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
+    "optimizer": ("optimizer", "optimizer_state_dict", "optimizer_state", "optim", "opt"),
+    "scaler": ("scaler", "scaler_state_dict", "grad_scaler", "amp_scaler", "scaler_state"),
+    "scheduler": ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_scheduler_state_dict"),
+    "updates": ("global_step", "step", "iteration"),
+}
+"""Part -> the keys under which loops save it, written as torch's documentation and common repositories write them."""
+
+SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Format -> dtype: https://huggingface.co/docs/safetensors (1 January 2026)."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a checkpoint has.
+
+    Attributes:
+        kind: whose it is, for messages.
+        model: weights by name.
+        optimizer: what ``state_dict()`` of a torch optimizer returns.
+        scaler: what ``state_dict()`` of torch.amp.GradScaler returns; None: not there.
+        scheduler: what ``state_dict()`` of a scheduler returns; None: not there.
+        updates: how many were made; None: not there.
+        masters: fp32 values of the optimizer's parameters by group, for those that are low in `model`, or for all.
+        random: states of generators, as `generators.generators` returns them.
+        extra: all else.
+        notes: what was left out.
+    """
+
+    kind: str
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    scaler: Mapping[str, Any] | None = None
+    scheduler: Mapping[str, Any] | None = None
+    updates: int | None = None
+    masters: list[list[Tensor]] | None = None
+    random: dict[str, Any] | None = None
+    extra: Any = None
+    notes: list[str] = field(default_factory=list)
+
+
+def converted(
+    step: TrainStep, place: Path, rank: int, ranks: int
+) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None, Any]:
+    """Return (state of the step, notes, states of generators or None, extra) from a checkpoint of another library.
+
+    Raises:
+        CheckpointError: it is none that is known, or one from which a run cannot go on, with the reason.
+    """
+    if place.is_dir():
+        found = _folder(place, rank, ranks)
+    else:
+        content = _read(place)
+        if isinstance(content, Mapping) and set(content) - {WEIGHTS} == KEYS and isinstance(content["policy"], str):
+            return dict(content), (), None, None  # what torch.save(step.state_dict(), path) wrote
+        found = _file(place, content)
+    return _state(step, found), tuple(found.notes), found.random, found.extra
+
+
+def _refuse(place: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{place}: {reason}; nothing was loaded")
+
+
+def _read(place: Path, allowed: AbstractContextManager[Any] | None = None) -> Any:
+    """Return the content of a file of torch.save, read safely."""
+    try:
+        with allowed or nullcontext():
+            return torch.load(place, weights_only=True, map_location="cpu")
+    except Exception as error:
+        try:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(place)
+        except Exception:
+            names = []
+        if names:
+            raise _refuse(
+                place,
+                f"it holds objects of {', '.join(sorted(names))}, which torch.load(weights_only=True) does not make. "
+                "If you trust the file, allow them by torch.serialization.add_safe_globals([...]), then load again",
+            ) from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise _refuse(place, f"it is no file of torch.save, or damaged ({type(error).__name__}: {reason})") from error
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _file(place: Path, content: Any) -> Found:
+    """Return what a file of torch.save has."""
+    if not isinstance(content, Mapping):
+        raise _refuse(place, f"it holds a {type(content).__name__}, and a checkpoint is a dict")
+    if "ds_version" in content or "ds_config" in content:
+        raise _refuse(place, DEEPSPEED)
+    if "pytorch-lightning_version" in content:
+        return _lightning(place, content)
+    parts = {part: next((key for key in keys if key in content), None) for part, keys in NAMES.items()}
+    taken = {part: content[key] for part, key in parts.items() if key is not None}
+    if content and all(isinstance(value, Tensor) for value in content.values()):
+        raise _refuse(place, WEIGHTS_ALONE)
+    if not isinstance(taken.get("model"), Mapping):
+        raise _refuse(
+            place,
+            f"it has the keys {sorted(map(str, content))}, and none of them is the model's state_dict ("
+            f"{', '.join(NAMES['model'])})",
+        )
+    if not isinstance(taken.get("optimizer"), Mapping):
+        raise _refuse(place, WEIGHTS_ALONE)
+    others = {key: value for key, value in content.items() if key not in parts.values()}
+    updates = taken.get("updates")
+    found = Found(
+        kind="torch.amp's recipe",
+        model=taken["model"],
+        optimizer=taken["optimizer"],
+        scaler=taken.get("scaler"),
+        scheduler=taken.get("scheduler"),
+        updates=updates if isinstance(updates, int) and not isinstance(updates, bool) else None,
+        extra=others,
+    )
+    amp = others.get("amp")
+    if isinstance(amp, Mapping) and any(re.fullmatch(r"loss_scaler\d+", str(key)) for key in amp):
+        _apex(place, found, amp)
+    if "fp32_from_fp16" in found.optimizer:
+        _apex_fp16_optimizer(place, found)
+    return found
+
+
+DEEPSPEED = (
+    "it is a checkpoint of DeepSpeed, whose optimizer states are cut into flat pieces without names; run its script "
+    "zero_to_fp32.py, and load the weights: step.model.load_state_dict(...)"
+)
+WEIGHTS_ALONE = (
+    "it has weights and no state of an optimizer, so a run cannot go on from it; to begin one with these weights: "
+    "step.model.load_state_dict(torch.load(...))"
+)
+
+
+def _apex(place: Path, found: Found, amp: Mapping[str, Any]) -> None:
+    """Take what `amp.state_dict()` returned, and what loops save of the masters."""
+    found.kind = "Apex"
+    found.extra = {key: value for key, value in found.extra.items() if key != "amp"}
+    first = amp.get("loss_scaler0")
+    if not isinstance(first, Mapping) or "loss_scale" not in first:
+        raise _refuse(place, f"its 'amp' has no loss scale: {first!r}")
+    found.scaler = {"scale": first["loss_scale"], "_growth_tracker": first.get("unskipped", 0)}
+    if more := sorted(key for key in amp if key != "loss_scaler0"):
+        found.notes.append(f"dropped: {', '.join(more)} (a TrainStep has one loss)")
+    for key in ("master_params", "masters"):
+        if isinstance(found.extra.get(key), (list, tuple)):
+            found.masters = [list(found.extra.pop(key))]
+
+
+def _apex_fp16_optimizer(place: Path, found: Found) -> None:
+    """Take what `state_dict()` of apex.fp16_utils.FP16_Optimizer returned."""
+    found.kind = "Apex (FP16_Optimizer)"
+    outer = found.optimizer
+    found.masters = [list(group) for group in outer["fp32_from_fp16"]]
+    found.optimizer = outer["optimizer_state_dict"]
+    scaler = outer.get("loss_scaler")
+    if isinstance(scaler, Mapping) and "cur_scale" in scaler:
+        found.scaler = {"scale": scaler["cur_scale"], "_growth_tracker": 0}
+    else:
+        found.notes.append("dropped: the loss scale, an object of Apex")
+
+
+def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
+    """Return what a checkpoint of Lightning's Trainer has."""
+    optimizers, schedulers = content.get("optimizer_states") or [], content.get("lr_schedulers") or []
+    if not optimizers:
+        raise _refuse(place, WEIGHTS_ALONE)
+    for what, some in (("optimizers", optimizers), ("schedulers", schedulers)):
+        if len(some) > 1:
+            raise _refuse(place, f"it has {len(some)} {what}, and a TrainStep has one; load each by hand")
+    taken = {"state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "global_step"}
+    return Found(
+        kind="Lightning",
+        model=content["state_dict"],
+        optimizer=optimizers[0],
+        scaler=content.get("MixedPrecision"),
+        scheduler=schedulers[0] if schedulers else None,
+        updates=content.get("global_step"),
+        extra={key: value for key, value in content.items() if key not in taken},
+    )
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def _folder(place: Path, rank: int, ranks: int) -> Found:
+    """Return what a folder has: one that accelerate's `save_state` wrote."""
+    names = sorted(path.name for path in place.rglob("*"))
+    if any(re.match(r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py", name) for name in names):
+        raise _refuse(place, DEEPSPEED)
+    if any(name.startswith("pytorch_model_fsdp") for name in names):
+        raise _refuse(
+            place,
+            "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
+            "step.model.load_state_dict(...)",
+        )
+    if ".metadata" in names:
+        raise _refuse(
+            place,
+            "it is a folder of torch.distributed.checkpoint, whose names only its program knows: read it with "
+            "torch.distributed.checkpoint.load, then step.load_state_dict(...)",
+        )
+    models = [name for name in names if re.fullmatch(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)", name)]
+    optimizers = [name for name in names if re.fullmatch(r"optimizer(_\d+)?\.bin", name)]
+    if not models or not optimizers:
+        raise _refuse(
+            place, f"there is no checkpoint of hs.save in it and none of accelerate, but {', '.join(names[:6])}"
+        )
+    if len(models) > 1 or len(optimizers) > 1:
+        raise _refuse(
+            place, f"it has {len(models)} models and {len(optimizers)} optimizers, and a TrainStep has one of each"
+        )
+    weights = place / models[0]
+    found = Found(
+        kind="accelerate",
+        model=_safetensors(weights) if weights.suffix == ".safetensors" else _read(weights),
+        optimizer=_read(place / optimizers[0]),
+        scaler=_read(place / "scaler.pt") if "scaler.pt" in names else None,
+        scheduler=_read(place / "scheduler.bin") if "scheduler.bin" in names else None,
+    )
+    saved = sum(bool(re.fullmatch(r"random_states_\d+\.pkl", name)) for name in names)
+    if saved == ranks:
+        _accelerate_random(place / f"random_states_{rank}.pkl", found)
+    elif saved:
+        found.notes.append(f"dropped: the random states of {saved} processes, here there are {ranks}")
+    known = re.compile(r"model.*|pytorch_model.*|optimizer.*|scaler\.pt|scheduler\.bin|random_states_.*")
+    if others := [name for name in names if not known.fullmatch(name)]:
+        found.notes.append(f"not read: {', '.join(others)}")
+    return found
+
+
+def _accelerate_random(place: Path, found: Found) -> None:
+    """Take the states of generators of one process."""
+    numpy = sys.modules.get("numpy")
+    allowed: AbstractContextManager[Any] = nullcontext()
+    if numpy is not None:
+        rebuild = numpy._core.multiarray._reconstruct if hasattr(numpy, "_core") else None
+        kinds = [numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32)), rebuild]
+        allowed = torch.serialization.safe_globals([kind for kind in kinds if kind is not None])
+    try:
+        saved = _read(place, allowed)
+        version, words, gauss = saved["random_state"]
+        found.random = {
+            "torch": saved["torch_manual_seed"],
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        }
+        if "torch_cuda_manual_seed" in saved:
+            found.random["cuda"] = list(saved["torch_cuda_manual_seed"])
+        _, keys, at, has_gauss, cached = saved["numpy_random_seed"]
+        numbers = torch.tensor([int(one) for one in keys])
+        found.random["numpy"] = {"keys": numbers, "place": at, "has_gauss": has_gauss, "cached": cached}
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        found.random = None
+        found.notes.append(f"dropped: random states ({type(error).__name__}: {str(error).splitlines()[0]})")
+
+
+def _safetensors(place: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file in the format of safetensors: a length, a header in JSON, and their bytes."""
+    try:
+        data = bytearray(place.read_bytes())
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            dtype, shape = SAFETENSORS[entry["dtype"]], entry["shape"]
+            raw = torch.frombuffer(data[begin + first : begin + last] or bytearray(1), dtype=torch.uint8)
+            tensors[name] = (raw[: last - first].view(dtype) if last > first else torch.empty(0, dtype=dtype)).view(
+                shape
+            )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise _refuse(place, f"it is no file of safetensors, or damaged ({type(error).__name__}: {error})") from error
+    return tensors
+
+
+# ---------------------------------------------------------------------- a state of the step
+
+
+def _state(step: TrainStep, found: Found) -> dict[str, Any]:
+    """Return a state of `step` with what was found, and its own values where nothing was; add notes."""
+    taken, own = ["weights", "the optimizer's state"], step.state_dict()
+    model, left = _fitted(found.model, own["model"], unwrap(step.model))
+    masters = _masters(step, found, model)
+    low = sorted({str(v.dtype) for v in model.values() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES})
+    if low and not masters:
+        found.notes.append(
+            f"weights were saved in {', '.join(low)}: what their fp32 values had beyond that is not there"
+        )
+    state = {**own, "model": model, "optimizer": _optimizer(step, found)}
+    if step.scaler.is_enabled() and found.scaler:
+        state["scaler"] = {**{k: v for k, v in own["scaler"].items() if k != "halfstep"}, **found.scaler}
+        taken.append(f"the loss scale ({found.scaler['scale']:g})")
+    elif step.scaler.is_enabled():
+        found.notes.append(f"not there: a loss scale; it begins at {step.scaler.get_scale():g}")
+    elif found.scaler:
+        found.notes.append("dropped: the loss scale, which this policy has none of")
+    if step.scheduler is not None and found.scheduler is not None:
+        state["scheduler"] = dict(found.scheduler)
+        taken.append("the scheduler")
+    elif step.scheduler is not None:
+        found.notes.append("not there: the state of the scheduler, which stays where it is")
+    elif found.scheduler is not None:
+        found.notes.append("dropped: the state of a scheduler, since the step has none")
+    counted = [entry.get("step", 0) for entry in state["optimizer"]["state"].values()]
+    updates = found.updates if found.updates is not None else max((int(one) for one in counted), default=0)
+    state["step"] = updates * step.accumulate
+    taken.append(f"{updates} updates, which is {state['step']} micro-batches")
+    if masters:
+        taken[0] = "weights (their fp32 masters)"
+    if found.random is not None:
+        taken.append("random states")
+    if left:
+        found.notes.append(f"dropped: {', '.join(left[:3])}{' and more' if len(left) > 3 else ''}, not of this model")
+    if found.extra:
+        found.notes.append(f"in `extra`: {', '.join(map(str, found.extra))}")
+    found.notes.insert(0, f"a checkpoint of {found.kind}; taken: {', '.join(taken)}")
+    return state
+
+
+def _fitted(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """Return the saved weights under the model's names, and the names of others.
+
+    Wrappers put a prefix before all names ("module.", "model."); libraries save tied weights under one of their names.
+    """
+    first = next(iter(own), "")
+    prefixes = sorted({name[: len(name) - len(first)] for name in saved if str(name).endswith(first)}, key=len)
+    matches: Callable[[str], int] = lambda prefix: sum(prefix + name in saved for name in own)  # noqa: E731
+    prefix = max(prefixes, key=matches, default="")
+    fitted = {name: saved[prefix + name] for name in own if prefix + name in saved}
+    tied = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in fitted}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in own and name not in fitted and id(parameter) in tied:
+            fitted[name] = fitted[tied[id(parameter)]]
+    taken = {prefix + name for name in fitted}
+    left = [str(name) for name in saved if name not in taken]
+    if len(fitted) < len(own):  # it is another model: the checks of the state name what is missing
+        return {str(name).removeprefix(prefix): value for name, value in saved.items()}, []
+    return fitted, left
+
+
+def _masters(step: TrainStep, found: Found, model: dict[str, Any]) -> bool:
+    """Put fp32 masters in the place of weights; return whether there were any."""
+    if found.masters is None:
+        return False
+    names = {id(p): name for name, p in unwrap(step.model).named_parameters()}
+    groups = [[names[id(p)] for p in group["params"] if id(p) in names] for group in step.optimizer.param_groups]
+    low = [[n for n in group if n in model and model[n].dtype in LOW_DTYPES] for group in groups]
+    if len(found.masters) == 1 != len(groups):
+        groups, low = [sum(groups, [])], [sum(low, [])]
+    for wanted in (groups, low):
+        if [len(group) for group in wanted] == [len(group) for group in found.masters]:
+            for group, values in zip(wanted, found.masters, strict=True):
+                model.update(zip(group, values, strict=True))
+            return True
+    raise CheckpointError(
+        f"masters: {[len(group) for group in found.masters]} fp32 weights by group, and the optimizer has "
+        f"{[len(group) for group in groups]} parameters, {[len(group) for group in low]} of them saved low; nothing "
+        "was loaded"
+    )
+
+
+def _optimizer(step: TrainStep, found: Found) -> dict[str, Any]:
+    """Return the optimizer's state with the options that this optimizer has."""
+    saved = found.optimizer
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list) or len(groups) != len(step.optimizer.param_groups):
+        return dict(saved)  # the checks of the state name what is wrong
+    made, state = [], {number: dict(entry) for number, entry in saved.get("state", {}).items()}
+    for own, group in zip(step.optimizer.param_groups, groups, strict=True):
+        made.append({**{key: value for key, value in own.items() if key != "params"}, **group})
+        if "step" in group and "step" not in own:  # Apex's fused optimizers count once for a group
+            count = made[-1].pop("step")
+            for number in group["params"]:
+                if number in state:
+                    state[number].setdefault("step", torch.tensor(float(count)))
+        for key in [key for key in made[-1] if key not in own and key not in ("params", "initial_lr")]:
+            del made[-1][key]
+    return {"state": state, "param_groups": made}

@@ -1,0 +1,88 @@
+"""The state of a training step by the names of its parameters, so that it fits another order and another sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import CheckpointError
+
+__all__ = ["Names", "is_sharded", "names_of", "reordered", "sharded_as", "split"]
+
+Names = list[list[str]]
+"""Of the parameters of an optimizer, by group."""
+
+
+def is_sharded(value: object) -> bool:
+    """Return whether `value` is a DTensor."""
+    return hasattr(value, "__create_chunk_list__")
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> Names:
+    """Return the names of the optimizer's parameters; one that is not in `model` has its place for a name."""
+    known = {id(p): name for name, p in model.named_parameters()}
+    return [
+        [known.get(id(p), f"?{i}.{j}") for j, p in enumerate(group["params"])]
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def split(state: Mapping[str, Any], model: nn.Module, names: Names, rank: int) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a state of a training step by flat names, and the rest of 'model' and 'optimizer'.
+
+    The names are ``model/NAME``, ``optimizer/NAME/STATE`` and ``ranks/RANK/NAME``: each rank may have its own buffers.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {"model": {}, "groups": [], "names": names, "other": {}}
+    for name, value in state["model"].items():
+        if not isinstance(value, Tensor):
+            rest["model"][name] = value
+            continue
+        tensors[f"model/{name}"] = value
+        if name not in parameters and not is_sharded(value):
+            tensors[f"ranks/{rank}/{name}"] = value
+    by_number: dict[Any, str] = {}
+    for group, own in zip(state["optimizer"]["param_groups"], names, strict=True):
+        by_number.update(zip(group["params"], own, strict=True))
+        rest["groups"].append({key: value for key, value in group.items() if key != "params"})
+    for number, entry in state["optimizer"]["state"].items():
+        name = by_number[number]
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{name}/{key}"] = value
+            else:
+                rest["other"].setdefault(name, {})[key] = value
+    return tensors, rest
+
+
+def sharded_as(full: Tensor, like: Tensor) -> Tensor:
+    """Return `full` in the sharding of `like`; each rank copies its own part."""
+    if not is_sharded(like) or is_sharded(full) or full.shape != like.shape:
+        return full
+    out = torch.empty_like(like.detach(), dtype=full.dtype)
+    chunks = out.__create_chunk_list__()  # type: ignore[attr-defined]  # of DTensor
+    if len(chunks) != 1:
+        raise CheckpointError(f"this rank has {len(chunks)} parts of one tensor, and one is supported")
+    (chunk,) = chunks
+    places = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    out.to_local().copy_(full[places])  # type: ignore[attr-defined]  # of DTensor
+    return out
+
+
+def reordered(state: Mapping[str, Any], saved: Names, names: Names) -> Mapping[str, Any]:
+    """Return the state of an optimizer with its parameters in the order of `names`, which may not be the `saved` one.
+
+    A state that fits no order is returned as it is: the checks of the state name what is wrong.
+    """
+    if saved == names or [sorted(group) for group in saved] != [sorted(group) for group in names]:
+        return state
+    groups = []
+    for group, old, new in zip(state["param_groups"], saved, names, strict=True):
+        number = dict(zip(old, group["params"], strict=True))
+        groups.append({**group, "params": [number[name] for name in new]})
+    return {"state": state["state"], "param_groups": groups}

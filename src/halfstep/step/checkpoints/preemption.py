@@ -1,0 +1,217 @@
+"""hs.on_preemption: a signal ends a run after an update, with a checkpoint, on all ranks after the same one.
+
+Schedulers of clusters (and torchrun, for its workers) send SIGTERM and, half a minute later, SIGKILL.
+
+Note [the same update]: a signal reaches ranks at different times, or one of them alone, and a rank may be an update
+ahead of another. On the first signal all ranks report how many updates they have finished; the last update is
+T = most + 1, and until T is known a rank begins no update beyond its own count + 1, which T is never below. So all
+ranks make update T and none begins T + 1. Reports are made by a thread that waits in the store of the process group, so
+they need nothing of a main thread that is inside a collective. An update without a signal costs two calls and no
+communication.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import CheckpointError
+from halfstep.step.checkpoints.meeting import processes, store_under
+from halfstep.step.save import KEEP, save
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+__all__ = ["Preemption", "on_preemption"]
+
+LOG = logging.getLogger("halfstep")
+AGREEMENT = 15.0  # seconds, of the 30 that torchrun and Kubernetes give
+FOREVER = timedelta(days=365)
+NUMBERS = count(1)  # every rank enters its blocks in the same order
+
+
+def on_preemption(
+    step: TrainStep,
+    path: str | Path,
+    *,
+    keep: int | None = KEEP,
+    extra: Callable[[], Any] | None = None,
+    signals: Iterable[int] = (signal.SIGTERM,),
+) -> Preemption:
+    """Return a context manager in which a signal ends the run after its update, with a checkpoint.
+
+    ``with hs.on_preemption(step, "checkpoints"): ...`` around the training loop. After a signal the step under way
+    completes its update; then the call saves, as ``hs.save(step, path)`` does, and raises SystemExit(128 + signal), by
+    which torchrun and schedulers see that the run has not finished. With several processes every rank enters the block,
+    and all end after the same update, whichever of them the signal has reached.
+
+    Args:
+        step: whose updates to follow.
+        path: the folder of the checkpoints, as `hs.save` takes it.
+        keep: how many to keep, as `hs.save` takes it.
+        extra: called after the last update; what it returns is saved as `extra` of `hs.save`.
+        signals: their numbers. SIGUSR1 is what ``sbatch --signal=USR1@120`` sends.
+
+    Raises:
+        CheckpointError: on entering: outside of the main thread, where Python sets no handlers, or inside another such
+            block of the same step.
+    """
+    return Preemption(step, path, keep=keep, extra=extra, signals=tuple(signals))
+
+
+class Preemption:
+    """What `on_preemption` returns.
+
+    Attributes:
+        requested: the signal that came, 0 for none.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        path: str | Path,
+        *,
+        keep: int | None,
+        extra: Callable[[], Any] | None,
+        signals: tuple[int, ...],
+    ) -> None:
+        self._step, self._path, self._keep, self._extra, self._signals = step, path, keep, extra, signals
+        self.requested = 0
+        self._finished = 0  # updates in this block
+        self._before: dict[int, Any] = {}  # handlers
+        self._may_begin: int | None = None  # no update beyond this one before `_last` is known; None: any
+        self._last: int | None = None  # the update that ends the run
+        self._known = threading.Event()  # `_last` is known, or will not be
+        self._lock = threading.Lock()
+        self._ranks: _Ranks | None = None
+
+    def __enter__(self) -> Preemption:
+        if threading.current_thread() is not threading.main_thread():
+            raise CheckpointError("hs.on_preemption sets signal handlers, which Python allows in the main thread alone")
+        if self._step.preemption is not None:
+            raise CheckpointError("hs.on_preemption is open for this step already; leave the block first")
+        if processes()[1] > 1:
+            self._ranks = _Ranks(self)
+        self._step.preemption = self
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._step.preemption = None
+        if self._ranks is not None:
+            self._ranks.leave()
+        if kind is None and self.requested:
+            LOG.warning(
+                "signal %d came after the last update of the block of hs.on_preemption: the run goes on to its end",
+                self.requested,
+            )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: Python calls this between two bytecodes of the main thread."""
+        if self.requested:
+            return
+        self.requested = int(number)
+        if self._ranks is None:
+            self._last = self._finished + 1
+        else:
+            self._ranks.request()
+
+    # ------------------------------------------------------------------ called by the step
+
+    def before_update(self) -> None:
+        """Wait for the agreement of the ranks if the update that begins might be one too many."""
+        if self._may_begin is not None and self._finished >= self._may_begin:
+            if not self._known.wait(AGREEMENT) or self._last is None:
+                LOG.error("after signal %d ranks have not agreed on a last update: no checkpoint", self.requested)
+                raise SystemExit(128 + (self.requested or int(signal.SIGTERM)))
+
+    def after_update(self) -> None:
+        """Count an update; after the last one, save and end the run.
+
+        Raises:
+            SystemExit: it was the last one.
+        """
+        with self._lock:
+            self._finished += 1
+        if self._last is None or self._finished < self._last:
+            return
+        extra = None if self._extra is None else self._extra()
+        number = self.requested or int(signal.SIGTERM)
+        made = save(self._step, self._path, keep=self._keep, extra=extra)
+        LOG.warning("signal %d: the run ends after its update, with the checkpoint %s", number, made.path)
+        raise SystemExit(128 + number)
+
+    # ------------------------------------------------------------------ called by the thread
+
+    def hold(self) -> int:
+        """Allow one more update and return how many are finished."""
+        with self._lock:
+            self._may_begin = self._finished + 1
+            return self._finished
+
+    def end_after(self, last: int, number: int) -> None:
+        """End the run after update `last`."""
+        self.requested = self.requested or number
+        self._last = last
+        self._known.set()
+
+
+class _Ranks:
+    """The thread of one rank that waits for a signal on any of them."""
+
+    def __init__(self, owner: Preemption) -> None:
+        self._rank, self._size = processes()
+        self._owner = owner
+        number = next(NUMBERS)
+        # one connection for the thread, which waits in it, and one for the main thread
+        self._store, self._main = (store_under(f"preemption/{number}") for _ in range(2))
+        self._thread = threading.Thread(target=self._run, name="halfstep-preemption", daemon=True)
+        self._thread.start()
+
+    def request(self) -> None:
+        """Wake this rank's thread, which wakes the others."""
+        self._main.set(f"wake/{self._rank}", str(self._owner.requested))
+
+    def leave(self) -> None:
+        """End the thread."""
+        try:
+            self._main.set(f"wake/{self._rank}", "")
+        except RuntimeError:  # the process that has the store is gone
+            return
+        self._thread.join(AGREEMENT)
+
+    def _run(self) -> None:
+        owner, store, wake = self._owner, self._store, f"wake/{self._rank}"
+        try:
+            store.wait([wake], FOREVER)
+            told = store.get(wake).decode()
+            if not told:
+                return
+            if store.add("requests", 1) == 1:  # the first to know
+                for rank in range(self._size):
+                    if rank != self._rank:
+                        store.set(f"wake/{rank}", told)
+            store.set(f"finished/{self._rank}", str(owner.hold()))
+            limit = timedelta(seconds=AGREEMENT)
+            if self._rank == 0:
+                keys = [f"finished/{rank}" for rank in range(self._size)]
+                store.wait(keys, limit)
+                store.set("last", str(1 + max(int(store.get(key)) for key in keys)))
+            store.wait(["last"], limit)
+            owner.end_after(int(store.get("last")), int(told))
+        except RuntimeError as error:  # of the store: another rank has gone, or did not answer
+            if owner.requested:
+                LOG.error("rank %d: after signal %d: %s", self._rank, owner.requested, error)
+            owner._known.set()

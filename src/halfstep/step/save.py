@@ -1,0 +1,546 @@
+"""hs.save and hs.load: a training step on disk, and back, bit for bit, on any number of processes.
+
+A checkpoint has the state of the step, the states of the random generators of every process, and what the user gives as
+`extra`. One process, and DistributedDataParallel, write one file; the shards of `fully_shard` and of tensor parallelism
+are written by the processes that have them (`checkpoints.shards`). Files are as safe as `checkpoints.files` tells.
+
+Note [ranks]: every rank calls `save` and `load` at the same place. They meet through the store (`checkpoints.meeting`),
+where each reports what it has, or the error that it would raise: then all ranks raise it, and nothing was written or
+changed. In a background write (``wait=False``) nothing of a step waits for another rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.errors import CheckpointError
+from halfstep.step.checkpoint import check_state
+from halfstep.step.checkpoints import files
+from halfstep.step.checkpoints.foreign import converted
+from halfstep.step.checkpoints.generators import check_generators, generators, set_generators
+from halfstep.step.checkpoints.meeting import WRITE_TIME, Alone, Meeting, meeting
+from halfstep.step.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
+from halfstep.step.prepare import unwrap
+from halfstep.trees import map_tensors
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+__all__ = ["Loaded", "Saving", "load", "save"]
+
+LOG = logging.getLogger("halfstep")
+KEEP = 2  # so that damage to the last one costs one interval
+FILES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors"})
+MEETINGS = count(1)  # every rank calls `save` and `load` in the same order, so its number names a call on all of them
+WEIGHTS = "weights"  # the state of stochastic rounding, which counts on devices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What `hs.load` has loaded.
+
+    Attributes:
+        path: the checkpoint.
+        step: micro-batches done, the number that the last `result.step` had.
+        extra: what this rank gave to `hs.save`; with another number of ranks, what rank 0 gave.
+        extras: what all ranks gave, in their order.
+        notes: what was converted, dropped or not there; () for a checkpoint that is resumed bit for bit.
+    """
+
+    path: Path
+    step: int
+    extra: Any = None
+    extras: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Saving:
+    """A checkpoint that is being written, or has been.
+
+    Attributes:
+        path: its folder, there from the moment it is complete.
+    """
+
+    def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
+        self.path, self.group = path, group
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def run(self, work: Callable[[], None], *, wait: bool) -> None:
+        """Do the work, here or in a thread that the interpreter waits for before it exits."""
+        if wait:
+            work()
+            return
+
+        def background() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+                LOG.error("hs.save(wait=False) to %s: %s", self.path, error)
+
+        self._thread = threading.Thread(target=background, name="halfstep-save")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Return whether writing has ended."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is on the disk; return its folder.
+
+        Raises:
+            CheckpointError: it could not be written; raised once, here or by the next `hs.save`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: Any = None, wait: bool = True) -> Saving:
+    """Write a checkpoint of `step` into the folder `path`, and delete all but the last `keep` there.
+
+    When it returns, the checkpoint is complete on the disk, on every rank. A kill or a full disk before that leaves the
+    earlier ones. With several processes every rank calls it, at the same place.
+
+    Args:
+        step: between two updates.
+        path: a folder for the checkpoints of this run; made if it is not there.
+        keep: how many checkpoints to keep there, at least 1; None: all.
+        extra: plain containers, numbers, text and tensors: a position in the data, or the state_dict of something that
+            the step does not own. Each rank has its own.
+        wait: False copies the state to the host, returns, and writes in a thread; the next `save` waits for it.
+
+    Raises:
+        StepError: in the middle of an accumulation window.
+        CheckpointError: the checkpoint cannot be written (the error of the system is its cause), or `extra` could not
+            be loaded again; or ranks do not all call it.
+    """
+    root = _folder(path)
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(f"hs.save: keep={keep!r}; expected a whole number from 1, or None to keep all")
+    previous, step.saving = step.saving, None
+    group = None if previous is None else previous.group
+    room = meeting("hs.save", next(MEETINGS))
+    try:
+        if previous is not None:
+            previous.wait()
+        parts = _Parts.of(step, extra)
+        mine: dict[str, Any] = {"error": "", **parts.told()}
+    except Exception as error:
+        if room.size == 1:
+            raise
+        mine = {"error": f"{type(error).__name__}: {error}"}
+    told = room.gather(mine)
+    plan: dict[str, Any] = room.publish(_planned(root, told) if room.rank == 0 else None)
+    if plan["error"]:
+        raise CheckpointError(plan["error"])
+    folder, final = root / plan["folder"], root / plan["final"]
+    if plan["sharded"] and group is None:
+        group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
+    saving = step.saving = Saving(final, group)
+    write = _Write(root, folder, final, keep, room, told)
+    saving.run(write.sharded(step, parts, group, plan, wait=wait) if plan["sharded"] else write.one(parts, wait=wait),
+               wait=wait)  # fmt: skip
+    return saving
+
+
+def _folder(path: str | Path) -> Path:
+    root = Path(path).absolute()
+    if root.is_file() or root.suffix in FILES:
+        raise CheckpointError(
+            f"hs.save writes into a folder, where it keeps the last checkpoints of a run, and {str(path)!r} is the "
+            "name of a file; give it a folder, such as 'checkpoints'"
+        )
+    return root
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """What one rank has to save."""
+
+    state: dict[str, Any]
+    names: list[list[str]]
+    own: dict[str, Any]  # of this rank: its generators, its `extra`, its rounding
+    sharded: bool
+    layout: str  # a checksum of names and shapes
+
+    @classmethod
+    def of(cls, step: TrainStep, extra: Any) -> _Parts:
+        state = step.state_dict()
+        names = names_of(unwrap(step.model), step.optimizer)
+        tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+        layout = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]) + repr(names)
+        return cls(
+            state=state,
+            names=names,
+            own={"random": generators(), "extra": extra, WEIGHTS: state.get(WEIGHTS, {})},
+            sharded=any(map(is_sharded, tensors.values())),
+            layout=hashlib.sha256(layout.encode()).hexdigest(),
+        )
+
+    def told(self) -> dict[str, Any]:
+        """Return what the other ranks are told."""
+        return {"step": self.state["step"], "layout": self.layout, "sharded": self.sharded, "own": self.own}
+
+
+def _planned(root: Path, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all ranks do, or the error that all of them raise."""
+    for rank, one in enumerate(told):
+        if one["error"]:
+            return {"error": f"rank {rank}: {one['error']}; no rank has saved"}
+    if len(steps := {one["step"] for one in told}) > 1:
+        return {"error": f"ranks have done {sorted(steps)} micro-batches; call hs.save on all after the same update"}
+    whole = len({one["layout"] for one in told}) == 1
+    try:
+        folder, final = files.make_folder(root, told[0]["step"])
+    except OSError as error:
+        return {"error": f"{root} cannot be written to: {error}"}
+    sharded = any(one["sharded"] for one in told) or not whole
+    return {"error": "", "folder": folder.name, "final": final.name, "sharded": sharded, "stages": not whole}
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """The writing of one checkpoint: on rank 0 all of it, on others their shards."""
+
+    root: Path
+    folder: Path
+    final: Path
+    keep: int | None
+    room: Alone | Meeting
+    told: list[dict[str, Any]]  # on rank 0
+
+    def one(self, parts: _Parts, *, wait: bool) -> Callable[[], None]:
+        """Return the work of a checkpoint in one file."""
+        state = parts.state if wait or self.room.rank else _copied(parts.state)
+
+        def work() -> None:
+            self._finish(lambda: self._commit(state, {}, names=parts.names) if self.room.rank == 0 else None)
+
+        return work
+
+    def sharded(
+        self, step: TrainStep, parts: _Parts, group: Any, plan: Mapping[str, Any], *, wait: bool
+    ) -> Callable[[], None]:
+        """Return the work of a checkpoint in shards; with ``wait=False`` they are copied to the host first."""
+        from halfstep.step.checkpoints import shards  # torch.distributed.checkpoint takes half a second to import
+
+        tensors, rest = split(parts.state, unwrap(step.model), parts.names, self.room.rank)
+        state = {key: value for key, value in parts.state.items() if key not in {"model", "optimizer"}}
+        future = None if wait else shards.write_later(tensors, self.folder, group)
+
+        def work() -> None:
+            mine: dict[str, Any] = {"error": "", "files": {}, "rest": rest if plan["stages"] else None}
+            try:
+                if future is None:
+                    shards.write(tensors, self.folder, group)
+                else:
+                    future.result()
+                mine["files"] = {p.name: files.digest(p) for p in shards.own_files(self.folder, self.room.rank)}
+            except BaseException as error:  # torch's own for errors of ranks is none of Exception
+                mine["error"] = f"rank {self.room.rank}: {_first_line(error)}"
+            found = self.room.gather(mine, limit=WRITE_TIME)
+
+            def commit() -> None:
+                if wrong := [one["error"] for one in found if one["error"]]:
+                    raise CheckpointError("; ".join(wrong))
+                entries = {name: entry for one in found for name, entry in one["files"].items()}
+                self._commit(state, entries, rests=[one["rest"] for one in found] if plan["stages"] else [rest])
+
+            self._finish(commit if self.room.rank == 0 else lambda: None)
+
+        return work
+
+    def _commit(self, state: Any, entries: dict[str, files.Entry], **more: Any) -> None:
+        """Write the file of rank 0, give the checkpoint its name, and delete old ones."""
+        content = {"state": state, "ranks": [one["own"] for one in self.told], **more}
+        entry = files.write_state(self.folder / files.STATE, content)
+        files.commit(self.folder, self.final, state["step"], self.room.size, {files.STATE: entry, **entries})
+        if self.keep is not None:
+            files.prune(self.root, self.keep)
+
+    def _finish(self, commit: Callable[[], None]) -> None:
+        """Commit on rank 0, and raise what it raised on all ranks."""
+        problem, cause = "", None
+        try:
+            commit()
+        except Exception as error:
+            cause, problem = error, _first_line(error)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        problem = self.room.publish(problem, limit=WRITE_TIME)
+        if problem:
+            before = files.checkpoints(self.root)
+            left = f"the last checkpoint is {before[0]}" if before else "there is no earlier checkpoint"
+            raise CheckpointError(f"{self.final} was not written: {problem}; {left}") from cause
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `state` on the host."""
+    copied: dict[str, Any] = map_tensors(state, lambda tensor: tensor.detach().to("cpu", copy=True))
+    return copied
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the error in one line; of torch's report of several ranks, what the first of them raised."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (inner, *_) = next(iter(failures.items()))
+        return f"rank {rank}: {_first_line(inner)}"
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+# ---------------------------------------------------------------------- loading
+
+
+@overload
+def load(step: TrainStep, path: str | Path, *, missing_ok: Literal[False] = ...) -> Loaded: ...
+@overload
+def load(step: TrainStep, path: str | Path, *, missing_ok: bool) -> Loaded | None: ...
+
+
+def load(step: TrainStep, path: str | Path, *, missing_ok: bool = False) -> Loaded | None:
+    """Load the last checkpoint in the folder `path`, or the checkpoint `path`, into `step`; its run goes on from there.
+
+    All of it is verified before anything changes: checksums of the files, then names, shapes, formats and numbers. The
+    number of processes and the sharding may differ from those that saved. The global random generators of torch, Python
+    and NumPy are set too, if there are as many processes as saved. With several processes every rank calls it.
+
+    Checkpoints of torch.amp's recipe, Apex, accelerate and Lightning are converted, with a warning that lists what was
+    taken and what was not there.
+
+    Args:
+        step: built as the one that was saved, with the same policy.
+        path: the folder given to `hs.save`: if its last checkpoint is damaged, a warning names the file, and the one
+            before is loaded. Or one checkpoint: if that is damaged, it is refused.
+        missing_ok: whether to return None where `path` has no checkpoint: the first start of a run.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it is none of a format that is known.
+        StepError, ScaleError, WeightsError, PolicyError: as `TrainStep.load_state_dict`; nothing was changed.
+    """
+    room = meeting("hs.load", next(MEETINGS))
+    place = Path(path).absolute()
+    if step.saving is not None:
+        step.saving.wait()
+    found = _agreed(room, lambda: _find(place))
+    if found == "nothing":
+        if missing_ok:
+            return None
+        raise CheckpointError(
+            f"{place} has no checkpoint; give hs.load the folder that hs.save wrote into, or missing_ok=True for the "
+            "first start of a run"
+        )
+    if found == "foreign":
+        return _load_foreign(step, place, room)
+    folder, notes = _choose(room, place, [Path(one) for one in found])
+    return _load_folder(step, folder, room, notes)
+
+
+def _find(place: Path) -> Any:
+    """Return the folders of checkpoints at `place`, the newest first; or "foreign", or "nothing"."""
+    if place.name == files.STATE and (place.parent / files.MANIFEST).is_file():
+        place = place.parent
+    if (place / files.MANIFEST).is_file() or files.NAME.fullmatch(place.name):
+        return [str(place)]
+    if place.is_file():
+        return "foreign"
+    if not place.is_dir():
+        return "nothing"
+    found = [str(folder) for folder in files.checkpoints(place)]
+    others = [p.name for p in place.iterdir() if not p.name.startswith((files.WRITING, files.DELETING))]
+    return found or ("foreign" if others else "nothing")
+
+
+def _agreed(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
+    """Return what rank 0 finds; raise what it raises, on all ranks."""
+    value, problem, cause = None, "", None
+    if room.rank == 0:
+        try:
+            value = work()
+        except Exception as error:
+            problem, cause = str(error), error
+    value, problem = room.publish((value, problem))
+    if problem:
+        raise cause or CheckpointError(problem)
+    return value
+
+
+def _together(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
+    """Return what `work` returns here, once it has succeeded on all ranks; else raise on all of them."""
+    value, mine = None, None
+    try:
+        value = work()
+    except Exception as error:
+        mine = error
+    told = room.gather("" if mine is None else _first_line(mine))
+    problems = room.publish([f"rank {rank}: {text}" for rank, text in enumerate(told) if text])
+    if mine is not None:
+        raise mine
+    if problems:
+        raise CheckpointError(f"{problems[0]}; no rank has loaded anything")
+    return value
+
+
+def _choose(room: Alone | Meeting, place: Path, found: list[Path]) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint whose files are as they were written, and notes on newer ones.
+
+    Raises:
+        CheckpointError: there is none, or the one that was asked for is damaged.
+    """
+    notes: list[str] = []
+    for folder in found:
+        problem = ""
+        try:
+            files.check_files(folder, room.rank, room.size)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = room.publish(next(filter(None, room.gather(problem)), ""))
+        if not problem:
+            if notes:
+                text = f"{'; '.join(notes)}; loading {folder}, which was saved before"
+                notes = [text]
+                if room.rank == 0:
+                    warnings.warn(text, stacklevel=4)
+            return folder, notes
+        notes.append(problem)
+        if len(found) == 1:
+            before = [one for one in files.checkpoints(folder.parent) if one.name < folder.name]
+            offer = f"; the one before is {before[0]}" if before and place == folder else ""
+            raise CheckpointError(f"{problem}{offer}; nothing was loaded")
+    raise CheckpointError(f"no checkpoint in {place} is whole: {'; '.join(notes)}; nothing was loaded")
+
+
+def _load_folder(step: TrainStep, folder: Path, room: Alone | Meeting, notes: list[str]) -> Loaded:
+    """Load a checkpoint whose files are as they were written."""
+
+    def read() -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
+        state, ranks = _read(step, folder, room)
+        same = len(ranks) == room.size
+        own = ranks[room.rank] if same else ranks[0]
+        if own[WEIGHTS]:
+            state[WEIGHTS] = _on_own_device(own[WEIGHTS], step)
+        if room.rank < len(ranks):
+            check_generators(ranks[room.rank]["random"])
+        check_state(step, state)
+        return state, ranks, same
+
+    state, ranks, same = _together(room, read)
+    step.load_state_dict(state)
+    if room.rank < len(ranks):
+        set_generators(ranks[room.rank]["random"])
+    if not same:
+        notes = [
+            *notes,
+            f"saved by {len(ranks)} processes and loaded by {room.size}: ranks that did not save keep their own random "
+            "states, and `extra` is that of rank 0",
+        ]
+    extras = tuple(one["extra"] for one in ranks)
+    extra = extras[room.rank] if same else extras[0]
+    return Loaded(path=folder, step=state["step"], extra=extra, extras=extras, notes=tuple(notes))
+
+
+def _read(step: TrainStep, folder: Path, room: Alone | Meeting) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the state of the step, in the sharding that it has here, and what each rank has saved."""
+    model, optimizer = unwrap(step.model), step.optimizer
+    have = model.state_dict()
+    whole = not any(map(is_sharded, have.values()))
+    content = torch.load(folder / files.STATE, weights_only=True, map_location="cpu", mmap=not whole)
+    state, ranks = content["state"], content["ranks"]
+    if "rests" not in content and whole and not _reorders(step, content):
+        return state, ranks
+    names = names_of(model, optimizer)
+    if "rests" in content:
+        from halfstep.step.checkpoints import shards
+
+        rests = content["rests"]
+        if len(rests[0]["groups"]) != len(names):
+            raise CheckpointError(
+                f"the saved optimizer has {len(rests[0]['groups'])} groups of parameters, and here it has "
+                f"{len(names)}; build it with the groups it was saved with; nothing was loaded"
+            )
+        _check_groups(rests, names)
+        rank = room.rank if len(ranks) == room.size else None
+        state["model"], state["optimizer"] = shards.read(folder, have, optimizer, names, rests, rank)
+        return state, ranks
+    state["optimizer"] = saved = dict(reordered(state["optimizer"], content["names"], names))
+    state["model"] = {
+        name: sharded_as(value, have[name]) if name in have and isinstance(value, Tensor) else value
+        for name, value in state["model"].items()
+    }
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
+    saved["state"] = {
+        number: {
+            key: sharded_as(value, parameters[number]) if isinstance(value, Tensor) and number in parameters else value
+            for key, value in entry.items()
+        }
+        for number, entry in saved["state"].items()
+    }
+    return state, ranks
+
+
+def _reorders(step: TrainStep, content: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer has its parameters in another order than the saved one."""
+    return bool(content["names"] != names_of(unwrap(step.model), step.optimizer))
+
+
+def _check_groups(rests: list[Any], names: list[list[str]]) -> None:
+    """Check that each parameter is in the group that it was saved in."""
+    place = {name: i for rest in rests for i, group in enumerate(rest["names"]) for name in group}
+    for i, group in enumerate(names):
+        for name in group:
+            if place.get(name, i) != i or name not in place:
+                where = f"in group {place[name]}" if name in place else "not in it"
+                raise CheckpointError(
+                    f"optimizer: parameter {name} is in group {i} here, and was {where} when it was saved; nothing was "
+                    "loaded"
+                )
+
+
+def _on_own_device(weights: Mapping[str, Any], step: TrainStep) -> dict[str, Any]:
+    """Return the state of rounding with a count of one device as that of the device that trains here."""
+    counts = dict(weights.get("counts", {}))
+    if len(counts) == 1:
+        device = next((p.device for group in step.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        counts = {str(device): next(iter(counts.values()))}
+    return {**weights, "counts": counts}
+
+
+def _load_foreign(step: TrainStep, place: Path, room: Alone | Meeting) -> Loaded:
+    """Load a checkpoint of another library; see `checkpoints.foreign`."""
+
+    def read() -> tuple[dict[str, Any], tuple[str, ...], Any, Any]:
+        state, notes, random, extra = converted(step, place, room.rank, room.size)
+        check_state(step, state)
+        if random is not None:
+            check_generators(random)
+        return state, notes, random, extra
+
+    state, notes, random, extra = _together(room, read)
+    step.load_state_dict(state)
+    if random is not None:
+        set_generators(random)
+    if notes and room.rank == 0:
+        warnings.warn(f"{place} was converted: {'; '.join(notes)}", stacklevel=3)
+    return Loaded(path=place, step=state["step"], extra=extra, notes=notes)
