@@ -198,7 +198,7 @@ def retries(retry: object, enough: int, *, cuda_graph: bool) -> int:
     """
     if isinstance(retry, bool):
         most = enough if retry else 0
-    elif isinstance(retry, Integral) and retry >= 0:
+    elif isinstance(retry, Integral) and int(retry) >= 0:
         most = int(retry)
     else:
         raise StepError(f"retry must be True, False or the most attempts, a whole number from 0, and is {retry!r}")
