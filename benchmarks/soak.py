@@ -128,7 +128,7 @@ class Program:
     def train(self, chance: random.Random, number: int) -> hs.StepResult | None:
         """Run one micro-batch; None if it was interrupted."""
         x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
-        if chance.random() < 0.015:
+        if chance.random() < 0.008:
             x[0, 0] = float("inf")
             self.counts["batches not finite"] += 1
         fails = chance.random() < 0.002
@@ -237,18 +237,21 @@ def growths(samples: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
 # ------------------------------------------------------------------ a run
 
 
-def soak(steps: int, after: Callable[[hs.StepResult | None], object] = lambda result: None) -> dict[str, Any]:
+def soak(
+    steps: int, samples_taken: int = SAMPLES, after: Callable[[hs.StepResult | None], object] = lambda result: None
+) -> dict[str, Any]:
     """Train for so many micro-batches; return counts, samples and growths.
 
     Args:
         steps: of all programs together.
+        samples_taken: how many samples.
         after: called with each result.
     """
     chance = random.Random(0)
     torch.manual_seed(0)
     counts: Counter[str] = Counter()
     samples = []
-    every = max(1, steps // SAMPLES)
+    every = max(1, steps // samples_taken)
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = Path(name)
