@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
@@ -56,7 +57,7 @@ class Limited(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.where(gradient.abs() >= LIMIT, gradient * float("inf"), gradient)
 
 
@@ -91,7 +92,8 @@ def net() -> nn.Sequential:
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor, height: Tensor) -> tuple[Tensor, Tensor]:
     """Return a loss whose gradient overflows from the scale 2**(16 - height) on, about."""
-    outputs = Limited.apply(model(x).float()) * (torch.arange(3.0) == y[:, None]) * torch.exp2(height - 8.0)
+    limited: Callable[[Tensor], Tensor] = Limited.apply
+    outputs = limited(model(x).float()) * (torch.arange(3.0) == y[:, None]) * torch.exp2(height - 8.0)
     return outputs.sum(), outputs.detach()
 
 
@@ -187,7 +189,12 @@ HEIGHTS = (3.0, 0.0, 6.0, 2.0, 8.0, 7.0, 0.0, 1.0, 9.0, 9.0, 1.0, 1.0)
 def test_a_retried_run_is_the_one_that_comes_to_each_update_at_the_scale_that_fits(
     policy: str, optimizer: str, accumulate: int
 ) -> None:
-    options = {"accumulate": accumulate, "clip_norm": 1.0, "rule": hs.ScaleRule(interval=2), "blackbox": False}
+    options: dict[str, Any] = {
+        "accumulate": accumulate,
+        "clip_norm": 1.0,
+        "rule": hs.ScaleRule(interval=2),
+        "blackbox": False,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         got = retried(stepper(policy, optimizer, retry=True, **options), window_of(HEIGHTS, accumulate))
@@ -213,7 +220,7 @@ RULES = {
     policy=st.sampled_from(["mixed", "stochastic"]),
 )
 def test_any_overflows(heights: list[float], accumulate: int, most: int, rule: str, policy: str) -> None:
-    options = {"accumulate": accumulate, "rule": RULES[rule], "blackbox": False}
+    options: dict[str, Any] = {"accumulate": accumulate, "rule": RULES[rule], "blackbox": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the scale is at its floor
         got = retried(stepper(policy, retry=most, **options), window_of(heights, accumulate))
@@ -312,7 +319,7 @@ def read(model: nn.Module, data: Iterator[Tensor]) -> Any:
 
 def late(model: nn.Module, x: Tensor, y: Tensor, height: Tensor) -> Any:
     if height > 0:
-        model[2].table.add_(1)
+        model.get_buffer("2.table").add_(1)
     return loss_fn(model, x, y, height)
 
 
@@ -399,7 +406,7 @@ def test_steps_that_share_a_scaler_fall_together() -> None:
 
 def test_compiled_code_copies_and_metrics() -> None:
     def square(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean()
+        return cast(Tensor, model(x)).square().mean()
 
     found = []
     for compiled in (False, {"backend": "eager"}):
@@ -554,7 +561,7 @@ def ranked(rank: int, kind: str, retry: bool, scale: float, changed: bool = Fals
         result = step(*batch(2 * i + rank, 8.0 if rank == 1 and i == 0 else 0.0))
         outcomes.append(outcome(result)[:-1])
         retries.append(result.retries)
-    state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
     return outcomes, retries, plain(state), plain(torch.default_generator.get_state())
 
 
