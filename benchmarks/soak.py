@@ -48,8 +48,8 @@ BOUNDS: dict[str, tuple[int, str]] = {
     "tensor_bytes": (1 << 20, "bytes of their storages"),
     "files": (0, "open files"),
     "threads": (0, "threads"),
-    "evidence_files": (0, "files in the folders of evidence"),
-    "evidence_bytes": (1 << 16, "bytes in them"),
+    "evidence_files": (0, "files in the folder of evidence"),
+    "evidence_bytes": (1 << 16, "bytes in it"),
     "checkpoint_files": (0, "checkpoints kept"),
 }
 """Quantity -> by how much it may grow from the second quarter of a run to the last, and what it is.
@@ -86,7 +86,7 @@ class Program:
 
     Args:
         name: a key of `POLICIES`.
-        folder: for checkpoints and evidence.
+        folder: for checkpoints; beside it is the folder of the evidence of all programs.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Program:
             clip_norm=1.0,
             accumulate=2 if windows else 1,
             scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1000, 0.99),
-            blackbox=self.folder / "evidence",
+            blackbox=self.folder.parent / "evidence",
             retry=True,
         )
         self.monitor = hs.Monitor(self.step, every=10, activations=windows)
@@ -196,7 +196,7 @@ def sample(folder: Path) -> dict[str, int]:
     everything = gc.get_objects()
     tensors = [one for one in everything if type(one) is Tensor or type(one) is nn.Parameter]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    evidence = [path for path in folder.glob("*/evidence/*") if path.is_file()]
+    evidence = [path for path in folder.glob("evidence/*") if path.is_file()]
     own = Path("/proc/self")
     found = {
         "objects": len(everything),
@@ -204,7 +204,7 @@ def sample(folder: Path) -> dict[str, int]:
         "tensor_bytes": sum(storages.values()),
         "evidence_files": len(evidence),
         "evidence_bytes": sum(path.stat().st_size for path in evidence),
-        "checkpoint_files": len([*folder.glob("*/*.pt")]),
+        "checkpoint_files": len([*folder.glob("[0-9]/*.pt")]),
     }
     if own.exists():  # Linux
         found["rss"] = int((own / "statm").read_text().split()[1]) * 4096
