@@ -16,7 +16,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed lint format bench bench-gpu bench-lens bench-pages bench-scale count faults fuzz compare-full tables walks clean
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed lint format bench bench-gpu bench-lens bench-pages bench-scale count soak faults fuzz compare-full tables walks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -80,6 +80,9 @@ bench-scale: $(READY)  ## several processes beside one, some 10 minutes on 2 cor
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json
+
+soak: $(READY)  ## 20,000 micro-batches with everything on: memory, objects and files, 7 minutes -> benchmarks/results/soak.json
+	$(BIN)/python -m benchmarks.soak --json benchmarks/results/soak.json
 
 faults: $(READY)  ## score the instruments on seeded faults and healthy controls
 	$(BIN)/python -m tests.faults.scored

@@ -30,6 +30,7 @@ class HostStepResult:
         skipped: whether an update was due and was not applied because the gradient norm was not finite.
         grad_norm: 2-norm over all gradients, unscaled, before clipping; nan while accumulating.
         culprits: names of the parameters whose gradient was not finite.
+        retries: how often the window has run again at a lower scale before this.
     """
 
     step: int
@@ -39,6 +40,7 @@ class HostStepResult:
     skipped: bool
     grad_norm: float
     culprits: tuple[str, ...] = ()
+    retries: int = 0
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class StepResult:
         grad_norm: 0-dim fp32 tensor, unscaled, before clipping; nan while accumulating.
         skipped: 0-dim bool tensor: an update was due and was not applied.
         due: whether an update was due, which is after the last micro-batch of a window.
+        retries: how often the window has run again at a lower scale before this: ``TrainStep(retry=...)``.
     """
 
     step: int
@@ -63,6 +66,7 @@ class StepResult:
     skipped: torch.Tensor
     due: bool
     find_culprits: Callable[[], tuple[str, ...]] = tuple
+    retries: int = 0
 
     @property
     def updated(self) -> torch.Tensor:
@@ -84,6 +88,7 @@ class StepResult:
             skipped=bool(self.skipped),
             grad_norm=float(self.grad_norm),
             culprits=self.culprits,
+            retries=self.retries,
         )
 
 

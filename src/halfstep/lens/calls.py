@@ -9,8 +9,6 @@ import inspect
 import linecache
 import math
 import os
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
-from halfstep.step.record import put_random, random_states
+from halfstep.step.record import generators, generators_of, put_random, random_states
 from halfstep.trees import map_tensors, tensors
 
 __all__ = [
@@ -41,8 +39,6 @@ __all__ = [
     "described",
     "extremes",
     "floats",
-    "generators",
-    "generators_of",
     "has_storage",
     "in_float64",
     "line_of",
@@ -299,38 +295,11 @@ def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             torch.set_autocast_enabled(device, True)
 
 
-def generators(*models: nn.Module) -> Callable[[], None]:
-    """Note the states of the generators of torch, Python and NumPy, and of those that modules of `models` hold.
-
-    Returns:
-        A function that restores them.
-    """
-    states, python = random_states(), random.getstate()
-    numpy = sys.modules.get("numpy.random")  # code that draws from it has imported it
-    array = None if numpy is None else numpy.get_state()
-    own = [(g, g.get_state()) for model in models for module in model.modules() for g in generators_of(module)]
-
-    def restore() -> None:
-        put_random(states)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(array)
-        for generator, state in own:
-            generator.set_state(state)
-
-    return restore
-
-
 @contextmanager
 def unmoved(*models: nn.Module) -> Iterator[None]:
-    """Restore `generators` after a block that draws from them."""
-    restore = generators(*models)
+    """Restore all generators, also those that modules of `models` have, after a block that draws from them."""
+    restore = generators(g for model in models for module in model.modules() for g in generators_of(module))
     try:
         yield
     finally:
         restore()
-
-
-def generators_of(module: nn.Module) -> list[torch.Generator]:
-    """Return the generators that are attributes of `module`."""
-    return [value for value in vars(module).values() if isinstance(value, torch.Generator)]

@@ -23,7 +23,7 @@ from halfstep.scale.alarm import DelayedFlag, alarm_text, is_error
 from halfstep.scale.arguments import choose_rule, device_type, is_on, map_losses
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
 from halfstep.scale.iteration import FollowedLosses, Iteration, OptimizerWork, Stage
-from halfstep.scale.rule import ScaleState, advance_, state_to_host
+from halfstep.scale.rule import ScaleState, advance, advance_, load_host, state_to_host
 from halfstep.scale.state import StoredScale
 
 __all__ = ["GradScaler"]
@@ -367,6 +367,27 @@ class GradScaler(StoredScale):
             state = self._started("update")
             advance_(self._rule, state, found)
             self._answer_alarm(state, iteration)
+
+    def falls(self, below: float, most: int) -> tuple[int, float] | None:
+        """Return how many bad steps would take the scale below a value, and the scale then; waits for the device.
+
+        Args:
+            below: the scale that is too high.
+            most: how many bad steps to look ahead.
+
+        Returns:
+            None if it is not below it after `most` of them, or one of them raises the alarm.
+        """
+        if not self._enabled or self._rule.is_static:
+            return None
+        state, bad = load_host(self._host_state(), "cpu", self._rule), torch.ones((), dtype=torch.bool)
+        for steps in range(1, most + 1):
+            state = advance(self._rule, state, bad)
+            if state.alarm:
+                return None
+            if (scale := float(state.scale.float())) < below:
+                return steps, scale
+        return None
 
     def forget(self) -> None:
         """Discard what has been unscaled, stepped or recorded since the last update."""

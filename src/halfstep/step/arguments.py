@@ -18,7 +18,7 @@ from halfstep.errors import StepError
 from halfstep.kernels.native.calls import number
 from halfstep.scale.scaler import GradScaler
 
-__all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_folder", "limit"]
+__all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_folder", "limit", "retries"]
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -188,3 +188,28 @@ def evidence_folder(blackbox: object) -> Path | None:
     if not isinstance(blackbox, (str, Path)) or not str(blackbox):
         raise StepError(f"blackbox={blackbox!r}; expected True, False, or a folder for evidence files")
     return Path(blackbox)
+
+
+def retries(retry: object, enough: int, *, cuda_graph: bool) -> int:
+    """Return how often ``retry=`` lets a window run again; 0 for False.
+
+    Args:
+        retry: what the user gave.
+        enough: what True stands for.
+        cuda_graph: whether the step is to be captured.
+
+    Raises:
+        StepError: it is neither a bool nor a whole number from 0; or the step is captured.
+    """
+    if isinstance(retry, bool):
+        most = enough if retry else 0
+    elif isinstance(retry, Integral) and int(retry) >= 0:
+        most = int(retry)
+    else:
+        raise StepError(f"retry must be True, False or the most attempts, a whole number from 0, and is {retry!r}")
+    if most and cuda_graph:
+        raise StepError(
+            f"retry={retry!r}: the host must read each verdict to run a window again, and a CUDA graph makes the "
+            "update and moves the scale without it; leave out retry or cuda_graph"
+        )
+    return most

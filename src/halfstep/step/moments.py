@@ -126,6 +126,11 @@ class Moments:
         if raised is not None:
             raise raised
 
+    def restart(self) -> None:
+        """Return to the state before the window, whose update has not begun: it runs again."""
+        for call in self._abort:
+            call(written=False)
+
     def abort(self, error: BaseException | None = None) -> None:
         """Undo what the phase under way has changed, if that can be done; may be called again.
 
@@ -176,16 +181,20 @@ class Watchers(list[StepWatcher]):
     Attributes:
         parameters: returns the optimizer's parameters that have gradients.
         paused: whether they see nothing: a captured update is no update.
+        discards: returns whether these parameters' window runs again instead, which is no update either.
     """
 
     def __init__(self, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         super().__init__()
         self.parameters, self.paused = parameters, False
+        self.discards: Callable[[Sequence[nn.Parameter]], bool] | None = None
 
     def before_update(self) -> None:
         """Show the watchers what is about to be updated."""
         if self and not self.paused:
             parameters = self.parameters()
+            if self.discards is not None and any(w.wants_update() for w in self) and self.discards(parameters):
+                return
             for watcher in self:
                 watcher.before_update(parameters)
 

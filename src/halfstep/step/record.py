@@ -3,24 +3,38 @@
 `Record` is what graph capture, checkpoints and the black box read of a step. Its `History` keeps, for each micro-batch
 of the current window and of the last update until its verdict is known, references to the batch, the states of torch's
 generators (CPU: 5 KB, under a microsecond; CUDA: 16 bytes on the host) and versions, and copies of the buffers that a
-forward pass is known to change. BatchNorm's statistics are in `Statistics`. Python's and NumPy's generators are not
-kept (9 and 34 microseconds a step).
+forward pass is known to change. BatchNorm's statistics are in `Statistics`. Python's and NumPy's generators are kept
+where windows run again (`retry`) only: 9 and 34 microseconds a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.kernels.native.calls import number, peek
 from halfstep.trees import tensors
 
-__all__ = ["History", "MicroBatch", "Record", "Window", "put_random", "random_states", "versions_of"]
+__all__ = [
+    "History",
+    "MicroBatch",
+    "Record",
+    "Window",
+    "generators",
+    "generators_of",
+    "put_buffers",
+    "put_random",
+    "random_states",
+    "versions_of",
+]
 
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -37,6 +51,8 @@ class MicroBatch:
         versions: how often each tensor of the batch had been written to.
         loss: what came out, detached; None until it has.
         seed: what the backward pass began with; None for 1.
+        tensors: those of the batch; kept where windows run again, else empty.
+        put_generators: puts all generators back, those of Python, NumPy and modules too; None: not kept.
     """
 
     batch: tuple[Any, ...]
@@ -45,6 +61,8 @@ class MicroBatch:
     versions: list[int]
     loss: Tensor | None = None
     seed: Tensor | None = None
+    tensors: Sequence[Tensor] = ()
+    put_generators: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -153,10 +171,12 @@ class History:
         window: the current one.
         judged: that of the last update, until its verdict was read and was good, or the next window begins.
         watched: whether good updates are of interest too; else a CPU drops their batches at once.
+        examined: whether a black box reads it; else a window is dropped with its update.
     """
 
-    def __init__(self, model: nn.Module, *, watched: bool = False) -> None:
-        self.model, self.watched = model, watched
+    def __init__(self, model: nn.Module, *, watched: bool = False, examined: bool = True) -> None:
+        self.model, self.watched, self.examined = model, watched, examined
+        self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
         self.window = Window()
         self.judged: Window | None = None
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
@@ -182,6 +202,8 @@ class History:
         flat = {Tensor}.issuperset(map(type, values))  # tensors alone need no walk through containers
         versions = versions_of_tensors(values) if flat else versions_of((batch, named))
         kept = MicroBatch(batch, named, random_states(), versions)
+        if self._own is not None:
+            kept.tensors, kept.put_generators = tensors((batch, named)), generators(self._own)
         self.window.last = number
         self.window.batches.append(kept)
         return kept
@@ -196,6 +218,9 @@ class History:
         window = self.window
         self._find_changing()
         window.scale = scale
+        if not self.examined:
+            self.window = Window()
+            return
         if type(bad) is not Tensor or (bad.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         window.flag = bad
@@ -207,6 +232,23 @@ class History:
             self.judged, self.window = None, Window()
         else:
             self.judged = window
+
+    def keep_generators(self) -> None:
+        """Keep what windows need to run again inside a step: all generators, and which tensors a batch holds."""
+        devices = {p.device for p in self.model.parameters() if p.is_cuda}
+        self._own = [g for module in self.model.modules() for g in generators_of(module)]
+        self._own += [torch.cuda.default_generators[device.index] for device in devices]
+
+    def unkept(self) -> str:
+        """Return the name of a buffer that the window's forward passes changed and that was not kept; "" for none."""
+        kept = {(id(module), name) for module, name, _ in self.window.buffers}
+        changed = (name for module, name in self._changed() if (id(module), name) not in kept)
+        return next(changed, "")
+
+    def restore(self) -> None:
+        """Put the buffers that the window's forward passes changed back; BatchNorm's are in `Statistics`."""
+        self._find_changing()
+        put_buffers([kept for kept in self.window.buffers if (id(kept[0]), kept[1]) in self._changing])
 
     def arrived(self, *, wait: bool) -> Window | None:
         """Return the window of the last update if its verdict has just become known.
@@ -250,14 +292,20 @@ class History:
 
     def _find_changing(self) -> None:
         """Find out which buffers the window's forward passes have changed."""
-        changed = False
+        changed = self._changed()
+        for module, name in changed:
+            self._changing.setdefault((id(module), name), (module, name))
+        if changed:
+            self._note_buffers()
+
+    def _changed(self) -> list[tuple[nn.Module, str]]:
+        """Return the buffers not known to change that have changed."""
+        found = []
         for module, name, value, version in self._unchanged or ():
             now = module._buffers.get(name)
             if now is not value or (now is not None and now._version != version):
-                self._changing.setdefault((id(module), name), (module, name))
-                changed = True
-        if changed:
-            self._note_buffers()
+                found.append((module, name))
+        return found
 
     def _note_buffers(self) -> None:
         """Note the versions of buffers that are not known to change; before the first step, copy them too."""
@@ -267,7 +315,9 @@ class History:
         for module in self.model.modules():
             for name, value in module._buffers.items():
                 key = (id(module), name)
-                if value is None or key in self._changing or name in STATISTICS or value.is_inference():
+                if value is None or key in self._changing or value.is_inference():
+                    continue
+                if name in STATISTICS and isinstance(module, _NormBase):
                     continue
                 self._unchanged.append((module, name, value, value._version))
                 size = value.numel() * value.element_size()
@@ -307,3 +357,44 @@ def put_random(states: dict[str, Tensor]) -> None:
             torch.default_generator.set_state(state)
         else:
             torch.cuda.default_generators[int(device.partition(":")[2])].set_state(state)
+
+
+def generators(own: Iterable[torch.Generator] = ()) -> Callable[[], None]:
+    """Note the states of the generators of torch, Python and NumPy, and of some besides.
+
+    Args:
+        own: generators of the user's.
+
+    Returns:
+        A function that restores them.
+    """
+    states, python = random_states(), random.getstate()
+    numpy = sys.modules.get("numpy.random")  # code that draws from it has imported it
+    array = None if numpy is None else numpy.get_state()
+    others = [(generator, generator.get_state()) for generator in own]
+
+    def restore() -> None:
+        put_random(states)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(array)
+        for generator, state in others:
+            generator.set_state(state)
+
+    return restore
+
+
+def generators_of(module: nn.Module) -> list[torch.Generator]:
+    """Return the generators that are attributes of `module`."""
+    return [value for value in vars(module).values() if isinstance(value, torch.Generator)]
+
+
+@torch.no_grad()
+def put_buffers(kept: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
+    """Put values of buffers back: in place, unless the buffer has another shape now."""
+    for module, name, value in kept:
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.shape == value.shape:
+            buffer.copy_(value)
+        else:
+            module._buffers[name] = value.clone()

@@ -38,7 +38,7 @@ from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import optimizer_step, update
-from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit
+from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries
 from halfstep.step.bind import binding_of
 from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
@@ -50,6 +50,7 @@ from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, Moments, Watchers
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.ranks import join, ranks_of
 from halfstep.step.record import Record
+from halfstep.step.retry import ENOUGH, Retry
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
 from halfstep.step.undo import SchedulerCopy
@@ -65,7 +66,7 @@ __all__ = ["TrainStep"]
 LossFn = Callable[..., Any]
 WHOLE = nullcontext()
 ORDINALS = count(1)
-KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph")  # of a copy
+KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph", "retry")  # of a copy
 
 
 class TrainStep:
@@ -96,6 +97,8 @@ class TrainStep:
         cuda_graph: whether to capture the whole step, update included, in a CUDA graph for each kind of batch.
         blackbox: whether a step that is not finite for another reason than a dynamic scale on its way down is replayed
             and explained, by one line of the logger "halfstep"; a folder: and its evidence kept there. See `explain`.
+        retry: whether a window that overflowed under a dynamic scale runs again at the lower one, so that no batch is
+            lost; a number: so often at most (True: 16). `loss_fn` is called again. One wait for the device an update.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -118,11 +121,13 @@ class TrainStep:
         compile: bool | Mapping[str, Any] = False,
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
+        retry: bool | int = False,
     ) -> None:
         optimizer = unwrap_optimizer(optimizer)
         accumulate = check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph=cuda_graph)
         self.clip_norm, self.clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
         self.evidence = evidence_folder(blackbox)
+        self.retry = retries(retry, ENOUGH, cuda_graph=cuda_graph)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -190,6 +195,11 @@ class TrainStep:
         participants.append(self._watchers)
         if self._scales:
             participants.append(Scaling(self._scaler, optimizer))
+        self._retry: Retry | None = None
+        if self._scales and self.retry:
+            self._retry = Retry(self.retry, self._scaler, optimizer, self.record, unwrap(model))
+            participants.append(self._retry)
+            self._watchers.discards = self._retry.discards_unseen
         self._moments = Moments(participants, self._updater.has_written)
         self._statistics = Statistics(unwrap(model), self._moments.add)
 
@@ -216,7 +226,12 @@ class TrainStep:
         try:
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
             moments.phase = MICRO_BATCH
+            if self._retry is not None:
+                self._retry.begin()
             result = self._micro_batch(batch, named) if self._graphs is None else self._graphs(batch, named)
+            while self._retry is not None and self._retry.due:
+                result = self._run_again(self._retry) or result
+                result.retries = self._retry.retries
             moments.phase = REST
         except BaseException as error:
             moments.abort(error)
@@ -250,6 +265,18 @@ class TrainStep:
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
         return StepResult(number, shown, aux, scale, unknown, nothing, False)
+
+    def _run_again(self, retry: Retry) -> StepResult | None:
+        """Run the micro-batches of a window that was discarded again; return what the last one gave."""
+        batches, result = retry.restart(self._moments), None
+        if not batches:  # a flush, and other ranks have some
+            self._begin_window()
+            self.record.scale = retry.scale_on(self.record.scale.device)
+        for kept in batches:
+            if kept.put_generators is not None:
+                kept.put_generators()
+            result = self._micro_batch(kept.batch, kept.named)
+        return result
 
     def _begin_window(self) -> None:
         """Drop what another step's loss, or one that failed, left in the gradients, and begin a window."""
@@ -289,13 +316,17 @@ class TrainStep:
         """Run the backward pass of `loss`; return the scale it ran with, one for all of a window, and its seed."""
         record = self.record
         if record.micro_batches == 0:  # a window has one scale, also if another step moves the scaler's meanwhile
-            if self._scales:
+            if self._retry is not None:
+                record.scale = self._retry.scale_on(loss.device)
+            elif self._scales:
                 record.scale = self._scaler.scale_on(loss.device).clone()
             else:
                 record.scale = torch.ones((), dtype=torch.float32, device=loss.device)
         seed = record.scale if self.accumulate == 1 else record.scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)
+        if self._retry is not None and self._retry.poisoned:
+            seed = seed * float("nan")
         if record.micro_batches and self.copies.layers and self._no_sync is None:  # DDP's hooks read what arrives
             self.copies.backward(loss, seed, self._run_backward)
         elif self._sums is not None:
@@ -395,7 +426,12 @@ class TrainStep:
                 record.scale = scale
             if ranks is not None:
                 ranks.averaged = False
+            if self._retry is not None:
+                self._retry.begin()
             norm, bad, culprits = self._update(count)
+            while self._retry is not None and self._retry.due:
+                self._run_again(self._retry)
+                norm, bad, culprits = self._update(count)
             moments.phase = REST
         except BaseException as error:
             moments.abort(error)
@@ -406,7 +442,8 @@ class TrainStep:
         if self.preemption is not None:
             self.preemption.after_update()
         loss = torch.full((), float("nan"), device=norm.device)
-        return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits)
+        again = 0 if self._retry is None else self._retry.retries
+        return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits, again)
 
     def join(self) -> AbstractContextManager[None]:
         """Return a context for a loop over batches of which some ranks have fewer: ``with step.join(): ...``.
@@ -423,7 +460,10 @@ class TrainStep:
         return join(self._ranks, self.model, self.flush)
 
     def _update(self, count: float) -> tuple[Tensor, Tensor, Culprits]:
-        """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits."""
+        """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits.
+
+        If the window is to run again instead, nothing is written.
+        """
         record, moments, updater = self.record, self._moments, self._updater
         if record.history is not None and record.history.judged is not None:
             self._examine(wait=True)  # after this update the parameters are no longer those of the last one
@@ -436,6 +476,9 @@ class TrainStep:
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
         check, write = updater.plan(parameters, divisor, self.clip_norm, self.clip_value)
+        found = check.norm, check.bad, Culprits(norms=check.norms, parameters=parameters, names=self._names)
+        if self._retry is not None and self._retry.discards(check.bad):
+            return found
         moments.update(write, check.bad)
         for parameter in parameters:
             parameter.grad = None
@@ -446,7 +489,7 @@ class TrainStep:
             if not self._keeps_pages:
                 keep_pages(self)
                 self._keeps_pages = True
-        return check.norm, check.bad, Culprits(norms=check.norms, parameters=parameters, names=self._names)
+        return found
 
     def _settle(self) -> None:
         """Read the verdict of the last update and advance the scheduler if it was applied."""

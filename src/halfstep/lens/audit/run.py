@@ -26,10 +26,11 @@ from halfstep.lens.audit.rows import Tally, form_of, row_of
 from halfstep.lens.audit.table import Audit
 from halfstep.lens.audit.updates import AuditedStep, Meter, swallow
 from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall, Paths, Reference
-from halfstep.lens.calls import copied, generators, generators_of
+from halfstep.lens.calls import copied
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
+from halfstep.step.record import generators, generators_of
 from halfstep.trees import map_tensors
 
 __all__ = ["Batch", "Run"]

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import PLAIN_TYPES, extremes, generators, generators_of
-from halfstep.step.record import MicroBatch, put_random
+from halfstep.lens.calls import PLAIN_TYPES, extremes
+from halfstep.step.record import MicroBatch, generators, generators_of, put_buffers, put_random
 from halfstep.trees import map_tensors
 
 __all__ = ["Attempt", "Replay"]
@@ -92,11 +92,7 @@ class Replay:
         """
         attempt = Attempt()
         with self._restoring() as modules:
-            for module, name, value in self.buffers:
-                buffer = module._buffers.get(name)
-                if buffer is not None and buffer.shape == value.shape:
-                    with torch.no_grad():
-                        buffer.copy_(value)
+            put_buffers(self.buffers)
             for index, micro in enumerate(self.window):
                 if only is None or index == only:
                     self._one(attempt, index, micro, modules, traced=traced, factor=factor)

@@ -412,7 +412,7 @@ class StepBox(Box):
     @property
     def _history(self) -> History:
         history = self.step.record.history
-        if history is None:
+        if history is None or not history.examined:
             raise StepError("explain(): this TrainStep was built with blackbox=False and keeps nothing to replay")
         return history
 

@@ -1,0 +1,161 @@
+"""Retry: a window whose update overflowed under a dynamic scale runs again at a lower one, so that no batch is lost.
+
+In: the verdict on a window, before anything is written. Out: whether its micro-batches run again, and at which scale.
+The window is taken back as one that an exception cut off (`Moments.abort`); besides, the buffers that forward passes
+change and the generators of random numbers are put back as the black box's replay does, from the same `History`.
+
+Note [counted late]: an attempt that is discarded changes nothing of the scaler. The scale it falls to is computed ahead
+(`GradScaler.falls`), and the bad steps are counted in the critical part of the update that is applied. So a cut in the
+middle of a retry leaves the scaler where it was, and a window that stays bad counts as one bad step, as without retry:
+a batch with a nan in its gradient costs attempts, and not the scale.
+
+Note [ranks]: ranks that average gradients share the verdict and the scale, so they decide alike without a collective.
+What only one rank sees, a batch that was written to, must not be decided by it alone: there it runs the attempts with
+the others and starts its backward passes from nan, so that the window is skipped on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import ScaleError
+from halfstep.scale.scaler import GradScaler
+from halfstep.step.moments import Moments
+from halfstep.step.record import History, MicroBatch, Record, versions_of
+from halfstep.step.update import check_gradients
+from halfstep.trees import tensors
+
+__all__ = ["ENOUGH", "Retry"]
+
+LOG = logging.getLogger("halfstep")
+
+ENOUGH = 16
+"""Attempts of ``retry=True``: as many halvings as lead from 2**16, where most scales begin, to 1."""
+
+
+class Retry:
+    """Decides which windows of one training step run again; a participant of it, after its scaler.
+
+    Args:
+        most: how often one window runs again.
+        scaler: the step's own.
+        optimizer: the step's own.
+        record: the step's own; gets a `History` if it has none, and its history keeps all generators from now on.
+        model: the user's model.
+
+    Attributes:
+        due: whether the last attempt was discarded, and the window must run again.
+        retries: how often the window of the current call has run again.
+        scale: the loss scale that the window runs with again; None: the scaler's.
+        poisoned: whether backward passes start from nan; see note [ranks].
+    """
+
+    def __init__(self, most: int, scaler: GradScaler, optimizer: Optimizer, record: Record, model: nn.Module) -> None:
+        self.most, self.scaler, self.optimizer, self.record = most, scaler, optimizer, record
+        if record.history is None:
+            record.history = History(model, examined=False)
+        record.history.keep_generators()
+        self.history = record.history
+        self._warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a call of the step: what an earlier one has left, if it was cut off, is void."""
+        self.due = self.poisoned = False
+        self.retries = self._uncounted = 0
+        self.scale: float | None = None
+
+    # ------------------------------------------------------------------ the decision
+
+    def discards(self, bad: Tensor) -> bool:
+        """Return whether the window runs again instead of being updated; waits for the device.
+
+        Args:
+            bad: 0-dim bool, the verdict on the window.
+        """
+        self.due = False
+        if self.scaler.rule.is_static:
+            return False
+        self.record.host_reads += 1
+        if not bool(bad):
+            return False
+        found = self._lower() if self.retries < self.most else None
+        self.due = found is not None
+        self._uncounted, self.scale = found or (0, self.scale)
+        return self.due
+
+    def discards_unseen(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return what `discards` will, from the gradients themselves: before watchers are shown them."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        divisor = self.record.scale.to(gradients[0].device)
+        return self.discards(check_gradients(gradients, divisor, None).bad)
+
+    def _lower(self) -> tuple[int, float] | None:
+        """Return how many bad steps of the scaler lead to a lower scale, and that scale; None: the step is skipped."""
+        ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        window = self.history.window
+        if not ranks and not window.finite():  # no scale of a backward pass helps
+            return None
+        if obstacle := next(self._obstacles(window.batches), ""):
+            self._warn(window.last, obstacle)
+            if not ranks:
+                return None
+            self.poisoned = True
+        return self.scaler.falls(float(self.record.scale), self._uncounted + self.scaler.rule.hysteresis)
+
+    def _obstacles(self, batches: Sequence[MicroBatch]) -> Iterator[str]:
+        """Yield why the micro-batches would not be the same again, and what helps."""
+        for micro in batches:
+            if any(isinstance(value, Iterator) for value in (*micro.batch, *micro.named.values())):
+                yield "the batch holds an iterator, which can be read once; hand the step what it yields"
+            found = tensors((micro.batch, micro.named))
+            if len(found) != len(micro.tensors) or any(a is not b for a, b in zip(found, micro.tensors, strict=True)):
+                yield "loss_fn has changed which tensors the batch holds; let it change a copy: batch = dict(batch)"
+            elif versions_of((micro.batch, micro.named)) != micro.versions:
+                yield (
+                    "its batch has been written to since its forward pass began; let loss_fn work on a copy, and give "
+                    "each micro-batch of a window tensors of its own"
+                )
+            if any(t.requires_grad and t.is_leaf for t in found):
+                yield "a tensor of its batch has a gradient, to which another backward pass adds; detach it in loss_fn"
+        if name := self.history.unkept():
+            yield f"its forward pass has changed the buffer {name!r} for the first time, and no copy was kept"
+
+    def _warn(self, number: int, obstacle: str) -> None:
+        if not self._warned:
+            self._warned = True
+            LOG.warning("retry: step %d overflowed and cannot run again: %s. It is skipped", number, obstacle)
+
+    # ------------------------------------------------------------------ another attempt
+
+    def scale_on(self, device: torch.device) -> Tensor:
+        """Return the loss scale of the coming window as a 0-dim fp32 tensor of its own on `device`."""
+        if self.scale is None:
+            return self.scaler.scale_on(device).clone()
+        return torch.full((), self.scale, dtype=torch.float32, device=device)
+
+    def restart(self, moments: Moments) -> Sequence[MicroBatch]:
+        """Return to the state before the window, and return its micro-batches."""
+        batches = self.history.window.batches
+        moments.restart()
+        self.history.restore()
+        self.retries += 1
+        return batches
+
+    def after_update(self, bad: Tensor) -> Exception | None:
+        """Count the attempts that were discarded, now that one was applied."""
+        raised: Exception | None = None
+        for _ in range(self._uncounted):
+            self.scaler.record(torch.ones_like(bad), optimizer=self.optimizer)
+            try:
+                self.scaler.update()
+            except (ScaleError, Warning) as error:
+                raised = raised or error
+        self._uncounted = 0
+        return raised
