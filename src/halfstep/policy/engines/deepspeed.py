@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from halfstep.policy.engines.engine import Engine, Expressed, in_words, rule_differences, wide_operators
-from halfstep.policy.optable import losses, table
+from halfstep.policy.engines.engine import DEVICE, Engine, Expressed, in_words, rule_differences, wide_operators
+from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
@@ -50,7 +50,8 @@ def _low(policy: Policy) -> Iterator[Expressed]:
     dtype, ruled = policy.dtype, policy.table not in {"none", "all-low"}
     rounds = "all operators run in the format of their inputs"
     yield Expressed(field="dtype")
-    yield Expressed(field="params", settings={f"{dtype}.enabled": True})
+    start = f"masters start from the lowered weights: what an fp32 checkpoint has beyond {dtype} is not read"
+    yield Expressed(field="params", settings={f"{dtype}.enabled": True}, note=start)
     norms = f"the parameters of norms are {dtype} too, before fp32 masters; set norms='low'"
     batch = "BatchNorm's parameters are lowered too, which halfstep leaves in fp32"
     yield Expressed(
@@ -123,8 +124,8 @@ def _autocast(policy: Policy) -> Iterator[Expressed]:
 
 def _lists(policy: Policy) -> Expressed:
     """torch.autocast's lists in place of the policy's; they have losses by the functions that these consist of."""
-    theirs = frozenset(op for op, row in table("torch", "cuda").items() if row.rule == "fp32")
-    missing = wide_operators(policy, besides=theirs | losses())
+    theirs = frozenset(op for op, row in table("torch", DEVICE).items() if row.rule == "fp32")
+    missing = wide_operators(policy, besides=theirs)
     lists = "torch.autocast's own lists"
     if policy.table == "torch":
         return Expressed(field="table")

@@ -1,4 +1,4 @@
-"""An engine's configuration made of a policy: `configured` takes an `Engine` and a policy, and returns an `EngineConfig`.
+"""A policy as an engine's configuration: `configured` takes an `Engine` and a `Policy`, and returns an `EngineConfig`.
 
 Every field of a policy gets one `Expressed`: the settings that carry it out, and what differs. Two kinds of difference
 are kept apart. *Lost*: the engine computes less precisely than the field asks for, or leaves a safeguard out; that is
@@ -15,7 +15,7 @@ from typing import Any
 
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.formats import DTYPES
-from halfstep.policy.optable import NO_LOW_KERNEL, table
+from halfstep.policy.optable import NO_LOW_KERNEL, losses, table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.policy.scale_rule import ScaleRule
@@ -44,7 +44,7 @@ class Expressed:
 
     Attributes:
         field: the field.
-        settings: key of the engine's configuration -> value, sections with dots; {} where the engine's default is right.
+        settings: key of the engine's configuration -> value, sections with dots; {} where its default is right.
         note: what the engine does otherwise without losing precision; "" if nothing.
         lost: what the field asks for and the engine does not do, with the remedy; "" if nothing.
     """
@@ -136,9 +136,8 @@ def configured(engine: Engine, policy: Policy, accept: Iterable[str] = ()) -> En
     fields = [f.name for f in dataclasses.fields(Policy)]
     for name in accepted:
         if name not in fields:
-            raise PolicyError(
-                f"{engine.method}(accept={list(accepted)!r}): a policy has no field {name!r}{did_you_mean(name, fields)}"
-            )
+            hint = did_you_mean(name, fields)
+            raise PolicyError(f"{engine.method}(accept={list(accepted)!r}): a policy has no field {name!r}{hint}")
     made = expressed(engine, policy)
     lost = [e for e in made if e.lost and e.field not in accepted]
     if lost:
@@ -162,12 +161,10 @@ def configured(engine: Engine, policy: Policy, accept: Iterable[str] = ()) -> En
 def wide_operators(policy: Policy, besides: frozenset[str] = frozenset()) -> list[str]:
     """Return the operators that the policy's table computes in fp32 for precision, but for `besides`.
 
-    Those that torch cannot compute in low formats are left out: without a rule they raise.
+    Losses belong to the field `loss`. Operators that torch cannot compute in low formats raise without a rule.
     """
-    rows = table(policy.table, DEVICE)
-    return [
-        op for op, row in rows.items() if row.rule == "fp32" and NO_LOW_KERNEL not in row.kind and op not in besides
-    ]
+    rows, others = table(policy.table, DEVICE), losses() | besides
+    return [op for op, row in rows.items() if row.rule == "fp32" and NO_LOW_KERNEL not in row.kind and op not in others]
 
 
 def in_words(operators: list[str]) -> str:

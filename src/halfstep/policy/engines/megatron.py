@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from halfstep.policy.engines.engine import Engine, Expressed, in_words, rule_differences, wide_operators
+from halfstep.policy.engines.engine import DEVICE, Engine, Expressed, in_words, rule_differences, wide_operators
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import operator_rules
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
@@ -41,7 +41,10 @@ def _express(policy: Policy) -> Iterator[Expressed]:
     yield Expressed(field="name")
     yield Expressed(field="dtype", settings={policy.dtype: True} if lowered else {})
     weights = f"parameters are {policy.dtype}, before fp32 main parameters; set params='low'"
-    yield Expressed(field="params", lost=weights if lowered and not low else "")
+    start = (
+        f"main parameters start from the lowered weights: what an fp32 checkpoint has beyond {policy.dtype} is not read"
+    )
+    yield Expressed(field="params", lost=weights if lowered and not low else "", note=start if low else "")
     norms = f"the parameters of norms are {policy.dtype} too, before fp32 main parameters; set norms='low'"
     yield Expressed(field="norms", lost=norms if low and policy.norms == "fp32" else "")
     yield _masters(policy) if low else Expressed(field="master")
@@ -82,8 +85,7 @@ def _gradients(policy: Policy, *, low: bool) -> Iterator[Expressed]:
 
 
 def _operators(policy: Policy) -> Iterator[Expressed]:
-    softmax = operator_rules(policy, "cuda").get("softmax")
-    settings = {"attention_softmax_in_fp32": True} if softmax and softmax.rule == "fp32" else {}
+    settings = {"attention_softmax_in_fp32": True} if _is_wide(policy, "softmax") else {}
     own = "Megatron's modules decide what they compute in fp32"
     yield Expressed(
         field="table",
@@ -97,9 +99,15 @@ def _operators(policy: Policy) -> Iterator[Expressed]:
     yield Expressed(field="modules", lost=f"{own}; leave modules out" if policy.modules else "")
 
 
+def _is_wide(policy: Policy, operator: str) -> bool:
+    """Return whether the policy computes an operator in fp32."""
+    ruled = Policy(table=policy.table, ops=policy.ops, loss=policy.loss)  # what decides; rules are cached by policy
+    decision = operator_rules(ruled, DEVICE).get(operator)
+    return decision is not None and decision.rule == "fp32"
+
+
 def _loss(policy: Policy) -> Expressed:
-    decision = operator_rules(policy, "cuda").get("cross_entropy")
-    if policy.dtype == "fp32" or policy.loss == "fp32" or (decision and decision.rule == "fp32"):
+    if policy.dtype == "fp32" or _is_wide(policy, "cross_entropy"):
         return Expressed(field="loss")
     if policy.dtype == "fp16":
         return Expressed(field="loss", settings={"fp16_lm_cross_entropy": True})

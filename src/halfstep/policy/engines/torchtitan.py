@@ -30,7 +30,8 @@ MASTERS = {
 def _express(policy: Policy) -> Iterator[Expressed]:
     if policy.dtype not in NAMES:
         raise PolicyError(
-            f"policy {policy.name!r}: dtype={policy.dtype!r}; torchtitan trains in bfloat16 or float32; use dtype='bf16'"
+            f"policy {policy.name!r}: dtype={policy.dtype!r}, and torchtitan trains in bfloat16 or float32; use "
+            "dtype='bf16'"
         )
     lowered, low, bare = (
         policy.dtype != "fp32",
