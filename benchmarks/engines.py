@@ -37,7 +37,7 @@ from halfstep.errors import PolicyError
 from halfstep.tasks import machine
 from halfstep.tasks.gpt import GPT
 
-STEPS, ACCUMULATE, RANKS, BATCH, LENGTH, VOCABULARY = 30, 2, 2, 4, 16, 64
+STEPS, ACCUMULATE, RANKS, BATCH, LENGTH, VOCABULARY = 20, 2, 2, 4, 16, 64
 STAGES = (1, 2, 3)
 FIELDS = tuple(f.name for f in dataclasses.fields(hs.Policy))
 
@@ -287,7 +287,6 @@ def torchtitan(folder: Path) -> dict[str, Any]:
 def deepspeed_models() -> dict[str, Any]:
     """Read the configurations with DeepSpeed's own models, and compare what they read."""
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler  # noqa: F401
 
     made = written("to_deepspeed")
     for config in made:
@@ -314,7 +313,7 @@ def main() -> None:
     import deepspeed
 
     report: dict[str, Any] = {
-        "command": "python -m benchmarks.engines --megatron DIR --torchtitan DIR --json benchmarks/results/engines.json",
+        "command": "python -m benchmarks.engines --megatron DIR --torchtitan DIR --json FILE",
         "commit": commit(),
         "machine": machine(),
         "deepspeed": {"version": deepspeed.__version__, **deepspeed_models()},

@@ -16,7 +16,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from halfstep.policy.engines.engine import DEVICE, Engine, Expressed, in_words, rule_differences, wide_operators
+from halfstep.policy.engines.engine import (
+    DEVICE,
+    Engine,
+    Expressed,
+    in_figures,
+    in_words,
+    rule_differences,
+    wide_operators,
+)
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
@@ -31,6 +39,7 @@ MASTERS = {
     "split": "fp32 masters: the same numbers, 2 bytes a parameter more, divided by the ranks",
     "kahan": "fp32 masters: more precise, 2 bytes a parameter more, divided by the ranks",
     "stochastic": "fp32 masters: more precise, 4 bytes a parameter more, divided by the ranks",
+    "none": "fp32 masters: more precise, 4 bytes a parameter more, divided by the ranks",
 }
 
 
@@ -88,8 +97,6 @@ def _masters(policy: Policy) -> Expressed:
             settings={"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True},
             note="with ZeRO only: DeepSpeed refuses it without",
         )
-    if policy.master == "none":
-        return Expressed(field="master", note="fp32 masters: more precise, 4 bytes a parameter more")
     return Expressed(field="master", note=MASTERS.get(policy.master, ""))
 
 
@@ -124,11 +131,12 @@ def _autocast(policy: Policy) -> Iterator[Expressed]:
 
 def _lists(policy: Policy) -> Expressed:
     """torch.autocast's lists in place of the policy's; they have losses by the functions that these consist of."""
-    theirs = frozenset(op for op, row in table("torch", DEVICE).items() if row.rule == "fp32")
-    missing = wide_operators(policy, besides=theirs)
-    lists = "torch.autocast's own lists"
+    lists, own = "torch.autocast's own lists", table("torch", DEVICE)
     if policy.table == "torch":
         return Expressed(field="table")
+    if policy.table == "none":
+        return Expressed(field="table", lost=f"{lists}, by which products run in {policy.dtype}; set dtype='fp32'")
+    missing = wide_operators(policy, besides=frozenset(op for op, row in own.items() if row.rule == "fp32"))
     if not missing:
         return Expressed(field="table", note=f"{lists}: more operators run in fp32")
     return Expressed(field="table", lost=f"{lists}, in which {in_words(missing)} are not fp32; set table='torch'")
@@ -173,9 +181,9 @@ def _scale(policy: Policy) -> Expressed:
     power, floor = round(math.log2(rule.init)), max(1, round(rule.floor))
     differences = rule_differences(rule, own, SETTABLE)
     if 2.0**power != rule.init:
-        differences.append(f"init {2.0**power!r} in place of {rule.init!r}")
+        differences.append(f"init {in_figures(2.0**power)} in place of {in_figures(rule.init)}")
     if floor != rule.floor:
-        differences.append(f"floor {floor!r} in place of {rule.floor!r}")
+        differences.append(f"floor {floor} in place of {in_figures(rule.floor)}")
     return Expressed(
         field="scale",
         settings={

@@ -18,7 +18,7 @@ from halfstep.formats import DTYPES
 from halfstep.policy.optable import NO_LOW_KERNEL, losses, table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
-from halfstep.policy.scale_rule import ScaleRule
+from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
 
 __all__ = [
     "Engine",
@@ -176,10 +176,17 @@ def rule_differences(rule: ScaleRule, own: ScaleRule, settable: Iterable[str]) -
     """Return the fields in which `rule` differs from an engine's `own`, but for those that can be set: texts."""
     left_out = {*settable, *EXACT_BY_VALUE}
     return [
-        f"{f.name} {getattr(own, f.name)!r} in place of {getattr(rule, f.name)!r}"
+        f"{f.name} {in_figures(getattr(own, f.name))} in place of {in_figures(getattr(rule, f.name))}"
         for f in dataclasses.fields(ScaleRule)
         if f.name not in left_out and getattr(rule, f.name) != getattr(own, f.name)
     ]
+
+
+def in_figures(value: object) -> str:
+    """Return a number of a `ScaleRule` for a message."""
+    if value == FP32_MAX:
+        return "none"
+    return f"{value:.10g}" if isinstance(value, float) else repr(value)
 
 
 def _value(policy: Policy, name: str) -> str:

@@ -33,17 +33,15 @@ def _express(policy: Policy) -> Iterator[Expressed]:
             f"policy {policy.name!r}: dtype={policy.dtype!r}, and torchtitan trains in bfloat16 or float32; use "
             "dtype='bf16'"
         )
-    lowered, low, bare = (
-        policy.dtype != "fp32",
-        policy.params == "low",
-        policy.params == "low" and policy.master == "none",
-    )
+    lowered, low = policy.dtype != "fp32", policy.params == "low"
+    bare = low and policy.master == "none"
     yield Expressed(field="name")
     yield Expressed(field="dtype", settings={"training.mixed_precision_param": NAMES[policy.dtype]})
-    yield Expressed(field="params", settings={"training.dtype": "bfloat16" if bare else "float32"})
+    yield Expressed(field="params")
     norms = "norms compute with bf16 weights; set norms='low'"
     yield Expressed(field="norms", lost=norms if low and policy.norms == "fp32" else "")
-    yield Expressed(field="master", note=MASTERS.get(policy.master, ""))
+    stored = {"training.dtype": "bfloat16" if bare else "float32"}
+    yield Expressed(field="master", settings=stored, note=MASTERS.get(policy.master, ""))
     grads = "sharded gradients are fp32 and accumulate so: more precise"
     yield Expressed(field="grads", note=grads if low and not bare and policy.grads == "param" else "")
     yield from _operators(policy) if lowered else (Expressed(field=name) for name in ("table", "ops", "modules"))
@@ -69,13 +67,13 @@ def _express(policy: Policy) -> Iterator[Expressed]:
 
 def _operators(policy: Policy) -> Iterator[Expressed]:
     own = "operators run in the format of their inputs, where torchtitan's modules do not cast"
-    yield Expressed(
-        field="table",
-        lost=f"{own}: {in_words(wide_operators(policy))} lose fp32; set table='none'"
-        if policy.table not in {"none", "all-low"}
-        else "",
-        note=own if policy.table == "all-low" else "",
-    )
+    lost = f"{own}: {in_words(wide_operators(policy))} lose fp32; set table='all-low'"
+    if policy.table == "none":
+        lost = (
+            "weights are gathered in bf16, and operators run in it; set dtype='fp32'" if policy.params == "fp32" else ""
+        )
+    bare = policy.table == "all-low"
+    yield Expressed(field="table", lost="" if bare else lost, note=own if bare else "")
     yield Expressed(field="ops", lost=f"{own}; leave ops out" if policy.ops else "")
     yield Expressed(field="modules", lost=f"{own}; leave modules out" if policy.modules else "")
 
