@@ -20,7 +20,7 @@ import sys
 import tempfile
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 import halfstep as hs
 from benchmarks.run import commit, write
@@ -55,7 +55,7 @@ POLICIES: Mapping[str, hs.Policy] = {
     "O0": hs.Policy.of("O0"),
 }
 
-OPTIMIZERS = {
+OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "SGD": lambda weights: SGD(weights, lr=0.1, momentum=0.9),
     "AdamW": lambda weights: AdamW(weights, lr=3e-3),
 }

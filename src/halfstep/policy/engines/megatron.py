@@ -128,8 +128,10 @@ def _state(policy: Policy) -> Expressed:
 def _scale(policy: Policy) -> Expressed:
     if policy.scale in ("none", 1.0) and policy.dtype != "fp16":
         return Expressed(field="scale")
-    if isinstance(policy.scale, float) or policy.scale == "none":
-        return _static(1.0 if policy.scale == "none" else policy.scale)
+    if policy.scale == "none":
+        return _static(1.0)
+    if isinstance(policy.scale, float):
+        return _static(policy.scale)
     own = SCALE_RULES["megatron"]
     rule = policy.scale if isinstance(policy.scale, ScaleRule) else own
     if rule.is_static:
