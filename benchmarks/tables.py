@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import AMP
+from benchmarks.engine_tables import engine_blocks
 from benchmarks.goals import MIB, Goal, goals, instrument_goals
 from benchmarks.lens_tables import lens_blocks
 from benchmarks.markdown import fill, megabytes, ratio, table, whole
@@ -351,6 +352,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "instrument goals": goal_table(reports, instrument_goals()),
         "source lens": lens_source(reports.lens),
         **lens_blocks(reports.lens),
+        **engine_blocks(load("engines.json")),
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
 
@@ -358,7 +360,7 @@ def blocks(reports: Reports) -> dict[str, str]:
 def main() -> int:
     reports = committed()
     made, stale = blocks(reports), []
-    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "engines.md"):
         text = path.read_text(encoding="utf-8")
         new = fill(text, made)
         if new != text:

@@ -166,6 +166,20 @@ def ops(
 
 
 @app.command()
+def engine(
+    name: Annotated[str, typer.Argument(help="deepspeed, megatron or torchtitan.")],
+    policy: PolicyLabel = "mixed",
+    accept: Annotated[
+        str, typer.Option("--accept", help="Fields of the policy that the engine may leave out, with commas.")
+    ] = "",
+) -> None:
+    """Write a policy as the configuration of another engine; what that does otherwise goes to stderr."""
+    from halfstep.cli.engine import run_engine
+
+    raise typer.Exit(run_engine(name, policy, [field.strip() for field in accept.split(",") if field.strip()]))
+
+
+@app.command()
 def replay(
     file: Annotated[Path, typer.Argument(help="A halfstep-blackbox-STEP.pt.")],
     model: Annotated[

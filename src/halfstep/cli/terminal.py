@@ -18,7 +18,7 @@ from halfstep.errors import did_you_mean
 from halfstep.tasks import TaskError
 
 __all__ = [
-    "command_line", "complain", "console", "device_type", "item", "say", "table", "writable",
+    "WRONG_USE", "command_line", "complain", "console", "device_type", "item", "say", "table", "writable",
     "write_json",
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, did_you_mean
 from halfstep.formats import DTYPES, FORMATS, format_of
@@ -23,6 +23,8 @@ from halfstep.policy.operators import canonical, check_custom_pattern, is_custom
 from halfstep.policy.optable import RULES
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 
+if TYPE_CHECKING:
+    from halfstep.policy.engines import EngineConfig
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -217,6 +219,18 @@ class Policy:
 
         return explain(self, what)
 
+    def to_deepspeed(self, *, accept: Iterable[str] = ()) -> EngineConfig:
+        """Return DeepSpeed's precision sections; arguments and errors are those of `engines.configured`."""
+        return _engine("deepspeed", self, accept)
+
+    def to_megatron(self, *, accept: Iterable[str] = ()) -> EngineConfig:
+        """Return Megatron-LM's mixed-precision arguments, likewise."""
+        return _engine("megatron", self, accept)
+
+    def to_torchtitan(self, *, accept: Iterable[str] = ()) -> EngineConfig:
+        """Return the precision keys of torchtitan's section ``training``, likewise."""
+        return _engine("torchtitan", self, accept)
+
     @classmethod
     def from_toml(cls, text: str) -> Policy:
         """Return the policy written in `text`; a key ``preset`` names one to start from.
@@ -292,6 +306,12 @@ def _preset(name: str) -> Policy:
     if name == "auto" or name in DTYPES or name in OTHER_NAMES:
         near = f"; a format is a field: Policy.of('mixed', dtype={OTHER_NAMES.get(name, name)!r})"
     raise PolicyError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}, or a path ending in .toml{near}")
+
+
+def _engine(name: str, policy: Policy, accept: Iterable[str]) -> EngineConfig:
+    from halfstep.policy.engines import ENGINES, configured
+
+    return configured(ENGINES[name], policy, accept)
 
 
 def _pairs(field: str, value: object, rules: tuple[str, ...]) -> Rules:

@@ -1,0 +1,35 @@
+"""The page on other engines: snippets, the quoted error, tables and links are the code's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine_tables import engine_blocks
+from halfstep.errors import PolicyError
+from halfstep.policy import Policy
+from tests.snippets import run_page
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "engines.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_snippets_run_and_keep_their_promises() -> None:
+    assert run_page(PAGE) == 8
+
+
+def test_the_quoted_error_is_the_one_raised() -> None:
+    with pytest.raises(PolicyError) as error:
+        Policy.of("pure", dtype="bf16").to_deepspeed()
+    assert f"```\n{error.value}\n```" in TEXT
+
+
+def test_every_table_is_on_the_page_and_says_what_the_code_says() -> None:
+    """`tests/test_tables.py` compares all of them with the JSON files; these need the code alone."""
+    blocks = engine_blocks({})
+    assert set(re.findall(r"<!-- ([\w ]+) -->", TEXT)) - {"end"} == set(blocks)
+    for name, made in blocks.items():
+        if not name.startswith("engine "):
+            assert f"<!-- {name} -->\n{made}\n<!-- end -->" in TEXT, "run `make tables`"
