@@ -90,6 +90,7 @@ RESNET = {
     "out_features": ["stage2", "stage3", "stage4"],
 }
 WITHOUT_TIMM = {"use_timm_backbone": False, "backbone": None, "backbone_config": {**RESNET, "out_features": ["stage4"]}}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 HALVES = {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [32, 32, 32]}
 
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
@@ -107,7 +108,28 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "time_series_transformer": {"prediction_length": 8},
     "bridgetower": {"text_config": {"num_attention_heads": 4}},
     "bit": {"num_groups": 4},
-    "esm": {"vocab_size": 99},
+    "esm": {"vocab_size": 99, "pad_token_id": 0, "mask_token_id": 98},
+    "swin": {"window_size": 2},
+    "donut-swin": {"window_size": 2},
+    "led": {"attention_window": [4, 4], "max_encoder_position_embeddings": 128},
+    "levit": {"image_size": 224, "patch_size": 16, "hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 2, 2]},
+    "lilt": {"hidden_size": 48, "channel_shrink_ratio": 4, "num_attention_heads": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "expand": 2, "n_groups": 1, "state_size": 16},
+    "mobilevit": {"num_attention_heads": 2, "hidden_sizes": [16, 24, 32]},
+    "moonshine": {"pad_token_id": 0},
+    "nemotron": {"num_key_value_heads": 4},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": 8},
+    "bridgetower": {"hidden_size": 64, "text_config": {"hidden_size": 64, "num_attention_heads": 4}},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 16, 16]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0, "model_type": ""}},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "canary": {"encoder_config": {"subsampling_conv_channels": 16}},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_image", "glm_ocr", "glmga"), {"text_config": ROPE}),
+    "paddleocr_vl": {"text_config": ROPE},
+    "colqwen2": {"vlm_config": {"text_config": ROPE}},
+    **dict.fromkeys(("parakeet_ctc", "parakeet_tdt", "lasr_ctc"), {"encoder_config": {"num_key_value_heads": 4}}),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},
@@ -230,7 +252,7 @@ def config_of(name: str) -> Any:
     kind = CONFIG_MAPPING[name]
     arguments = shrunk(kind)
     for key, value in OVERRIDES.get(name, {}).items():
-        if isinstance(value, Mapping) and isinstance(arguments.get(key), dict):
+        if isinstance(value, Mapping) and isinstance(arguments.get(key), dict) and "model_type" not in value:
             arguments[key].update(value)
         else:
             arguments[key] = value
@@ -317,12 +339,12 @@ def inputs(name: str, task: str, model: nn.Module, config: Any) -> dict[str, Any
     known = inspect.signature(type(model).forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     found: dict[str, Any] = {}
-    is_text = "input_ids" in known and (main == "input_ids" or task in TEXT)
+    is_text = "input_ids" in known and (main == "input_ids" or task in TEXT or name in BOTH)
     if is_text:
         found["input_ids"] = tokens(config, 2, LENGTH)
         if "attention_mask" in known:
             found["attention_mask"] = torch.ones(2, LENGTH, dtype=torch.long)
-    if "pixel_values" in known and (main == "pixel_values" or task in ("ZERO_SHOT_IMAGE_CLASSIFICATION",)):
+    if "pixel_values" in known and (main == "pixel_values" or name in BOTH or task == "ZERO_SHOT_IMAGE_CLASSIFICATION"):
         height, width = pair(field(config, "image_size", "input_size", "img_size"))
         channels = field(config, "num_channels", "in_channels", "in_chans") or 3
         channels = channels if isinstance(channels, int) else 3
@@ -452,11 +474,50 @@ def series(config: Any, known: Any) -> dict[str, Any]:
         "past_observed_mask": torch.ones(2, past),
         "future_values": torch.randn(2, horizon),
         "future_time_features": torch.randn(2, horizon, features),
-        "static_categorical_features": torch.zeros(2, 1, dtype=torch.long),
     }
 
 
-SPECIAL: Mapping[str, Any] = {}
+BOTH = ("aimv2", "git", "grounding-dino", "groupvit", "mm-grounding-dino", "owlv2", "owlvit", "vilt", "bridgetower")
+"""Architectures that take text and images, whatever their main input is."""
+
+
+def boxed(config: Any) -> dict[str, Any]:
+    """Return text with the boxes of its words on a page."""
+    ids = tokens(config, 2, LENGTH)
+    corner = torch.randint(0, 50, (2, LENGTH, 2))
+    box = torch.cat([corner, corner + torch.randint(1, 50, (2, LENGTH, 2))], -1)
+    return {"input_ids": ids, "bbox": box, "attention_mask": torch.ones_like(ids)}
+
+
+SPECIAL: Mapping[str, Any] = {
+    "bros": lambda config: {**boxed(config), "bbox": torch.rand(2, LENGTH, 8)},
+    "udop": lambda config: {**boxed(config), "bbox": torch.rand(2, LENGTH, 4), "labels": tokens(config, 2, LENGTH)},
+    "clap": lambda config: {"input_ids": tokens(config, 2, LENGTH), "input_features": torch.randn(2, 1, 64, 64)},
+    "dac": lambda config: {"input_values": torch.randn(2, 1, 1024)},
+    "vision-text-dual-encoder": lambda config: {
+        "input_ids": tokens(config, 2, LENGTH),
+        "pixel_values": torch.randn(2, 3, IMAGE, IMAGE),
+        "return_loss": True,
+    },
+    "lxmert": lambda config: {
+        "input_ids": tokens(config, 2, LENGTH),
+        "visual_feats": torch.randn(2, 4, config.visual_feat_dim),
+        "visual_pos": torch.rand(2, 4, 4),
+    },
+    "visual_bert": lambda config: {
+        "input_ids": tokens(config, 2, LENGTH),
+        "attention_mask": torch.ones(2, LENGTH, dtype=torch.long),
+        "visual_embeds": torch.randn(2, 4, config.visual_embedding_dim),
+    },
+    "decision_transformer": lambda config: {
+        "states": torch.randn(2, 5, config.state_dim),
+        "actions": torch.randn(2, 5, config.act_dim),
+        "rewards": torch.randn(2, 5, 1),
+        "returns_to_go": torch.randn(2, 5, 1),
+        "timesteps": torch.arange(5).expand(2, 5),
+        "attention_mask": torch.ones(2, 5),
+    },
+}
 
 
 def build(name: str) -> Tiny:
