@@ -1,7 +1,7 @@
 """Tiny models of transformers' architectures: built from their configs, with generated inputs; nothing is downloaded.
 
 Input: the name of an architecture, a key of `transformers.CONFIG_MAPPING`. Output: `Tiny`, a seeded model in fp32
-without dropout, in training mode, and the arguments of its forward pass. `shrunk` makes a config small by the names of
+without dropout and other noise, in training mode, and the arguments of its forward pass. `shrunk` makes a config small by the names of
 its fields; `OVERRIDES` has what the names do not tell.
 """
 
@@ -179,7 +179,7 @@ def size(name: str, value: Any) -> Any:
         limit = next((most for pattern, most in SIZES if re.fullmatch(pattern, name)), None)
         return value if limit is None else min(value, limit)
     if isinstance(value, float):
-        return 0.0 if re.fullmatch(r".*(drop|p_drop).*", name) else value
+        return 0.0 if re.fullmatch(r".*(drop|jitter).*", name) else value
     if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
         limit = next((most for pattern, most in LISTS if re.fullmatch(pattern, name)), None)
         if limit is not None:
