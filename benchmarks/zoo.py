@@ -9,7 +9,7 @@ nothing is downloaded. It trains for `STEPS` updates of AdamW in fp32, under tor
 - `loss`: the largest difference of two loss curves, in units of the largest loss of the curve in fp32;
 - `out`: the same of the first output of the first step.
 
-Bounds (`bound`), stated before the first run: a preset deviates by at most `FACTOR` times what torch.amp deviates, plus
+Bounds (`zoo_tables.bound`), stated before the first run: a preset deviates by at most `FACTOR` times what torch.amp deviates, plus
 `FLOOR` roundings of the low format (u = eps / 2). The floor: where torch.amp's errors happen to cancel, a preset that
 rounds in other places still has the error of a rounding. `torch`, `O1` and `mixed` move single operators from one
 format to the other, so twice torch.amp and two roundings. `O2` and `pure` also round weights and the residual stream:
@@ -48,25 +48,19 @@ from torch import Tensor, nn
 import halfstep as hs
 from benchmarks import zoo_models
 from benchmarks.run import commit, write
-from benchmarks.zoo_models import SEED, Tiny, flat, loss_fn
+from benchmarks.zoo_models import SEED, Tiny, loss_fn
+from benchmarks.zoo_tables import bound
 from halfstep.tasks import machine
 
 PRESETS = ("torch", "O1", "mixed", "O2", "pure")
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FACTOR = {"torch": 2.0, "O1": 2.0, "mixed": 2.0, "O2": 4.0, "pure": 4.0}
-FLOOR = {"torch": 2.0, "O1": 2.0, "mixed": 2.0, "O2": 4.0, "pure": 4.0}
 STEPS = 4  # losses of a curve; the first is that of the initial weights
 RATE = 1e-3
 SCALE = 2.0**10  # of fp16's loss at the start: no step is skipped only to find it
 MOST_SKIPPED = 15  # updates of a run: from 2**10 down to 2**-5
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 MEMORY = 8 << 30  # bytes of address space of one architecture's process
 LARGEST = 3_000_000  # parameters; a model above it is not tiny
-
-
-def bound(preset: str, dtype: str, amp: float) -> float:
-    """Return how far a preset may deviate from fp32 where torch.amp deviates by `amp`."""
-    return FACTOR[preset] * amp + FLOOR[preset] * torch.finfo(FORMATS[dtype]).eps / 2
 
 
 # ------------------------------------------------------------------ training
@@ -243,7 +237,7 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
 def copies(tiny: Tiny, model: nn.Module, policy: hs.Policy) -> dict[str, Any]:
     """Copy, save and load a trained prepared model; return what was not equal, by the kind of copy.
 
-    `model` and its copies run in evaluation mode. Each copy must have its state_dict and its output bit for bit. One
+    `model` and its copies run in evaluation mode. Each copy must have its state_dict and its output bit for bit. An
     exception: a deep copy of low weights has fp32 weights (docs/concepts/weights.md), so that its output is that of
     other formats: "deepcopy_out" is how far it is.
     """
@@ -251,6 +245,8 @@ def copies(tiny: Tiny, model: nn.Module, policy: hs.Policy) -> dict[str, Any]:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     output = output_of(model, tiny.arguments)
     for kind, make in (("deepcopy", deep), ("state_dict", reloaded), ("save_pretrained", resaved)):
+        if kind == "save_pretrained" and policy.dtype != "bf16":
+            continue  # it writes fp32 values, whatever the format of the forward pass
         try:
             other = make(tiny, model, policy)
             said = same_state(state, other.state_dict())
@@ -306,8 +302,8 @@ def tried(function: Any, *arguments: Any) -> tuple[Any, str]:
         return None, reason(error)
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Return the row of one architecture."""
+def measure(name: str, presets: tuple[str, ...] = PRESETS) -> dict[str, Any]:
+    """Return the row of one architecture: plain values."""
     began = time.process_time()
     row: dict[str, Any] = {"name": name}
     tiny, why = tried(zoo_models.build, name)
@@ -324,11 +320,6 @@ def measure(name: str) -> dict[str, Any]:
     row |= {"inputs": sorted(tiny.arguments), "losses": [rounded(loss) for loss in reference.losses]}
     row |= {"amp": {}, "presets": {}, "control": {}}
     speaks = bool(getattr(tiny.model, "can_generate", bool)())
-    if speaks:
-        tokens, why = tried(generate, copy.deepcopy(tiny.model), prompt(tiny), nullcontext())
-        speaks = tokens is not None
-        if not speaks:
-            row["generate"] = why
     for dtype, torch_dtype in FORMATS.items():
         curve, why = tried(train_by_hand, copy.deepcopy(tiny.model), tiny.arguments, torch_dtype)
         amp = {"raises": why} if curve is None else {**curve.deviation(reference), "skipped": curve.skipped}
@@ -339,17 +330,17 @@ def measure(name: str) -> dict[str, Any]:
             amps, why = tried(generate, copy.deepcopy(tiny.model), prompt(tiny), region)
             if amps is None:
                 amp["generate"] = why
-        for preset in PRESETS:
-            row["presets"][f"{preset}:{dtype}"] = one_preset(tiny, reference, amps, curve, preset, dtype, speaks=speaks)
-        if not all(inside(row, f"{preset}:{dtype}") for preset in PRESETS):
+        for preset in presets:
+            row["presets"][f"{preset}:{dtype}"] = one_preset(tiny, reference, amps, curve, preset, dtype)
+        if not all(inside(row, f"{preset}:{dtype}") for preset in presets):
             row["control"][dtype] = control(tiny, reference, dtype)
     return row | {"seconds": round(time.process_time() - began, 1)}
 
 
 def one_preset(
-    tiny: Tiny, reference: Curve, amps: Any, amp: Curve | None, preset: str, dtype: str, *, speaks: bool
+    tiny: Tiny, reference: Curve, amps: Any, amp: Curve | None, preset: str, dtype: str
 ) -> dict[str, Any]:
-    """Return what one preset does in one format."""
+    """Return what one preset does in one format; `amp` and `amps` are torch.amp's curve and tokens, or None."""
     policy = hs.Policy.of(preset, dtype=dtype)
     model = copy.deepcopy(tiny.model)
     curve, why = tried(train, model, tiny.arguments, policy)
@@ -360,13 +351,13 @@ def one_preset(
         found["as_amp"] = curve.losses[0] == amp.losses[0] and torch.equal(curve.output, amp.output)  # type: ignore[arg-type]
     if differs := copies(tiny, model, policy):
         found["copies"] = differs
-    if speaks:
+    if amps is not None:
         fresh = copy.deepcopy(tiny.model)
         hs.prepare(fresh, policy=policy)
         ours, why = tried(generate, fresh, prompt(tiny), nullcontext())
         if ours is None:
             found["generate"] = {"raises": why}
-        elif amps is not None:
+        else:
             found["generate"] = compared_tokens(ours, amps)
     return found
 
