@@ -50,7 +50,8 @@ WEIGHT64 = (
 )
 OUTSIDE = (
     "numpy has no bf16, and this tensor is low: pass x.float().numpy(); the outputs of a prepared model are fp32 with "
-    'the policy\'s outputs="fp32", hs.Policy.of(..., outputs="fp32")'
+    'the policy\'s outputs="fp32", hs.Policy.of(..., outputs="fp32"); where a module inside the model converts it, as '
+    'matchers of detectors do, run that module in fp32: policy.with_modules({"its.path": "fp32"})'
 )
 WHOLE = (
     "integers met weights or activations in a floating format; a policy casts floating tensors only, since embeddings "

@@ -1,0 +1,121 @@
+"""The table of the zoo, from the JSON of `benchmarks.zoo`: what is outside its bounds, with the reason of each.
+
+Input: the report as a dict. Output: Markdown. `REASONS` holds what was found by looking; what the report itself shows
+(`shown`) needs no entry: fp32 that moves as far when its weights move by a rounding, and two scores nearer to each
+other than a rounding moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.markdown import table
+
+EPS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+FACTOR = {"torch": 2.0, "O1": 2.0, "mixed": 2.0, "O2": 4.0, "pure": 4.0}
+FLOOR = {"torch": 2.0, "O1": 2.0, "mixed": 2.0, "O2": 4.0, "pure": 4.0}
+WORDS = {"loss": "loss curve", "out": "first output", "tokens": "tokens", "raises": "raises", "copies": "copy"}
+
+REASONS: Mapping[str, str] = {}
+"""Architecture, or "architecture kind" (loss, out, tokens, raises, copies) -> why it deviates."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One thing that is not as torch.amp's: where, how much, what was allowed, and the reason ("" if none is known)."""
+
+    name: str
+    preset: str
+    kind: str
+    found: float | None
+    allowed: float | None
+    reason: str
+
+
+def bound(preset: str, dtype: str, amp: float) -> float:
+    """Return how far a preset may deviate from fp32 where torch.amp deviates by `amp`."""
+    return FACTOR[preset] * amp + FLOOR[preset] * EPS[dtype] / 2
+
+
+def deviations(row: dict[str, Any]) -> Iterator[Deviation]:
+    """Yield what of an architecture is outside its bounds, or not equal to torch.amp's."""
+    for preset, found in row["presets"].items():
+        name, dtype = preset.split(":")
+        amp, moved = row["amp"][dtype], row["control"].get(dtype, {})
+
+        def made(kind: str, value: float | None = None, most: float | None = None, shown: str = "") -> Deviation:
+            known = REASONS.get(f"{row['name']} {kind}") or REASONS.get(row["name"], "")
+            return Deviation(row["name"], preset, kind, value, most, shown or known)
+
+        if "raises" in found:
+            same = f"torch.amp raises too: {amp['raises']}" if "raises" in amp else ""
+            yield made("raises", shown=same)
+            continue
+        for kind in ("loss", "out"):
+            most = bound(name, dtype, amp.get(kind, 0.0))
+            if not found[kind] <= most:
+                control = moved.get(kind, 0.0)
+                shown = f"fp32 moves by {control:.2g} if its weights move by a rounding" if found[kind] <= 2 * control else ""
+                if "raises" in amp and not shown:
+                    shown = f"torch.amp raises ({amp['raises']}): nothing to compare with"
+                yield made(kind, found[kind], most, shown)
+        if tokens := found.get("generate"):
+            near = tokens.get("margin", 1.0) <= tokens.get("moved", 0.0) <= bound(name, dtype, amp.get("out", 0.0)) * 2
+            shown = f"a near tie: two scores {tokens['margin']:.2g} apart, rounding moves them by {tokens['moved']:.2g}"
+            yield made("tokens", tokens.get("margin"), tokens.get("moved"), shown if near else "")
+        copies = found.get("copies", {})
+        far, most = copies.get("deepcopy_out", 0.0), bound(name, dtype, amp.get("out", 0.0))
+        if [kind for kind in copies if kind != "deepcopy_out"] or far > most:
+            yield made("copies", far or None, most if far else None)
+
+
+def zoo_table(report: dict[str, Any]) -> str:
+    """Return the tables: counts of each preset, the deviations with their reasons, and what was not measured."""
+    rows = [row for row in report["rows"] if "failed" not in row]
+    left = [row for row in report["rows"] if "failed" in row]
+    every = [deviation for row in rows for deviation in deviations(row)]
+    machine = report["machine"]
+    text = (
+        f"`{report['command']}` on {machine['cpu']}, torch {report['torch']}, transformers {report['transformers']}: "
+        f"{len(rows)} architectures, {sum(row['parameters'] for row in rows) // max(1, len(rows)):,} parameters on "
+        f"average; {len(left)} more could not be built or trained tiny in fp32 (the JSON has the reason of each)."
+    )
+    return "\n\n".join([text, counts(rows, every), listed(every)])
+
+
+def counts(rows: list[dict[str, Any]], every: list[Deviation]) -> str:
+    """Return one line for each preset and format."""
+    lines = []
+    for preset in rows[0]["presets"] if rows else ():
+        mine = [d for d in every if d.preset == preset]
+        outside = {d.name for d in mine if d.kind in ("loss", "out", "raises")}
+        speak = [row["presets"][preset] for row in rows if "generate" in row["presets"][preset]]
+        saved = {d.name for d in mine if d.kind == "copies"}
+        lines.append(
+            [
+                f"`{preset}`",
+                f"{len(rows) - len(outside)} of {len(rows)}",
+                f"{sum(not found['generate'] for found in speak)} of {len(speak)}",
+                f"{len(rows) - len(saved)} of {len(rows)}",
+                str(sum(not d.reason for d in mine)),
+            ]
+        )
+    return table(["preset", "within bounds", "tokens of `generate` as torch.amp's", "copied, saved, loaded", "unexplained"], lines)
+
+
+def listed(every: list[Deviation]) -> str:
+    """Return the deviations, those of one architecture with one reason in one line."""
+    groups: dict[tuple[str, str, str], list[Deviation]] = {}
+    for one in every:
+        kind = "near tie" if one.reason.startswith("a near tie") else one.reason
+        groups.setdefault((one.name, one.kind, kind), []).append(one)
+    lines = []
+    for (name, kind, _), found in groups.items():
+        worst = max(found, key=lambda d: d.found or 0.0)
+        number = "-" if worst.found is None else f"{worst.found:.2g}"
+        allowed = "-" if worst.allowed is None else f"{worst.allowed:.2g}"
+        presets = ", ".join(d.preset for d in found)
+        lines.append([f"`{name}`", WORDS[kind], presets, number, allowed, worst.reason or "**unexplained**"])
+    return table(["architecture", "what", "presets", "largest", "allowed", "reason"], lines)
