@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -166,14 +166,42 @@ def _fsdp(model: nn.Module, wanted: hs.Policy | None, make: MakeOptimizer) -> tu
     return model, make(model)
 
 
-def _tensor_parallel(model: nn.Module, wanted: hs.Policy | None, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+def _split(model: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+
+
+def _tensor_parallel(model: nn.Module, wanted: hs.Policy | None, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+    _split(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     if wanted is not None:
         hs.prepare(model, policy=wanted)
     return model, make(model)
+
+
+def _shard(
+    model: nn.Module, wanted: hs.Policy | None, make: MakeOptimizer, *, mesh: DeviceMesh | None = None
+) -> tuple[nn.Module, Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    if wanted is not None:
+        hs.shard(model, wanted, mesh=mesh)
+    else:
+        for block in cast(Net, model).blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, make(model)
+
+
+def _hsdp(model: nn.Module, wanted: hs.Policy | None, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "parts"))
+    return _shard(model, wanted, make, mesh=mesh)
+
+
+def _shard_of_split(model: nn.Module, wanted: hs.Policy | None, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    _split(model, mesh["tensor"])
+    return _shard(model, wanted, make, mesh=mesh["data"])
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -190,7 +218,17 @@ STRATEGIES: Mapping[str, Strategy] = {
         wrap=partial(_ddp, hook="fp16_compress_hook"), policies=("O0", "mixed:fp16"), sums="other"
     ),
     "fsdp2": Strategy(wrap=_fsdp, policies=FP32, sums="other"),
-    "tp": Strategy(wrap=_tensor_parallel, policies=FP32, part=lambda rank, ranks: (0, 1), sums="other"),
+    "shard": Strategy(wrap=_shard, policies=(*FP32, *LOW, "pure:bf16:reduce=fp32"), sums="other"),
+    "shard, windows": Strategy(wrap=_shard, policies=("mixed:bf16", "pure:bf16"), accumulate=3, sums="other"),
+    "shard, hsdp": Strategy(wrap=_hsdp, policies=("mixed:bf16", *LOW), ranks=(4,), sums="other"),
+    "shard x tp": Strategy(
+        wrap=_shard_of_split,
+        policies=("mixed:bf16", *LOW),
+        part=lambda rank, ranks: (rank // 2, ranks // 2),
+        ranks=(4,),
+        sums="other",
+    ),
+    "tp": Strategy(wrap=_tensor_parallel, policies=(*FP32, *LOW), part=lambda rank, ranks: (0, 1), sums="other"),
 }
 
 
