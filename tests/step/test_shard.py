@@ -1,4 +1,4 @@
-"""hs.shard in a group of one process: groups, formats, weights behind parts, what it refuses; `tests/distributed` has ranks."""
+"""hs.shard in a group of one process: groups, formats, weights behind parts, refusals; `tests/distributed` has ranks."""
 
 from __future__ import annotations
 
