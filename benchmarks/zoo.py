@@ -14,8 +14,12 @@ Bounds (`zoo_tables.bound`), stated before the first run: a preset deviates by a
 rounds in other places still has the error of a rounding. `torch`, `O1` and `mixed` move single operators from one
 format to the other, so twice torch.amp and two roundings. `O2` and `pure` also round weights and the residual stream:
 in these models of two layers about as many more roundings as torch.amp makes, so four times and four. What is outside
-keeps its number and gets a reason (`benchmarks.zoo_tables`); `control` helps to find it: how far fp32 itself moves if
-its initial weights are changed by at most u, relative, which is the least that any use of the format does.
+keeps its number and gets a reason (`benchmarks.zoo_tables`); `control` helps to find it: how far fp32 and torch.amp
+themselves get if the initial weights are changed by at most u, relative, which is the least that any use of the format
+does. A deviation of at most twice that is one of the model's conditioning: a choice that flips (a route, a match, the
+sign of AdamW's first steps). Where a loss curve is outside, `gradients` has the median relative error of the first
+gradients: if they are as torch.amp's, AdamW makes the difference, whose first steps follow signs only, also those of
+gradients that are zero but for rounding errors (the bias of keys).
 
 Also compared: tokens of `generate` with those of torch.amp; `deepcopy`, `state_dict` and `save_pretrained` of a
 prepared model, bit for bit. Each architecture runs in a forked process with a limit of time and memory. An architecture
@@ -32,6 +36,7 @@ import math
 import os
 import resource
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -48,7 +53,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from benchmarks import zoo_models
 from benchmarks.run import commit, write
-from benchmarks.zoo_models import SEED, Tiny, loss_fn
+from benchmarks.zoo_models import SEED, Tiny, loss_fn, seed
 from benchmarks.zoo_tables import bound
 from halfstep.tasks import machine
 
@@ -56,6 +61,7 @@ PRESETS = ("torch", "O1", "mixed", "O2", "pure")
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 4  # losses of a curve; the first is that of the initial weights
 RATE = 1e-3
+GENTLE = 2.0**4  # scale of a loss whose gradients are compared
 SCALE = 2.0**10  # of fp16's loss at the start: no step is skipped only to find it
 MOST_SKIPPED = 15  # updates of a run: from 2**10 down to 2**-5
 NEW_TOKENS = 4
@@ -125,7 +131,7 @@ def train_by_hand(model: nn.Module, arguments: dict[str, Any], dtype: torch.dtyp
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=dtype is torch.float16)
     curve = Curve()
     while curve.wants_more:
-        torch.manual_seed(SEED + len(curve.losses))
+        seed(SEED + len(curve.losses))
         with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
             loss, output = loss_fn(model, **arguments)
         scaler.scale(loss).backward()
@@ -148,24 +154,52 @@ def train(model: nn.Module, arguments: dict[str, Any], policy: hs.Policy) -> Cur
     step = train_step(model, policy)
     curve = Curve()
     while curve.wants_more:
-        torch.manual_seed(SEED + len(curve.losses))
+        seed(SEED + len(curve.losses))
         result = step(**arguments)
         curve.add(result.loss, result.aux, skipped=bool(result.skipped))
     return curve
 
 
-def control(tiny: Tiny, reference: Curve, dtype: str) -> dict[str, float]:
-    """Return how far fp32 moves if initial weights move by at most a rounding of the format: the larger of two runs."""
-    found = []
-    for seed in (1, 2):
-        model = copy.deepcopy(tiny.model)
-        generator = torch.Generator().manual_seed(seed)
-        eps = torch.finfo(FORMATS[dtype]).eps / 2
+def control(tiny: Tiny, reference: Curve, dtype: str) -> dict[str, Any]:
+    """Return how far fp32 and torch.amp get from the reference if initial weights move by at most a rounding.
+
+    Returns:
+        The larger deviation of two draws, in fp32 as "loss" and "out", under torch.amp as "amp_loss" and "amp_out".
+    """
+    found: dict[str, float] = {}
+    eps = torch.finfo(FORMATS[dtype]).eps / 2
+    for number in (1, 2):
+        generator = torch.Generator().manual_seed(number)
+        moved = copy.deepcopy(tiny.model)
         with torch.no_grad():
-            for p in model.parameters():
+            for p in moved.parameters():
                 p.mul_(1 + eps * (2 * torch.rand(p.shape, generator=generator) - 1))
-        found.append(train_by_hand(model, tiny.arguments, None).deviation(reference))
-    return {key: max(one[key] for one in found) for key in found[0]}
+        for prefix, low in (("", None), ("amp_", FORMATS[dtype])):
+            curve, _ = tried(train_by_hand, copy.deepcopy(moved), tiny.arguments, low)
+            for key, far in ({} if curve is None else curve.deviation(reference)).items():
+                found[prefix + key] = max(found.get(prefix + key, 0.0), far)
+    return found
+
+
+def gradients(tiny: Tiny, policy: hs.Policy | None, region: AbstractContextManager[Any]) -> dict[str, Tensor]:
+    """Return the gradients of the initial weights, unscaled: of the plain model in a region, or of the prepared one."""
+    model = copy.deepcopy(tiny.model)
+    if policy is not None:
+        hs.prepare(model, policy=policy)
+    seed(SEED)
+    with region:
+        loss, _ = loss_fn(model, **tiny.arguments)
+    (GENTLE * loss.float()).backward()
+    return {name: p.grad.float() / GENTLE for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the median over parameters of the relative error of their gradients, by 2-norms."""
+    errors = [
+        ((found[name] - wanted).norm() / wanted.norm().clamp(min=1e-30)).item() if name in found else 1.0
+        for name, wanted in reference.items()
+    ]
+    return rounded(statistics.median(errors)) if errors else 0.0
 
 
 # ------------------------------------------------------------------ generate
@@ -180,7 +214,7 @@ def prompt(tiny: Tiny) -> dict[str, Any]:
 def generate(model: nn.Module, arguments: dict[str, Any], region: AbstractContextManager[Any]) -> tuple[Tensor, list[Tensor]]:
     """Return the tokens that a model generates greedily, and the scores they were chosen by."""
     model.eval()
-    torch.manual_seed(SEED)
+    seed(SEED)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1}
     with region, torch.no_grad():
         out = model.generate(**arguments, **options, return_dict_in_generate=True, output_scores=True)  # type: ignore[operator]
@@ -215,7 +249,7 @@ def compared_tokens(ours: tuple[Tensor, list[Tensor]], amps: tuple[Tensor, list[
 
 def output_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     model.eval()
-    torch.manual_seed(SEED)
+    seed(SEED)
     with torch.no_grad():
         return loss_fn(model, **arguments)[1].float()
 
@@ -333,8 +367,21 @@ def measure(name: str, presets: tuple[str, ...] = PRESETS) -> dict[str, Any]:
         for preset in presets:
             row["presets"][f"{preset}:{dtype}"] = one_preset(tiny, reference, amps, curve, preset, dtype)
         if not all(inside(row, f"{preset}:{dtype}") for preset in presets):
-            row["control"][dtype] = control(tiny, reference, dtype)
+            row["control"][dtype] = control(tiny, reference, dtype) | compared_gradients(tiny, dtype, presets)
     return row | {"seconds": round(time.process_time() - began, 1)}
+
+
+def compared_gradients(tiny: Tiny, dtype: str, presets: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Return the errors of first gradients: {"gradients": {"torch.amp" or a preset: error}}, without those that raise."""
+    wanted = gradients(tiny, None, nullcontext())
+    found: dict[str, float] = {}
+    cases = {"torch.amp": (None, torch.autocast("cpu", FORMATS[dtype]))}
+    cases |= {preset: (hs.Policy.of(preset, dtype=dtype), nullcontext()) for preset in presets}
+    for name, (policy, region) in cases.items():
+        made, _ = tried(gradients, tiny, policy, region)
+        if made is not None:
+            found[name] = gradient_error(made, wanted)
+    return {"gradients": found}
 
 
 def one_preset(
@@ -374,7 +421,7 @@ def inside(row: dict[str, Any], name: str) -> bool:
 # ------------------------------------------------------------------ all of them
 
 
-def in_child(name: str, seconds: int) -> dict[str, Any]:
+def in_child(name: str, presets: tuple[str, ...], seconds: int) -> dict[str, Any]:
     """Measure an architecture in a forked process, which a limit of time ends."""
     read, written = os.pipe()
     child = os.fork()
@@ -383,7 +430,7 @@ def in_child(name: str, seconds: int) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         try:
-            row = measure(name)
+            row = measure(name, presets)
         except BaseException as error:
             row = {"name": name, "failed": "measure", "reason": reason(error)}
         os.write(written, json.dumps(row).encode())
@@ -395,7 +442,7 @@ def in_child(name: str, seconds: int) -> dict[str, Any]:
     return dict(json.loads(text)) if text else {"name": name, "failed": "time", "reason": f"no result in {seconds} s"}
 
 
-def rows(names: list[str], parts: Path | None, seconds: int) -> Iterator[dict[str, Any]]:
+def rows(names: list[str], presets: tuple[str, ...], parts: Path | None, seconds: int) -> Iterator[dict[str, Any]]:
     """Measure architectures; those in the file `parts` are read from it, and the others are appended."""
     known = {}
     if parts is not None and parts.is_file():
@@ -404,7 +451,7 @@ def rows(names: list[str], parts: Path | None, seconds: int) -> Iterator[dict[st
         if name in known:
             yield known[name]
             continue
-        row = in_child(name, seconds)
+        row = in_child(name, presets, seconds)
         print(name, row.get("failed", "measured"), row.get("reason", row.get("seconds")), file=sys.stderr, flush=True)
         if parts is not None:
             parts.parent.mkdir(parents=True, exist_ok=True)
@@ -431,6 +478,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the report; default: print it")
     parser.add_argument("--only", action="append", metavar="NAME", help="an architecture; may be given several times")
+    parser.add_argument("--presets", default=",".join(PRESETS), help="of these presets only")
     parser.add_argument("--seconds", type=int, default=60, help="the limit of one architecture, of the processor")
     parser.add_argument("--parts", type=Path, help="where rows are kept as they are made, and read from")
     options = parser.parse_args()
@@ -443,7 +491,8 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     for name in ("llama", "vit"):  # imported once, in this process
         zoo_models.build(name)
-    found = list(rows(options.only or zoo_models.names(), options.parts, options.seconds))
+    names = options.only or zoo_models.names()
+    found = list(rows(names, tuple(options.presets.split(",")), options.parts, options.seconds))
     write(options.json, report(found))
     return 0
 

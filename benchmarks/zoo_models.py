@@ -333,7 +333,7 @@ def inputs(name: str, task: str, model: nn.Module, config: Any) -> dict[str, Any
 
     The signature and the names in it decide; `SPECIAL` has the architectures for which that is not enough.
     """
-    torch.manual_seed(SEED)
+    seed(SEED)
     if name in SPECIAL:
         return dict(SPECIAL[name](config))
     known = inspect.signature(type(model).forward).parameters
@@ -530,7 +530,7 @@ def build(name: str) -> Tiny:
         raise Absent(SKIPPED[name])
     task, kind = model_class(name)
     config = config_of(name)
-    torch.manual_seed(SEED)
+    seed(SEED)
     model = kind(config)
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -563,6 +563,13 @@ def flat(out: Any) -> list[Tensor]:
         return [out]
     parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, (list, tuple)) else ()
     return [tensor for part in parts for tensor in flat(part)]
+
+
+def seed(number: int) -> None:
+    """Seed every generator that a model may draw from: some draw their masks by numpy."""
+    from transformers import set_seed
+
+    set_seed(number)
 
 
 def count(model: nn.Module) -> int:

@@ -56,8 +56,9 @@ def deviations(row: dict[str, Any]) -> Iterator[Deviation]:
         for kind in ("loss", "out"):
             most = bound(name, dtype, amp.get(kind, 0.0))
             if not found[kind] <= most:
-                control = moved.get(kind, 0.0)
-                shown = f"fp32 moves by {control:.2g} if its weights move by a rounding" if found[kind] <= 2 * control else ""
+                shown = conditioning(found[kind], moved.get(kind, 0.0), moved.get(f"amp_{kind}", 0.0))
+                if kind == "loss" and not shown:
+                    shown = signs(moved.get("gradients", {}), name)
                 if "raises" in amp and not shown:
                     shown = f"torch.amp raises ({amp['raises']}): nothing to compare with"
                 yield made(kind, found[kind], most, shown)
@@ -69,6 +70,22 @@ def deviations(row: dict[str, Any]) -> Iterator[Deviation]:
         far, most = copies.get("deepcopy_out", 0.0), bound(name, dtype, amp.get("out", 0.0))
         if [kind for kind in copies if kind != "deepcopy_out"] or far > most:
             yield made("copies", far or None, most if far else None)
+
+
+def conditioning(value: float, wide: float, amp: float) -> str:
+    """Return the reason of a deviation that the model's conditioning explains: by a rounding of the weights alone."""
+    for who, control in (("fp32", wide), ("torch.amp", amp)):
+        if value <= 2 * control:
+            return f"ill-conditioned: {who} gets {control:.2g} away if its weights move by a rounding"
+    return ""
+
+
+def signs(gradients: dict[str, float], preset: str) -> str:
+    """Return the reason of a loss curve whose first gradients are as near to fp32's as torch.amp's, to a half."""
+    mine, amp = gradients.get(preset), gradients.get("torch.amp")
+    if mine is None or amp is None or mine > 1.5 * amp:
+        return ""
+    return f"first gradients as torch.amp's (errors {mine:.2g} and {amp:.2g}); AdamW's first steps follow signs"
 
 
 def zoo_table(report: dict[str, Any]) -> str:
