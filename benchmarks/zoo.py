@@ -9,17 +9,16 @@ nothing is downloaded. It trains for `STEPS` updates of AdamW in fp32, under tor
 - `loss`: the largest difference of two loss curves, in units of the largest loss of the curve in fp32;
 - `out`: the same of the first output of the first step.
 
-Bounds (`zoo_tables.bound`), stated before the first run: a preset deviates by at most `FACTOR` times what torch.amp deviates, plus
-`FLOOR` roundings of the low format (u = eps / 2). The floor: where torch.amp's errors happen to cancel, a preset that
-rounds in other places still has the error of a rounding. `torch`, `O1` and `mixed` move single operators from one
-format to the other, so twice torch.amp and two roundings. `O2` and `pure` also round weights and the residual stream:
-in these models of two layers about as many more roundings as torch.amp makes, so four times and four. What is outside
-keeps its number and gets a reason (`benchmarks.zoo_tables`); `control` helps to find it: how far fp32 and torch.amp
-themselves get if the initial weights are changed by at most u, relative, which is the least that any use of the format
-does. A deviation of at most twice that is one of the model's conditioning: a choice that flips (a route, a match, the
-sign of AdamW's first steps). Where a loss curve is outside, `gradients` has the median relative error of the first
-gradients: if they are as torch.amp's, AdamW makes the difference, whose first steps follow signs only, also those of
-gradients that are zero but for rounding errors (the bias of keys).
+Bounds (`zoo_tables.bound`), stated before the first run: a preset deviates by at most `FACTOR` times what torch.amp
+deviates, plus `FLOOR` roundings of the low format (u = eps / 2). The floor: where torch.amp's errors happen to cancel,
+a preset that rounds in other places still has the error of a rounding. `torch`, `O1` and `mixed` move single operators
+from one format to the other: twice torch.amp and two roundings. `O2` and `pure` also round weights and the residual
+stream, in these models of two layers about as many more roundings as torch.amp makes: four times and four. What is
+outside keeps its number and gets a reason (`benchmarks.zoo_tables`). Two measurements help to find it. `control`: how
+far fp32 and torch.amp themselves get if the initial weights are changed by at most u, relative, which is the least that
+any use of the format does. A deviation of at most twice that is one of the model's conditioning: a choice that flips (a
+route, a match). `gradients`: the median relative error of the first gradients. If they are as torch.amp's, AdamW makes
+the difference, whose first steps follow signs only, also those of gradients that are zero but for rounding errors.
 
 Also compared: tokens of `generate` with those of torch.amp; `deepcopy`, `state_dict` and `save_pretrained` of a
 prepared model, bit for bit. Each architecture runs in a forked process with a limit of time and memory. An architecture
@@ -57,6 +56,7 @@ from benchmarks.zoo_models import SEED, Tiny, loss_fn, seed
 from benchmarks.zoo_tables import bound
 from halfstep.tasks import machine
 
+Region = AbstractContextManager[Any]
 PRESETS = ("torch", "O1", "mixed", "O2", "pure")
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 4  # losses of a curve; the first is that of the initial weights
@@ -181,7 +181,7 @@ def control(tiny: Tiny, reference: Curve, dtype: str) -> dict[str, Any]:
     return found
 
 
-def gradients(tiny: Tiny, policy: hs.Policy | None, region: AbstractContextManager[Any]) -> dict[str, Tensor]:
+def gradients(tiny: Tiny, policy: hs.Policy | None, region: Region) -> dict[str, Tensor]:
     """Return the gradients of the initial weights, unscaled: of the plain model in a region, or of the prepared one."""
     model = copy.deepcopy(tiny.model)
     if policy is not None:
@@ -211,7 +211,7 @@ def prompt(tiny: Tiny) -> dict[str, Any]:
     return {key: value for key, value in tiny.arguments.items() if key not in left_out}
 
 
-def generate(model: nn.Module, arguments: dict[str, Any], region: AbstractContextManager[Any]) -> tuple[Tensor, list[Tensor]]:
+def generate(model: nn.Module, arguments: dict[str, Any], region: Region) -> tuple[Tensor, list[Tensor]]:
     """Return the tokens that a model generates greedily, and the scores they were chosen by."""
     model.eval()
     seed(SEED)
@@ -225,7 +225,7 @@ def compared_tokens(ours: tuple[Tensor, list[Tensor]], amps: tuple[Tensor, list[
     """Compare generated tokens with torch.amp's.
 
     Returns:
-        {} if they are equal; else "step", at which the first tokens differ, "margin": how far torch.amp's two scores lie
+        {} if they are equal; else "step", where the first tokens differ, "margin": how far torch.amp's two scores lie
         apart, and "moved": the largest difference of the scores there; both relative to the largest score.
     """
     if torch.equal(ours[0], amps[0]):
@@ -259,8 +259,6 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
     if one.keys() != other.keys():
         return f"keys {sorted(one.keys() ^ other.keys())[:3]}"
     for name, value in one.items():
-        if not isinstance(value, Tensor):
-            continue
         if value.dtype != other[name].dtype:
             return f"{name} is {other[name].dtype}"
         if not torch.equal(value.nan_to_num(), other[name].nan_to_num()):
@@ -372,10 +370,10 @@ def measure(name: str, presets: tuple[str, ...] = PRESETS) -> dict[str, Any]:
 
 
 def compared_gradients(tiny: Tiny, dtype: str, presets: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Return the errors of first gradients: {"gradients": {"torch.amp" or a preset: error}}, without those that raise."""
+    """Return {"gradients": {"torch.amp" or a preset: error of its first gradients}}; what raises is left out."""
     wanted = gradients(tiny, None, nullcontext())
     found: dict[str, float] = {}
-    cases = {"torch.amp": (None, torch.autocast("cpu", FORMATS[dtype]))}
+    cases: dict[str, tuple[hs.Policy | None, Region]] = {"torch.amp": (None, torch.autocast("cpu", FORMATS[dtype]))}
     cases |= {preset: (hs.Policy.of(preset, dtype=dtype), nullcontext()) for preset in presets}
     for name, (policy, region) in cases.items():
         made, _ = tried(gradients, tiny, policy, region)
@@ -384,9 +382,7 @@ def compared_gradients(tiny: Tiny, dtype: str, presets: tuple[str, ...]) -> dict
     return {"gradients": found}
 
 
-def one_preset(
-    tiny: Tiny, reference: Curve, amps: Any, amp: Curve | None, preset: str, dtype: str
-) -> dict[str, Any]:
+def one_preset(tiny: Tiny, reference: Curve, amps: Any, amp: Curve | None, preset: str, dtype: str) -> dict[str, Any]:
     """Return what one preset does in one format; `amp` and `amps` are torch.amp's curve and tokens, or None."""
     policy = hs.Policy.of(preset, dtype=dtype)
     model = copy.deepcopy(tiny.model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.markdown import table
@@ -39,16 +40,21 @@ def bound(preset: str, dtype: str, amp: float) -> float:
     return FACTOR[preset] * amp + FLOOR[preset] * EPS[dtype] / 2
 
 
+def deviation(
+    name: str, preset: str, kind: str, value: float | None = None, most: float | None = None, shown: str = ""
+) -> Deviation:
+    """Return a deviation with the reason that the report shows, else with the known one."""
+    known = REASONS.get(f"{name} {kind}") or REASONS.get(name, "")
+    return Deviation(name, preset, kind, value, most, shown or known)
+
+
 def deviations(row: dict[str, Any]) -> Iterator[Deviation]:
     """Yield what of an architecture is outside its bounds, or not equal to torch.amp's."""
     for preset, found in row["presets"].items():
         name, dtype = preset.split(":")
         amp, moved = row["amp"][dtype], row["control"].get(dtype, {})
 
-        def made(kind: str, value: float | None = None, most: float | None = None, shown: str = "") -> Deviation:
-            known = REASONS.get(f"{row['name']} {kind}") or REASONS.get(row["name"], "")
-            return Deviation(row["name"], preset, kind, value, most, shown or known)
-
+        made = partial(deviation, row["name"], preset)
         if "raises" in found:
             same = f"torch.amp raises too: {amp['raises']}" if "raises" in amp else ""
             yield made("raises", shown=same)
@@ -92,7 +98,7 @@ def zoo_table(report: dict[str, Any]) -> str:
     """Return the tables: counts of each preset, the deviations with their reasons, and what was not measured."""
     rows = [row for row in report["rows"] if "failed" not in row]
     left = [row for row in report["rows"] if "failed" in row]
-    every = [deviation for row in rows for deviation in deviations(row)]
+    every = [one for row in rows for one in deviations(row)]
     machine = report["machine"]
     text = (
         f"`{report['command']}` on {machine['cpu']}, torch {report['torch']}, transformers {report['transformers']}: "
@@ -119,7 +125,10 @@ def counts(rows: list[dict[str, Any]], every: list[Deviation]) -> str:
                 str(sum(not d.reason for d in mine)),
             ]
         )
-    return table(["preset", "within bounds", "tokens of `generate` as torch.amp's", "copied, saved, loaded", "unexplained"], lines)
+    return table(
+        ["preset", "within bounds", "tokens of `generate` as torch.amp's", "copied, saved, loaded", "unexplained"],
+        lines,
+    )
 
 
 def listed(every: list[Deviation]) -> str:

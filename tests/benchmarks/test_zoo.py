@@ -59,9 +59,10 @@ def test_what_the_report_shows_is_the_reason() -> None:
     near = row(generate={"step": 1, "margin": 0.01, "moved": 0.02})
     alike = row(raises="ValueError")
     alike["amp"]["bf16"] = {"raises": "TypeError: no kernel"}
-    for made, words in ((chaotic, "ill-conditioned: fp32 gets 0.4 away"), (near, "a near tie"), (alike, "torch.amp raises too")):
+    words = ("ill-conditioned: fp32 gets 0.4 away", "a near tie", "torch.amp raises too")
+    for made, start in zip((chaotic, near, alike), words, strict=True):
         (found,) = deviations(made)
-        assert found.reason.startswith(words)
+        assert found.reason.startswith(start)
 
 
 def test_the_table_counts_and_names_what_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
