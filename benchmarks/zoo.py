@@ -48,6 +48,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
 from benchmarks import zoo_models
@@ -111,6 +112,14 @@ class Curve:
 def rounded(value: float) -> float:
     """Return a number with three digits."""
     return float(f"{value:.3g}")
+
+
+def positions(value: Tensor, reference: Tensor, most: float) -> list[int]:
+    """Return how many positions (all but the last dimension) differ by more than `most`, and how many there are."""
+    real = reference.abs() < 1e4
+    unit = reference[real].abs().max().clamp(min=1e-30)
+    far = ((value - reference).abs() * real).amax(-1) / unit > most
+    return [int(far.sum()), far.numel()]
 
 
 def distance(value: Tensor, reference: Tensor) -> float:
@@ -200,6 +209,31 @@ def gradient_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> fl
         for name, wanted in reference.items()
     ]
     return rounded(statistics.median(errors)) if errors else 0.0
+
+
+CHOICES = ("topk", "argmax", "sort", "argsort", "max", "__array__", "numpy", "bincount", "nonzero")
+
+
+class Choices(TorchFunctionMode):
+    """Collect the operators of a forward pass that choose: a rounding changes the result where two values nearly tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in CHOICES:
+            self.names.add("matching on the host" if name in ("__array__", "numpy") else name)
+        return func(*args, **(kwargs or {}))
+
+
+def choices(tiny: Tiny) -> list[str]:
+    """Return the operators of a model that choose."""
+    with Choices() as mode:
+        seed(SEED)
+        loss_fn(copy.deepcopy(tiny.model), **tiny.arguments)
+    return sorted(mode.names)
 
 
 # ------------------------------------------------------------------ generate
@@ -366,6 +400,8 @@ def measure(name: str, presets: tuple[str, ...] = PRESETS) -> dict[str, Any]:
             row["presets"][f"{preset}:{dtype}"] = one_preset(tiny, reference, amps, curve, preset, dtype)
         if not all(inside(row, f"{preset}:{dtype}") for preset in presets):
             row["control"][dtype] = control(tiny, reference, dtype) | compared_gradients(tiny, dtype, presets)
+    if row["control"]:
+        row["chooses"] = tried(choices, tiny)[0] or []
     return row | {"seconds": round(time.process_time() - began, 1)}
 
 
@@ -390,6 +426,10 @@ def one_preset(tiny: Tiny, reference: Curve, amps: Any, amp: Curve | None, prese
     if curve is None:
         return {"raises": why}
     found: dict[str, Any] = {**curve.deviation(reference), "skipped": curve.skipped}
+    allowed = bound(preset, dtype, 0.0 if amp is None else amp.deviation(reference)["out"])
+    if allowed < found["out"] < math.inf:
+        assert curve.output is not None and reference.output is not None
+        found["positions"] = positions(curve.output, reference.output, allowed)
     if preset == "torch" and dtype == "bf16" and amp is not None:
         found["as_amp"] = curve.losses[0] == amp.losses[0] and torch.equal(curve.output, amp.output)  # type: ignore[arg-type]
     if differs := copies(tiny, model, policy):

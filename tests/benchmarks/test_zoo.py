@@ -59,8 +59,9 @@ def test_what_the_report_shows_is_the_reason() -> None:
     near = row(generate={"step": 1, "margin": 0.01, "moved": 0.02})
     alike = row(raises="ValueError")
     alike["amp"]["bf16"] = {"raises": "TypeError: no kernel"}
-    words = ("ill-conditioned: fp32 gets 0.4 away", "a near tie", "torch.amp raises too")
-    for made, start in zip((chaotic, near, alike), words, strict=True):
+    route = row(out=0.5, positions=[1, 32]) | {"chooses": ["topk"]}
+    words = ("1 of 32 positions", "ill-conditioned: fp32 gets 0.4 away", "a near tie", "torch.amp raises too")
+    for made, start in zip((route, chaotic, near, alike), words, strict=True):
         (found,) = deviations(made)
         assert found.reason.startswith(start)
 
