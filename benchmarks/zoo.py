@@ -215,7 +215,7 @@ CHOICES = ("topk", "argmax", "sort", "argsort", "max", "__array__", "numpy", "bi
 
 
 class Choices(TorchFunctionMode):
-    """Collect the operators of a forward pass that choose: a rounding changes the result where two values nearly tie."""
+    """Collect the operators of a forward pass that choose: where two values nearly tie, a rounding decides."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,11 +38,11 @@ REASONS: Mapping[str, str] = {
 """Architecture, or "architecture kind" (loss, out, tokens, raises, copies) -> why it deviates."""
 
 NOTES: Mapping[str, str] = {
-    "rt_detr": "queries are the positions with the largest class scores. The scores of an untrained model nearly tie; a "
+    "rt_detr": "queries are the positions with the largest scores. The scores of an untrained model nearly tie; a "
     "low score head leaves few distinct ones, `topk` takes them in another order, and outputs move to other places, "
     'under torch.amp too. With `with_modules({"model.enc_score_head": "fp32"})` the order is that of fp32. In training '
     "the matching of queries and objects flips besides: torch.amp's curves at three loss scales differ as much.",
-    "switch_transformers": "the router multiplies its input by noise made by `empty_like`, in the format of that input: "
+    "switch_transformers": "the router multiplies its input by noise from `empty_like`, in the format of that input: "
     "under `pure` it is low, and so other noise is drawn than in fp32. The zoo switches this noise off as it does "
     "dropout. What remains begins with the first route of a token that flips, under every preset and torch.amp.",
     "blip-2": "its config initialises the vision model by 1e-10, and fp16 ends at 6e-8: image features are zero in "
