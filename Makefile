@@ -16,7 +16,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed lint format bench bench-gpu bench-lens bench-pages bench-scale count soak faults fuzz compare-full tables walks clean
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed lint format bench bench-gpu bench-lens bench-pages bench-scale count soak faults fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -89,6 +89,9 @@ faults: $(READY)  ## score the instruments on seeded faults and healthy controls
 
 fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10 minutes (MINUTES=60 for an hour)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+zoo: $(READY)  ## transformers' architectures, tiny, under five presets, some 30 minutes; goes on where it was cut off -> benchmarks/results/zoo.json
+	$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --parts out/zoo.jsonl --json benchmarks/results/zoo.json
 
 compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json

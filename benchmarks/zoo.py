@@ -9,13 +9,16 @@ nothing is downloaded. It trains for `STEPS` updates of AdamW in fp32, under tor
 - `loss`: the largest difference of two loss curves, in units of the largest loss of the curve in fp32;
 - `out`: the same of the first output of the first step.
 
-Bounds (`zoo_tables.bound`), stated before the first run: a preset deviates by at most `FACTOR` times what torch.amp deviates, plus
-`FLOOR` roundings of the low format (u = eps / 2). The floor: where torch.amp's errors happen to cancel, a preset that
-rounds in other places still has the error of a rounding. `torch`, `O1` and `mixed` move single operators from one
-format to the other, so twice torch.amp and two roundings. `O2` and `pure` also round weights and the residual stream:
-in these models of two layers about as many more roundings as torch.amp makes, so four times and four. What is outside
-keeps its number and gets a reason (`benchmarks.zoo_tables`); `control` helps to find it: how far fp32 itself moves if
-its initial weights are changed by at most u, relative, which is the least that any use of the format does.
+Bounds (`zoo_tables.bound`), stated before the first run: a preset deviates by at most `FACTOR` times what torch.amp
+deviates, plus `FLOOR` roundings of the low format (u = eps / 2). The floor: where torch.amp's errors happen to cancel,
+a preset that rounds in other places still has the error of a rounding. `torch`, `O1` and `mixed` move single operators
+from one format to the other: twice torch.amp and two roundings. `O2` and `pure` also round weights and the residual
+stream, in these models of two layers about as many more roundings as torch.amp makes: four times and four. What is
+outside keeps its number and gets a reason (`benchmarks.zoo_tables`). Two measurements help to find it. `control`: how
+far fp32 and torch.amp themselves get if the initial weights are changed by at most u, relative, which is the least that
+any use of the format does. A deviation of at most twice that is one of the model's conditioning: a choice that flips (a
+route, a match). `gradients`: the median relative error of the first gradients. If they are as torch.amp's, AdamW makes
+the difference, whose first steps follow signs only, also those of gradients that are zero but for rounding errors.
 
 Also compared: tokens of `generate` with those of torch.amp; `deepcopy`, `state_dict` and `save_pretrained` of a
 prepared model, bit for bit. Each architecture runs in a forked process with a limit of time and memory. An architecture
@@ -32,6 +35,7 @@ import math
 import os
 import resource
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -44,18 +48,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
 from benchmarks import zoo_models
 from benchmarks.run import commit, write
-from benchmarks.zoo_models import SEED, Tiny, loss_fn
+from benchmarks.zoo_models import SEED, Tiny, loss_fn, seed
 from benchmarks.zoo_tables import bound
 from halfstep.tasks import machine
 
+Region = AbstractContextManager[Any]
 PRESETS = ("torch", "O1", "mixed", "O2", "pure")
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 4  # losses of a curve; the first is that of the initial weights
 RATE = 1e-3
+GENTLE = 2.0**4  # scale of a loss whose gradients are compared
 SCALE = 2.0**10  # of fp16's loss at the start: no step is skipped only to find it
 MOST_SKIPPED = 15  # updates of a run: from 2**10 down to 2**-5
 NEW_TOKENS = 4
@@ -107,6 +114,14 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+def positions(value: Tensor, reference: Tensor, most: float) -> list[int]:
+    """Return how many positions (all but the last dimension) differ by more than `most`, and how many there are."""
+    real = reference.abs() < 1e4
+    unit = reference[real].abs().max().clamp(min=1e-30)
+    far = ((value - reference).abs() * real).amax(-1) / unit > most
+    return [int(far.sum()), far.numel()]
+
+
 def distance(value: Tensor, reference: Tensor) -> float:
     """Return the largest difference in units of the largest value; masked elements (below -1e4) are left out."""
     if value.shape != reference.shape:
@@ -125,7 +140,7 @@ def train_by_hand(model: nn.Module, arguments: dict[str, Any], dtype: torch.dtyp
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=dtype is torch.float16)
     curve = Curve()
     while curve.wants_more:
-        torch.manual_seed(SEED + len(curve.losses))
+        seed(SEED + len(curve.losses))
         with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
             loss, output = loss_fn(model, **arguments)
         scaler.scale(loss).backward()
@@ -148,24 +163,77 @@ def train(model: nn.Module, arguments: dict[str, Any], policy: hs.Policy) -> Cur
     step = train_step(model, policy)
     curve = Curve()
     while curve.wants_more:
-        torch.manual_seed(SEED + len(curve.losses))
+        seed(SEED + len(curve.losses))
         result = step(**arguments)
         curve.add(result.loss, result.aux, skipped=bool(result.skipped))
     return curve
 
 
-def control(tiny: Tiny, reference: Curve, dtype: str) -> dict[str, float]:
-    """Return how far fp32 moves if initial weights move by at most a rounding of the format: the larger of two runs."""
-    found = []
-    for seed in (1, 2):
-        model = copy.deepcopy(tiny.model)
-        generator = torch.Generator().manual_seed(seed)
-        eps = torch.finfo(FORMATS[dtype]).eps / 2
+def control(tiny: Tiny, reference: Curve, dtype: str) -> dict[str, Any]:
+    """Return how far fp32 and torch.amp get from the reference if initial weights move by at most a rounding.
+
+    Returns:
+        The larger deviation of two draws, in fp32 as "loss" and "out", under torch.amp as "amp_loss" and "amp_out".
+    """
+    found: dict[str, float] = {}
+    eps = torch.finfo(FORMATS[dtype]).eps / 2
+    for number in (1, 2):
+        generator = torch.Generator().manual_seed(number)
+        moved = copy.deepcopy(tiny.model)
         with torch.no_grad():
-            for p in model.parameters():
+            for p in moved.parameters():
                 p.mul_(1 + eps * (2 * torch.rand(p.shape, generator=generator) - 1))
-        found.append(train_by_hand(model, tiny.arguments, None).deviation(reference))
-    return {key: max(one[key] for one in found) for key in found[0]}
+        for prefix, low in (("", None), ("amp_", FORMATS[dtype])):
+            curve, _ = tried(train_by_hand, copy.deepcopy(moved), tiny.arguments, low)
+            for key, far in ({} if curve is None else curve.deviation(reference)).items():
+                found[prefix + key] = max(found.get(prefix + key, 0.0), far)
+    return found
+
+
+def gradients(tiny: Tiny, policy: hs.Policy | None, region: Region) -> dict[str, Tensor]:
+    """Return the gradients of the initial weights, unscaled: of the plain model in a region, or of the prepared one."""
+    model = copy.deepcopy(tiny.model)
+    if policy is not None:
+        hs.prepare(model, policy=policy)
+    seed(SEED)
+    with region:
+        loss, _ = loss_fn(model, **tiny.arguments)
+    (GENTLE * loss.float()).backward()
+    return {name: p.grad.float() / GENTLE for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the median over parameters of the relative error of their gradients, by 2-norms."""
+    errors = [
+        ((found[name] - wanted).norm() / wanted.norm().clamp(min=1e-30)).item() if name in found else 1.0
+        for name, wanted in reference.items()
+    ]
+    return rounded(statistics.median(errors)) if errors else 0.0
+
+
+CHOICES = ("topk", "argmax", "sort", "argsort", "max", "__array__", "numpy", "bincount", "nonzero")
+
+
+class Choices(TorchFunctionMode):
+    """Collect the operators of a forward pass that choose: where two values nearly tie, a rounding decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in CHOICES:
+            self.names.add("matching on the host" if name in ("__array__", "numpy") else name)
+        return func(*args, **(kwargs or {}))
+
+
+def choices(tiny: Tiny) -> list[str]:
+    """Return the operators of a model that choose."""
+    with Choices() as mode:
+        seed(SEED)
+        loss_fn(copy.deepcopy(tiny.model), **tiny.arguments)
+    return sorted(mode.names)
 
 
 # ------------------------------------------------------------------ generate
@@ -177,10 +245,10 @@ def prompt(tiny: Tiny) -> dict[str, Any]:
     return {key: value for key, value in tiny.arguments.items() if key not in left_out}
 
 
-def generate(model: nn.Module, arguments: dict[str, Any], region: AbstractContextManager[Any]) -> tuple[Tensor, list[Tensor]]:
+def generate(model: nn.Module, arguments: dict[str, Any], region: Region) -> tuple[Tensor, list[Tensor]]:
     """Return the tokens that a model generates greedily, and the scores they were chosen by."""
     model.eval()
-    torch.manual_seed(SEED)
+    seed(SEED)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1}
     with region, torch.no_grad():
         out = model.generate(**arguments, **options, return_dict_in_generate=True, output_scores=True)  # type: ignore[operator]
@@ -191,7 +259,7 @@ def compared_tokens(ours: tuple[Tensor, list[Tensor]], amps: tuple[Tensor, list[
     """Compare generated tokens with torch.amp's.
 
     Returns:
-        {} if they are equal; else "step", at which the first tokens differ, "margin": how far torch.amp's two scores lie
+        {} if they are equal; else "step", where the first tokens differ, "margin": how far torch.amp's two scores lie
         apart, and "moved": the largest difference of the scores there; both relative to the largest score.
     """
     if torch.equal(ours[0], amps[0]):
@@ -215,7 +283,7 @@ def compared_tokens(ours: tuple[Tensor, list[Tensor]], amps: tuple[Tensor, list[
 
 def output_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     model.eval()
-    torch.manual_seed(SEED)
+    seed(SEED)
     with torch.no_grad():
         return loss_fn(model, **arguments)[1].float()
 
@@ -225,8 +293,6 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
     if one.keys() != other.keys():
         return f"keys {sorted(one.keys() ^ other.keys())[:3]}"
     for name, value in one.items():
-        if not isinstance(value, Tensor):
-            continue
         if value.dtype != other[name].dtype:
             return f"{name} is {other[name].dtype}"
         if not torch.equal(value.nan_to_num(), other[name].nan_to_num()):
@@ -333,13 +399,26 @@ def measure(name: str, presets: tuple[str, ...] = PRESETS) -> dict[str, Any]:
         for preset in presets:
             row["presets"][f"{preset}:{dtype}"] = one_preset(tiny, reference, amps, curve, preset, dtype)
         if not all(inside(row, f"{preset}:{dtype}") for preset in presets):
-            row["control"][dtype] = control(tiny, reference, dtype)
+            row["control"][dtype] = control(tiny, reference, dtype) | compared_gradients(tiny, dtype, presets)
+    if row["control"]:
+        row["chooses"] = tried(choices, tiny)[0] or []
     return row | {"seconds": round(time.process_time() - began, 1)}
 
 
-def one_preset(
-    tiny: Tiny, reference: Curve, amps: Any, amp: Curve | None, preset: str, dtype: str
-) -> dict[str, Any]:
+def compared_gradients(tiny: Tiny, dtype: str, presets: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Return {"gradients": {"torch.amp" or a preset: error of its first gradients}}; what raises is left out."""
+    wanted = gradients(tiny, None, nullcontext())
+    found: dict[str, float] = {}
+    cases: dict[str, tuple[hs.Policy | None, Region]] = {"torch.amp": (None, torch.autocast("cpu", FORMATS[dtype]))}
+    cases |= {preset: (hs.Policy.of(preset, dtype=dtype), nullcontext()) for preset in presets}
+    for name, (policy, region) in cases.items():
+        made, _ = tried(gradients, tiny, policy, region)
+        if made is not None:
+            found[name] = gradient_error(made, wanted)
+    return {"gradients": found}
+
+
+def one_preset(tiny: Tiny, reference: Curve, amps: Any, amp: Curve | None, preset: str, dtype: str) -> dict[str, Any]:
     """Return what one preset does in one format; `amp` and `amps` are torch.amp's curve and tokens, or None."""
     policy = hs.Policy.of(preset, dtype=dtype)
     model = copy.deepcopy(tiny.model)
@@ -347,6 +426,10 @@ def one_preset(
     if curve is None:
         return {"raises": why}
     found: dict[str, Any] = {**curve.deviation(reference), "skipped": curve.skipped}
+    allowed = bound(preset, dtype, 0.0 if amp is None else amp.deviation(reference)["out"])
+    if allowed < found["out"] < math.inf:
+        assert curve.output is not None and reference.output is not None
+        found["positions"] = positions(curve.output, reference.output, allowed)
     if preset == "torch" and dtype == "bf16" and amp is not None:
         found["as_amp"] = curve.losses[0] == amp.losses[0] and torch.equal(curve.output, amp.output)  # type: ignore[arg-type]
     if differs := copies(tiny, model, policy):
@@ -374,7 +457,7 @@ def inside(row: dict[str, Any], name: str) -> bool:
 # ------------------------------------------------------------------ all of them
 
 
-def in_child(name: str, seconds: int) -> dict[str, Any]:
+def in_child(name: str, presets: tuple[str, ...], seconds: int) -> dict[str, Any]:
     """Measure an architecture in a forked process, which a limit of time ends."""
     read, written = os.pipe()
     child = os.fork()
@@ -383,7 +466,7 @@ def in_child(name: str, seconds: int) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         try:
-            row = measure(name)
+            row = measure(name, presets)
         except BaseException as error:
             row = {"name": name, "failed": "measure", "reason": reason(error)}
         os.write(written, json.dumps(row).encode())
@@ -395,7 +478,7 @@ def in_child(name: str, seconds: int) -> dict[str, Any]:
     return dict(json.loads(text)) if text else {"name": name, "failed": "time", "reason": f"no result in {seconds} s"}
 
 
-def rows(names: list[str], parts: Path | None, seconds: int) -> Iterator[dict[str, Any]]:
+def rows(names: list[str], presets: tuple[str, ...], parts: Path | None, seconds: int) -> Iterator[dict[str, Any]]:
     """Measure architectures; those in the file `parts` are read from it, and the others are appended."""
     known = {}
     if parts is not None and parts.is_file():
@@ -404,7 +487,7 @@ def rows(names: list[str], parts: Path | None, seconds: int) -> Iterator[dict[st
         if name in known:
             yield known[name]
             continue
-        row = in_child(name, seconds)
+        row = in_child(name, presets, seconds)
         print(name, row.get("failed", "measured"), row.get("reason", row.get("seconds")), file=sys.stderr, flush=True)
         if parts is not None:
             parts.parent.mkdir(parents=True, exist_ok=True)
@@ -431,6 +514,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the report; default: print it")
     parser.add_argument("--only", action="append", metavar="NAME", help="an architecture; may be given several times")
+    parser.add_argument("--presets", default=",".join(PRESETS), help="of these presets only")
     parser.add_argument("--seconds", type=int, default=60, help="the limit of one architecture, of the processor")
     parser.add_argument("--parts", type=Path, help="where rows are kept as they are made, and read from")
     options = parser.parse_args()
@@ -443,7 +527,8 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     for name in ("llama", "vit"):  # imported once, in this process
         zoo_models.build(name)
-    found = list(rows(options.only or zoo_models.names(), options.parts, options.seconds))
+    names = options.only or zoo_models.names()
+    found = list(rows(names, tuple(options.presets.split(",")), options.parts, options.seconds))
     write(options.json, report(found))
     return 0
 

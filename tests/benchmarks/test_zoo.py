@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +17,9 @@ import torch
 from benchmarks import zoo, zoo_tables
 from benchmarks.zoo_tables import bound, deviations, zoo_table
 
-TEN = ("bert", "gpt2", "llama", "t5", "vit", "resnet", "wav2vec2", "clip", "mixtral", "blip-2")
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."]), "OMP_NUM_THREADS": "1"}
+TEN = ("bert", "gpt2", "llama", "t5", "vit", "resnet", "clip", "mixtral", "opt", "distilbert")
 ROW: dict[str, Any] = {
     "name": "model",
     "parameters": 10,
@@ -52,9 +59,11 @@ def test_what_the_report_shows_is_the_reason() -> None:
     near = row(generate={"step": 1, "margin": 0.01, "moved": 0.02})
     alike = row(raises="ValueError")
     alike["amp"]["bf16"] = {"raises": "TypeError: no kernel"}
-    for made, words in ((chaotic, "fp32 moves by 0.4"), (near, "a near tie"), (alike, "torch.amp raises too")):
+    route = row(out=0.5, positions=[1, 32]) | {"chooses": ["topk"]}
+    words = ("1 of 32 positions", "ill-conditioned: fp32 gets 0.4 away", "a near tie", "torch.amp raises too")
+    for made, start in zip((route, chaotic, near, alike), words, strict=True):
         (found,) = deviations(made)
-        assert found.reason.startswith(words)
+        assert found.reason.startswith(start)
 
 
 def test_the_table_counts_and_names_what_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +89,14 @@ def test_a_bound_is_that_of_its_file() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.filterwarnings("ignore")
-def test_ten_architectures_train_and_speak_as_under_torch_amp() -> None:
-    for name in TEN:
-        found = zoo.measure(name, ("torch", "mixed", "pure"))
+def test_ten_architectures_train_and_speak_as_under_torch_amp(tmp_path: Path) -> None:
+    file = tmp_path / "zoo.json"
+    names = [part for name in TEN for part in ("--only", name)]
+    command = [sys.executable, "-m", "benchmarks.zoo", "--presets", "torch,mixed,pure", "--json", str(file), *names]
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=600)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(TEN)
+    for found in rows:
         assert "failed" not in found, found
-        assert found["presets"]["torch:bf16"]["as_amp"], name
+        assert found["presets"]["torch:bf16"]["as_amp"], found["name"]
         assert not [one for one in deviations(found) if not one.reason]
