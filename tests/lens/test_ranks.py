@@ -10,8 +10,8 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.lens import Verdict
 from halfstep.lens.box import stepbox
+from halfstep.lens.box.exchange import Answers, Exchange
 from halfstep.lens.box.stepbox import StepBox
 from tests.two_processes import in_two_processes
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.dist
 STATIC = hs.Policy.of("mixed", dtype="fp16", scale=64.0)
 DYNAMIC = hs.Policy.of("mixed", dtype="fp16")
 BF16 = hs.Policy.of("mixed", dtype="bf16")
-SHORT = 0.4  # seconds that a rank waits for others in tests that let it wait
+SHORT = 1.0  # seconds that a rank waits for others in tests that let it wait
 FAULTS = ("overflow", "bad_batch", "invalid")
 
 
@@ -90,6 +91,25 @@ def box_of(step: hs.TrainStep) -> StepBox | None:
 
 def weights(step: hs.TrainStep) -> list[Tensor]:
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in step.model.parameters()]
+
+
+@contextmanager
+def waits() -> Iterator[list[float]]:
+    """Yield a list of how long the block listened to other ranks, in seconds: one for each time."""
+    seconds: list[float] = []
+    listen = Exchange.listen
+
+    def timed(self: Exchange, topic: str, patience: float, **options: Any) -> Answers:
+        began = time.monotonic()
+        answers = listen(self, topic, patience, **options)
+        seconds.append(time.monotonic() - began)
+        return answers
+
+    Exchange.listen = timed  # type: ignore[method-assign]  # undone below
+    try:
+        yield seconds
+    finally:
+        Exchange.listen = listen  # type: ignore[method-assign]
 
 
 class Collectives(TorchDispatchMode):
@@ -172,16 +192,15 @@ def one_asks(rank: int) -> list[Any]:
 
 
 def off_on_one(rank: int) -> list[Any]:
-    """Train with the black box on one rank only, through two bad steps; return the verdict and how long both took."""
+    """Train with the black box on one rank only, through two bad steps; return verdicts and waits."""
     found = []
     for kind in ("ddp", "fsdp2"):
         step = built(kind, STATIC, blackbox=rank == 0)
         for i, fault in enumerate(("", "overflow", "", "overflow", "")):
-            began = time.monotonic()
-            step(*batch(i, rank, fault if rank else ""))
+            with waits() as seconds:
+                step(*batch(i, rank, fault if rank else ""))
             if fault and rank == 0:
-                found.append((step.explain(), time.monotonic() - began))
-        step.flush()
+                found.append((step.explain(), *seconds))
     return found
 
 
@@ -213,9 +232,9 @@ def left(rank: int) -> list[Any]:
     found: list[Any] = []
     with model.join():
         for i, fault in enumerate(("", "", "overflow", "", "bad_batch", "")[: 6 if rank == 0 else 2]):
-            began = time.monotonic()
-            skipped = step(*batch(i, rank, fault)).host().skipped
-            found.append((skipped, step.explain() if skipped else None, time.monotonic() - began))
+            with waits() as seconds:
+                skipped = step(*batch(i, rank, fault)).host().skipped
+            found.append((skipped, step.explain() if skipped else None, *seconds))
     return found
 
 
@@ -378,8 +397,8 @@ def test_a_replay_that_raises_is_reported_and_the_fault_still_found(both: Both) 
 
 
 def test_a_rank_that_has_left_by_join_is_waited_for_once(both: Both) -> None:
-    assert [skipped for skipped, _, _ in both[0]["left"]] == [False, False, True, False, True, False]
-    assert [skipped for skipped, _, _ in both[1]["left"]] == [False, False]
+    assert [skipped for skipped, *_ in both[0]["left"]] == [False, False, True, False, True, False]
+    assert [skipped for skipped, *_ in both[1]["left"]] == [False, False]
     (_, first, long), (_, second, short) = (both[0]["left"][i] for i in (2, 4))
     assert (first.kind, first.rank, second.kind, second.rank) == ("overflow", 0, "bad_batch", 0)
     assert long > SHORT > short

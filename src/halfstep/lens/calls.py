@@ -41,6 +41,7 @@ __all__ = [
     "floats",
     "has_storage",
     "in_float64",
+    "is_sharded",
     "line_of",
     "local",
     "name_of_node",
@@ -199,6 +200,11 @@ def local(tensor: Tensor) -> Tensor:
     """Return the part of a sharded tensor that this rank has; of any other all of it."""
     own = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
     return tensor if own is None else own()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a rank has only a part of some parameter of `model`."""
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 def floats(tree: Any) -> list[Tensor]:

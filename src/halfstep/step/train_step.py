@@ -528,7 +528,8 @@ class TrainStep:
         Replays its micro-batches with instruments on, unless that has happened already: the same parameters, random
         states, buffers and scale. (A step whose gradients were finite was applied; it is replayed with the weights
         after it, and the verdict notes so.) Parameters, gradients, buffers, generators and optimizer are as before
-        afterwards.
+        afterwards. On several ranks it names the rank with the fault, on all of them alike; called on one of them only,
+        for a step that was not explained by itself, it waits some seconds for the others.
 
         Raises:
             StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.

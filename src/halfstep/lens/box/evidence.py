@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import StepError
 from halfstep.events import Verdict
 from halfstep.lens.box.diagnose import Subject
-from halfstep.lens.box.sharded import is_gathered, is_sharded, whole_state
-from halfstep.lens.calls import PLAIN_TYPES
+from halfstep.lens.box.sharded import is_gathered, whole_state
+from halfstep.lens.calls import PLAIN_TYPES, is_sharded
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
 

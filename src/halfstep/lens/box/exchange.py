@@ -5,9 +5,11 @@ Every rank tells something about a topic (a pair of step and question), and list
 Note [no collective]: a collective waits for every rank of its group, and a rank that has finished, has raised or is
 dead never comes; it also has a place in the order of all other collectives. The store of `init_process_group` has
 neither: a key is written at once, and reading polls until a deadline. So an exchange cannot hang, and cannot shift the
-collectives of the training. Ranks that missed a deadline are waited for a fiftieth of the time, until they have told
-something about the topic they missed. The traffic of a rank does not grow with the number of ranks: a counter, one bit
-in a counter for every 62 ranks, and for ranks with something to report a numbered place in a short list.
+collectives of the training. (If the process that hosts the store is dead, reading raises at once; if it is stopped, it
+stops its readers, as it stops collectives.) Ranks that missed a deadline are waited for a fiftieth of the time, until
+they have told something about the topic they missed. The traffic of a rank does not grow with the number of ranks: a
+counter, one bit in a counter for every 62 ranks, and for ranks with something to report a numbered place in a short
+list.
 
 Note [agreement]: only `agree` decides something that ranks then do together. The decision is one key, written once by
 an atomic operation, so all ranks that read it read the same: "yes" if the last rank came in time, "no" by the first
@@ -85,9 +87,7 @@ class Exchange:
                 store.set(f"{topic}/place/{place}", str(self.me))
         store.add(f"{topic}/bits/{self._index // BITS}", 1 << (self._index % BITS))
         store.add(f"{topic}/count", 1)
-        self._topics.append(topic)
-        if len(self._topics) > KEPT:
-            self._forget(self._topics.popleft())
+        self._note(topic)
 
     def listen(self, topic: str, patience: float, *, one: bool = False, at_update: bool = True) -> Answers:
         """Return what has been told about `topic`.
@@ -124,6 +124,7 @@ class Exchange:
             patience: seconds to wait for ranks that are not here.
         """
         store, decision = self._store, f"{topic}/decision"
+        self._note(topic)
         if not ok or self._still_gone():  # one that was missing does not stop the others for long
             store.compare_set(decision, "", "no")
         elif store.add(f"{topic}/count", 1) == len(self.ranks):
@@ -163,11 +164,15 @@ class Exchange:
                 found[rank] = bytes(store.get(f"{topic}/value/{rank}"))
         return found
 
-    def _forget(self, topic: str) -> None:
-        """Remove the keys of an old topic: each rank its own, the first one those that are shared."""
+    def _note(self, topic: str) -> None:
+        """Note a new topic, and remove the keys of an old one: each rank its own, the first rank the shared ones."""
+        self._topics.append(topic)
+        if len(self._topics) <= KEPT:
+            return
+        topic = self._topics.popleft()
         keys = [f"value/{self.me}"]
         if self._index == 0:
-            keys += ["values", "count", *(f"place/{place}" for place in range(1, 1 + MOST_VALUES))]
+            keys += ["decision", "values", "count", *(f"place/{place}" for place in range(1, 1 + MOST_VALUES))]
             keys += [f"bits/{word}" for word in range(-(-len(self.ranks) // BITS))]
         for key in keys:
             self._store.delete_key(f"{topic}/{key}")

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from halfstep.errors import StepError
-from halfstep.lens.calls import extremes
+from halfstep.lens.calls import extremes, is_sharded
 
-__all__ = ["bad_parts", "has_room", "is_gathered", "is_sharded", "unsharded", "whole_state"]
+__all__ = ["bad_parts", "has_room", "is_gathered", "unsharded", "whole_state"]
 
 ROOM = 2.0
 """Free memory that is needed on a device, in sizes of the whole model."""
@@ -27,11 +27,6 @@ MOST_ON_CPU = 1 << 32
 
 SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
 """What a group of parameters of FSDP is told; there are functions to set these, none to read them."""
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a rank has only a part of some parameter."""
-    return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 def bad_parts(model: nn.Module) -> list[str]:

@@ -39,8 +39,8 @@ from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, advice, diagnose, inspect
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.sharded import bad_parts, has_room, is_sharded, unsharded
-from halfstep.lens.calls import extremes
+from halfstep.lens.box.sharded import bad_parts, has_room, unsharded
+from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.record import History, Window
