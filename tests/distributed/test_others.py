@@ -20,7 +20,7 @@ from tests.distributed.checks import deviation
 from tests.distributed.strategies import CLIP, Net, batches, loss_of, policy, whole
 from tests.two_processes import in_two_processes
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.hours]
 
 PRESETS = ("O0", "torch:bf16", "O1:bf16", "mixed:bf16", "mixed:fp16", "O3:bf16")
 LOW = ("O2:bf16", "pure:bf16", "pure:bf16:master=split", "pure:bf16:state=low")
@@ -68,11 +68,11 @@ def _zero(rank: int, wanted: str, *, shards: bool) -> dict[str, Any]:
     return {"skipped": skipped, "weights": whole(ddp), "scale": step.scaler.get_scale()}
 
 
-def _zeros(rank: int) -> dict[str, Any]:
+def zeros(rank: int, presets: tuple[str, ...] = PRESETS) -> dict[str, Any]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     found: dict[str, Any] = {
-        name: (_zero(rank, name, shards=True), _zero(rank, name, shards=False)) for name in PRESETS
+        name: (_zero(rank, name, shards=True), _zero(rank, name, shards=False)) for name in presets
     }
     for name in LOW:
         net = _net()
@@ -89,7 +89,7 @@ def _zeros(rank: int) -> dict[str, Any]:
 # ------------------------------------------------------------------ FullyShardedDataParallel, in any order
 
 
-def _flat(rank: int) -> dict[Any, str]:
+def flat(rank: int) -> dict[Any, str]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     def wrapped(module: nn.Module, *, original: bool) -> nn.Module:
@@ -129,7 +129,7 @@ def _flat(rank: int) -> dict[Any, str]:
 # ------------------------------------------------------------------ what DistributedDataParallel does itself
 
 
-def _overlapping(rank: int) -> dict[str, str]:
+def overlapping(rank: int) -> dict[str, str]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -145,7 +145,7 @@ def _overlapping(rank: int) -> dict[str, str]:
 
 
 def _all(rank: int) -> dict[str, Any]:
-    return {"zero": _zeros(rank), "flat": _flat(rank), "overlapping": _overlapping(rank)}
+    return {"zero": zeros(rank), "flat": flat(rank), "overlapping": overlapping(rank)}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.distributed.strategies import BOUNDS, CLIP, Net, batches, policy, who
 from tests.examples.loading import load
 from tests.two_processes import in_two_processes
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.hours]
 
 POLICIES = ("O0", "torch:bf16", "mixed:fp16", "O2:fp16", "pure:bf16", "pure:bf16:grads=fp32")
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
@@ -60,7 +60,7 @@ def _batch(number: int) -> tuple[Tensor, Tensor]:
     return index, target
 
 
-def _train(rank: int, name: str, kind: str) -> dict[str, Any]:
+def train(rank: int, name: str, kind: str) -> dict[str, Any]:
     stage: nn.Module = Last(_net()) if rank else First(_net())
     stage, optimizer, scaler = hs.prepare(stage, AdamW(stage.parameters(), 1e-2), policy=policy(name))
     pipeline = PipelineStage(stage, rank, 2, torch.device("cpu"))
@@ -81,7 +81,7 @@ def _train(rank: int, name: str, kind: str) -> dict[str, Any]:
 
 
 def _all(rank: int) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(name, kind): _train(rank, name, kind) for name in POLICIES for kind in SCHEDULES}
+    return {(name, kind): train(rank, name, kind) for name in POLICIES for kind in SCHEDULES}
 
 
 @pytest.fixture(scope="module")
