@@ -35,20 +35,19 @@ PARITY, OVERFLOWS = 20, 1000
 PATIENCE = 900.0  # seconds for one strategy in one group
 
 
-def overflowing(name: str, count: int) -> list[str]:
-    """Return the policies of a strategy that train with overflows: one with a scale and, in two processes, the last."""
+def overflowing(name: str, count: int) -> str:
+    """Return the policy under which a strategy overflows: in two processes one with a scale, in more the last."""
     policies = STRATEGIES[name].policies
-    scaled = next((each for each in policies if ":fp16" in each), policies[0])
-    return [scaled] if count > 2 or scaled == policies[-1] else [scaled, policies[-1]]
+    return policies[-1] if count > 2 else next((each for each in policies if ":fp16" in each), policies[0])
 
 
 def work(rank: int, name: str, updates: int) -> dict[str, Any]:
     """Run all checks of a strategy on this rank."""
     warnings.filterwarnings("ignore", category=UserWarning)
-    policies = STRATEGIES[name].policies
+    policies, chosen = STRATEGIES[name].policies, overflowing(name, dist.get_world_size())
     return {
         "parity": {each: parity(rank, name, each, PARITY) for each in policies},
-        "ranks": {each: overflows(rank, name, each, updates) for each in overflowing(name, dist.get_world_size())},
+        "ranks": {chosen: overflows(rank, name, chosen, updates)},
         "collectives": {each: added(rank, name, each) for each in policies},
     }
 
