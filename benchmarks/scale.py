@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def collectives_row(name: str, which: str, found: list[dict[str, Any]]) -> dict[
     """Return what halfstep and torch send beside the passes: number and bytes, of the rank that sends most."""
     row: dict[str, Any] = {}
     for key in ("good", "bad", "torch", "torch bad"):
-        extra = [beyond(each[key], each["passes"]) for each in found]
+        extra: list[Any] = [beyond(each[key], each["passes"]) for each in found]
         row[key] = extra[0] if isinstance(extra[0], str) else max(extra, key=lambda one: one["number"])
     passes = found[0]["passes"]
     return {**row, "passes": {"number": len(passes), "bytes": sum(size for _, size in passes)}}
@@ -102,7 +103,11 @@ def beyond(seen: list[tuple[str, int]] | str, passes: list[tuple[str, int]]) -> 
     }
 
 
-ROWS = {"parity": parity_row, "ranks": ranks_row, "collectives": collectives_row}
+ROWS: dict[str, Callable[[str, str, list[Any]], dict[str, Any]]] = {
+    "parity": parity_row,
+    "ranks": ranks_row,
+    "collectives": collectives_row,
+}
 """File, without .json -> (strategy, policy, what each rank found) -> a row of it."""
 
 

@@ -51,7 +51,7 @@ def update(
     scale = scaler.scale_on(parameters[0].device)  # stages without a loss have it too
     losses: list[Tensor] = []
     optimizer.zero_grad()
-    schedule.step(*inputs, **({} if target is None else {"target": target, "losses": losses}))
+    schedule.step(*inputs, target=target, losses=losses)
     loss = float(torch.stack(losses).mean() / scale) if losses else float("nan")
     scaler.unscale_(optimizer)
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

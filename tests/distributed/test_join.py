@@ -126,7 +126,7 @@ def refused(rank: int) -> dict[str, str]:
     made = step(synced)
     synced.extra = nn.SyncBatchNorm(4)  # which DistributedDataParallel takes on a GPU only
     words["sync"] = _words(made.join)
-    words["sharded"] = _words(step(fully_shard(hs.prepare(Net(), policy="O0"))).join)
+    words["sharded"] = _words(step(cast(nn.Module, fully_shard(hs.prepare(Net(), policy="O0")))).join)
     others = step(nn.Linear(2, 2)), step(Net())
 
     def join_one_of_two() -> None:

@@ -69,10 +69,10 @@ def _zero(rank: int, wanted: str, *, shards: bool) -> dict[str, Any]:
     return {"skipped": skipped, "weights": whole(ddp), "scale": step.scaler.get_scale()}
 
 
-def zeros(rank: int, presets: tuple[str, ...] = PRESETS) -> dict[str, Any]:
+def zeros(rank: int, presets: tuple[str, ...] = PRESETS) -> dict[Any, Any]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    found: dict[str, Any] = {
+    found: dict[Any, Any] = {
         name: (_zero(rank, name, shards=True), _zero(rank, name, shards=False)) for name in presets
     }
     for name in LOW:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.checks import added, deviation, overflows, parity, reference
-from tests.distributed.strategies import BOUNDS, STRATEGIES
+from tests.distributed.strategies import BOUNDS, STRATEGIES, policy
 from tests.two_processes import in_processes
 
 pytestmark = [pytest.mark.dist, pytest.mark.hours]
@@ -23,23 +23,24 @@ ALL = tuple((name, policy) for name, strategy in STRATEGIES.items() for policy i
 
 def work(rank: int, runs: tuple[tuple[str, str], ...], updates: int, overflowing: int) -> dict[Any, Any]:
     checks: dict[str, Callable[..., Any]] = {
-        "parity": lambda *run: parity(rank, *run, updates),
-        "overflows": lambda *run: overflows(rank, *run, overflowing),
-        "added": lambda *run: added(rank, *run),
+        "parity": lambda name, policy: parity(rank, name, policy, updates),
+        "overflows": lambda name, policy: overflows(rank, name, policy, overflowing),
+        "added": lambda name, policy: added(rank, name, policy),
     }
     return {(check, run): call(*run) for run in runs for check, call in checks.items()}
 
 
 def check(found: list[dict[Any, Any]], runs: tuple[tuple[str, str], ...], updates: int) -> None:
     for run in runs:
-        name, policy = run
-        wanted = reference(name, policy, len(found), updates)
-        dtype = "fp32" if policy == "O0" else policy.split(":")[1]
+        wanted = reference(*run, len(found), updates)
         results = [each["parity", run] for each in found]
         for result in results:
             apart = deviation(result["weights"], wanted["weights"], wanted["start"])
-            assert apart <= BOUNDS[dtype], (run, apart)
+            assert apart <= BOUNDS[policy(run[1]).dtype], (run, apart)
             assert deviation(result["weights"], results[0]["weights"], wanted["start"]) == 0.0, run
+        sent = found[0]["added", run]
+        for kind in ("good", "bad"):  # a plain norm beside sharded ones is agreed upon, and counted apart
+            assert len(sent[kind]) - len(sent["passes"]) <= (3 if run[0] == "tp" else 1), (run, sent)
         many = [each["overflows", run] for each in found]
         assert all(one["skipped"] == one["expected"] for one in many), run
         assert any(many[0]["expected"]) and not all(many[0]["expected"])
