@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,19 @@ PARITY, OVERFLOWS = 20, 1000
 PATIENCE = 900.0  # seconds for one strategy in one group
 
 
-def overflowing(name: str, count: int) -> list[str]:
-    """Return the policies of a strategy that train with overflows: one with a scale and, in two processes, the last."""
+def overflowing(name: str, count: int) -> str:
+    """Return the policy under which a strategy overflows: in two processes one with a scale, in more the last."""
     policies = STRATEGIES[name].policies
-    scaled = next((each for each in policies if ":fp16" in each), policies[0])
-    return [scaled] if count > 2 or scaled == policies[-1] else [scaled, policies[-1]]
+    return policies[-1] if count > 2 else next((each for each in policies if ":fp16" in each), policies[0])
 
 
 def work(rank: int, name: str, updates: int) -> dict[str, Any]:
     """Run all checks of a strategy on this rank."""
     warnings.filterwarnings("ignore", category=UserWarning)
-    policies = STRATEGIES[name].policies
+    policies, chosen = STRATEGIES[name].policies, overflowing(name, dist.get_world_size())
     return {
         "parity": {each: parity(rank, name, each, PARITY) for each in policies},
-        "ranks": {each: overflows(rank, name, each, updates) for each in overflowing(name, dist.get_world_size())},
+        "ranks": {chosen: overflows(rank, name, chosen, updates)},
         "collectives": {each: added(rank, name, each) for each in policies},
     }
 
@@ -85,7 +85,7 @@ def collectives_row(name: str, which: str, found: list[dict[str, Any]]) -> dict[
     """Return what halfstep and torch send beside the passes: number and bytes, of the rank that sends most."""
     row: dict[str, Any] = {}
     for key in ("good", "bad", "torch", "torch bad"):
-        extra = [beyond(each[key], each["passes"]) for each in found]
+        extra: list[Any] = [beyond(each[key], each["passes"]) for each in found]
         row[key] = extra[0] if isinstance(extra[0], str) else max(extra, key=lambda one: one["number"])
     passes = found[0]["passes"]
     return {**row, "passes": {"number": len(passes), "bytes": sum(size for _, size in passes)}}
@@ -103,7 +103,11 @@ def beyond(seen: list[tuple[str, int]] | str, passes: list[tuple[str, int]]) -> 
     }
 
 
-ROWS = {"parity": parity_row, "ranks": ranks_row, "collectives": collectives_row}
+ROWS: dict[str, Callable[[str, str, list[Any]], dict[str, Any]]] = {
+    "parity": parity_row,
+    "ranks": ranks_row,
+    "collectives": collectives_row,
+}
 """File, without .json -> (strategy, policy, what each rank found) -> a row of it."""
 
 

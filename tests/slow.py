@@ -23,9 +23,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "tests/compat/mindspore/test_scale_rules.py": ("test_a_rule_agrees_with_mindspore_exactly_over_random_sequences",),
     "tests/compat/torch_amp/test_seeds.py": ("test_the_processes_of_distributed_data_parallel_skip_together",),
-    "tests/distributed/test_join.py": ("both",),
-    "tests/distributed/test_others.py": ("both",),
-    "tests/distributed/test_strategies.py": ("test_a_sample_of_strategies_trains_as_one_process_and_ranks_agree",),
+    "tests/distributed/test_sample.py": ("test_a_sample_of_what_several_processes_do",),
     "tests/examples/test_examples.py": (
         "test_a_compiled_model_trains_as_the_eager_one",
         "test_a_gan_learns_with_one_scale_and_with_one_for_each_loss",

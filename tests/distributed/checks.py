@@ -32,7 +32,7 @@ def deviation(found: Weights, wanted: Weights, start: Weights) -> float:
         float(sum((one[name].double() - other[name].double()).square().sum() for name in wanted)) ** 0.5
         for one, other in ((found, wanted), (wanted, start))
     )
-    return apart / moved
+    return float(apart / moved)
 
 
 def parts_of(name: str, number: int, ranks: int) -> list[Batch]:

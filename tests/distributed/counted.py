@@ -23,7 +23,7 @@ class Collectives(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(

@@ -17,7 +17,7 @@ from tests.distributed.checks import deviation
 from tests.distributed.strategies import Net, batches, loss_of, policy, whole
 from tests.two_processes import in_two_processes
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.hours]
 
 AFTER = 2  # updates of even windows behind the uneven ones
 RUNS: dict[str, tuple[str, int, tuple[int, int], dict[str, Any]]] = {
@@ -59,7 +59,7 @@ def _step(wanted: str, accumulate: int, name: str, wrap: Any) -> tuple[hs.TrainS
     return hs.TrainStep(wrap(net), optimizer, loss_of, **options), scheduler
 
 
-def _run(rank: int, name: str) -> dict[str, Any]:
+def run(rank: int, name: str) -> dict[str, Any]:
     wanted, accumulate, counts, options = RUNS[name]
     step, scheduler = _step(wanted, accumulate, name, lambda net: DistributedDataParallel(net, **options))
     with step.join():
@@ -107,7 +107,7 @@ def _words(run: Any) -> str:
     return "ran"
 
 
-def _refused(rank: int) -> dict[str, str]:
+def refused(rank: int) -> dict[str, str]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     def step(net: nn.Module, **options: Any) -> hs.TrainStep:
@@ -126,7 +126,7 @@ def _refused(rank: int) -> dict[str, str]:
     made = step(synced)
     synced.extra = nn.SyncBatchNorm(4)  # which DistributedDataParallel takes on a GPU only
     words["sync"] = _words(made.join)
-    words["sharded"] = _words(step(fully_shard(hs.prepare(Net(), policy="O0"))).join)
+    words["sharded"] = _words(step(cast(nn.Module, fully_shard(hs.prepare(Net(), policy="O0")))).join)
     others = step(nn.Linear(2, 2)), step(Net())
 
     def join_one_of_two() -> None:
@@ -138,7 +138,7 @@ def _refused(rank: int) -> dict[str, str]:
 
 
 def _all(rank: int) -> dict[str, Any]:
-    return {**{name: _run(rank, name) for name in RUNS}, "refused": _refused(rank)}
+    return {**{name: run(rank, name) for name in RUNS}, "refused": refused(rank)}
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,10 @@ Each works as the loop of one process, or is refused with what to use in its pla
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.distributed.checks import deviation
 from tests.distributed.strategies import CLIP, Net, batches, loss_of, policy, whole
 from tests.two_processes import in_two_processes
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.hours]
 
 PRESETS = ("O0", "torch:bf16", "O1:bf16", "mixed:bf16", "mixed:fp16", "O3:bf16")
 LOW = ("O2:bf16", "pure:bf16", "pure:bf16:master=split", "pure:bf16:state=low")
@@ -68,11 +69,11 @@ def _zero(rank: int, wanted: str, *, shards: bool) -> dict[str, Any]:
     return {"skipped": skipped, "weights": whole(ddp), "scale": step.scaler.get_scale()}
 
 
-def _zeros(rank: int) -> dict[str, Any]:
+def zeros(rank: int, presets: tuple[str, ...] = PRESETS) -> dict[Any, Any]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    found: dict[str, Any] = {
-        name: (_zero(rank, name, shards=True), _zero(rank, name, shards=False)) for name in PRESETS
+    found: dict[Any, Any] = {
+        name: (_zero(rank, name, shards=True), _zero(rank, name, shards=False)) for name in presets
     }
     for name in LOW:
         net = _net()
@@ -89,7 +90,7 @@ def _zeros(rank: int) -> dict[str, Any]:
 # ------------------------------------------------------------------ FullyShardedDataParallel, in any order
 
 
-def _flat(rank: int) -> dict[Any, str]:
+def flat(rank: int) -> dict[Any, str]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     def wrapped(module: nn.Module, *, original: bool) -> nn.Module:
@@ -129,7 +130,7 @@ def _flat(rank: int) -> dict[Any, str]:
 # ------------------------------------------------------------------ what DistributedDataParallel does itself
 
 
-def _overlapping(rank: int) -> dict[str, str]:
+def overlapping(rank: int) -> dict[str, str]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -144,8 +145,39 @@ def _overlapping(rank: int) -> dict[str, str]:
     return {"updating": step(updating), "casting": step(casting), "plain": step(plain)}
 
 
+def low_sent(rank: int) -> dict[str, Any]:
+    """Train with ``reduce="low"``: by a hook, by a hook over a static graph, by a copy; then without the policy."""
+
+    def trained(step: hs.TrainStep, numbers: range) -> dict[str, torch.Tensor]:
+        for i in numbers:
+            step(*next(batches(i, 0, part=(rank, 2))))
+        return whole(step.model)
+
+    def made(**options: Any) -> hs.TrainStep:
+        net = hs.prepare(_net(), policy=policy("mixed:bf16:reduce=low"))
+        ddp = DistributedDataParallel(net, **options)
+        return hs.TrainStep(ddp, AdamW(net.parameters(), 1e-2), loss_of, blackbox=False)
+
+    first = made()
+    found: dict[str, Any] = {"hook": trained(first, range(3)), "static": trained(made(static_graph=True), range(3))}
+    other = copy.deepcopy(first)
+    found["copied"] = trained(first, range(3, 5)), trained(other, range(3, 5))
+    ddp = first.model
+    again = hs.TrainStep(ddp, first.optimizer, loss_of, blackbox=False)
+    found["again"] = trained(again, range(5, 6)), trained(other, range(5, 6))
+    hs.unprepare(ddp)
+    plain = DistributedDataParallel(copy.deepcopy(cast(DistributedDataParallel, ddp).module))
+    gradients = []
+    for model in (ddp, plain):
+        model.zero_grad()
+        loss_of(model, *next(batches(7, 0, part=(rank, 2)))).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    found["unprepared"] = gradients
+    return found
+
+
 def _all(rank: int) -> dict[str, Any]:
-    return {"zero": _zeros(rank), "flat": _flat(rank), "overlapping": _overlapping(rank)}
+    return {"low sent": low_sent(rank), "zero": zeros(rank), "flat": flat(rank), "overlapping": overlapping(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +217,16 @@ def test_updates_and_casts_inside_the_backward_pass_are_refused(both: list[dict[
         assert "updates parameters in the backward pass" in each["overlapping"]["updating"]
         assert "mixed_precision" in each["overlapping"]["casting"]
         assert each["overlapping"]["plain"] == "ran"
+
+
+def test_low_gradients_are_sent_by_a_hook_of_prepared_models_alone(both: list[dict[str, Any]]) -> None:
+    for each in (ranks["low sent"] for ranks in both):
+        first = both[0]["low sent"]
+        for one, other in (
+            (each["hook"], first["hook"]),
+            (each["hook"], each["static"]),
+            each["copied"],
+            each["again"],
+        ):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert torch.equal(*each["unprepared"])

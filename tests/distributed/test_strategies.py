@@ -1,6 +1,6 @@
-"""Every strategy in two gloo processes: one process with the same global batch, equal ranks, no hidden collective.
+"""Every strategy in two and four gloo processes: as one process with the same global batch, and equal ranks.
 
-`make test-distributed` adds four processes and longer runs (`benchmarks.scale` does the same, and writes it down).
+`benchmarks.scale` runs the same checks for longer, and writes down what it finds.
 """
 
 from __future__ import annotations
@@ -12,48 +12,42 @@ from typing import Any
 import pytest
 
 from tests.distributed.checks import added, deviation, overflows, parity, reference
-from tests.distributed.strategies import BOUNDS, STRATEGIES
+from tests.distributed.strategies import BOUNDS, STRATEGIES, policy
 from tests.two_processes import in_processes
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.hours]
 
-UPDATES, OVERFLOWS = 6, 40
-SAMPLE = (("ddp", "mixed:fp16"), ("ddp, windows", "pure:bf16:grads=fp32"), ("fsdp2", "mixed:bf16"), ("tp", "O0"))
-"""What `make test-slow` runs."""
+UPDATES, OVERFLOWS = 6, 200
 ALL = tuple((name, policy) for name, strategy in STRATEGIES.items() for policy in strategy.policies)
 
 
-def _work(rank: int, runs: tuple[tuple[str, str], ...], updates: int, overflowing: int) -> dict[Any, Any]:
+def work(rank: int, runs: tuple[tuple[str, str], ...], updates: int, overflowing: int) -> dict[Any, Any]:
     checks: dict[str, Callable[..., Any]] = {
-        "parity": lambda *run: parity(rank, *run, updates),
-        "overflows": lambda *run: overflows(rank, *run, overflowing),
-        "added": lambda *run: added(rank, *run),
+        "parity": lambda name, policy: parity(rank, name, policy, updates),
+        "overflows": lambda name, policy: overflows(rank, name, policy, overflowing),
+        "added": lambda name, policy: added(rank, name, policy),
     }
     return {(check, run): call(*run) for run in runs for check, call in checks.items()}
 
 
-def _check(found: list[dict[Any, Any]], runs: tuple[tuple[str, str], ...], updates: int) -> None:
+def check(found: list[dict[Any, Any]], runs: tuple[tuple[str, str], ...], updates: int) -> None:
     for run in runs:
-        name, policy = run
-        wanted = reference(name, policy, len(found), updates)
-        dtype = "fp32" if policy == "O0" else policy.split(":")[1]
+        wanted = reference(*run, len(found), updates)
         results = [each["parity", run] for each in found]
         for result in results:
             apart = deviation(result["weights"], wanted["weights"], wanted["start"])
-            assert apart <= BOUNDS[dtype], (run, apart)
+            assert apart <= BOUNDS[policy(run[1]).dtype], (run, apart)
             assert deviation(result["weights"], results[0]["weights"], wanted["start"]) == 0.0, run
+        sent = found[0]["added", run]
+        for kind in ("good", "bad"):  # a plain norm beside sharded ones is agreed upon, and counted apart
+            assert len(sent[kind]) - len(sent["passes"]) <= (3 if run[0] == "tp" else 1), (run, sent)
         many = [each["overflows", run] for each in found]
         assert all(one["skipped"] == one["expected"] for one in many), run
         assert any(many[0]["expected"]) and not all(many[0]["expected"])
         assert all(one["scales"] == many[0]["scales"] and one["weights"] and one["finite"] for one in many), run
 
 
-def test_a_sample_of_strategies_trains_as_one_process_and_ranks_agree(tmp_path: Path) -> None:
-    _check(in_processes(2, _work, tmp_path, SAMPLE, UPDATES, OVERFLOWS), SAMPLE, UPDATES)
-
-
-@pytest.mark.hours
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_strategy_trains_as_one_process_and_ranks_agree(count: int, tmp_path: Path) -> None:
     runs = tuple(run for run in ALL if count in STRATEGIES[run[0]].ranks)
-    _check(in_processes(count, _work, tmp_path, runs, UPDATES, 1000, patience=1200), runs, UPDATES)
+    check(in_processes(count, work, tmp_path, runs, UPDATES, OVERFLOWS, patience=3000), runs, UPDATES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -339,15 +340,15 @@ class Wire:
         return Wire, (self.model,)
 
 
-def send_low(wire: Wire, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def send_low(wire: Wire, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients, sent low under ``reduce="low"``: a communication hook."""
     buffer = bucket.buffer()
     binding = vars(wire.model).get(KEY)
-    low = binding is not None and binding.policy.reduce == "low"
-    # divided first, so that an fp16 sum stays in range
-    sent = buffer.mul_(1 / dist.get_world_size(wire.group)).to(DTYPES[binding.policy.dtype] if low else buffer.dtype)
+    low = DTYPES[binding.policy.dtype] if binding is not None and binding.policy.reduce == "low" else buffer.dtype
+    sent = buffer.mul_(1 / dist.get_world_size(wire.group)).to(low)  # divided first: an fp16 sum stays in range
     work = dist.all_reduce(sent, group=wire.group, async_op=True)
-    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return averaged
 
 
 send_low.__annotations__ = {}  # register_comm_hook compares types with those, which are strings
