@@ -182,7 +182,7 @@ CASES = [
     ("mixed", "sgd", 3),
     ("O2, sums", "sgd", 3),
 ]
-HEIGHTS = (3.0, 0.0, 6.0, 2.0, 8.0, 7.0, 0.0, 1.0, 9.0, 9.0, 1.0, 1.0)
+HEIGHTS = (5.0, 0.0, 8.0, 12.0, 8.0, 7.0, 0.0, 1.0, 9.0, 9.0, 14.0, 1.0)
 
 
 @pytest.mark.parametrize(("policy", "optimizer", "accumulate"), CASES)
@@ -195,10 +195,11 @@ def test_a_retried_run_is_the_one_that_comes_to_each_update_at_the_scale_that_fi
         "rule": hs.ScaleRule(interval=2),
         "blackbox": False,
     }
+    heights = HEIGHTS[: 4 * accumulate]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = retried(stepper(policy, optimizer, retry=True, **options), window_of(HEIGHTS, accumulate))
-        right = restarted(stepper(policy, optimizer, **options), window_of(HEIGHTS, accumulate), ENOUGH)
+        got = retried(stepper(policy, optimizer, retry=True, **options), window_of(heights, accumulate))
+        right = restarted(stepper(policy, optimizer, **options), window_of(heights, accumulate), ENOUGH)
     assert got == right
     assert sum(got[1]) > 4 and all(updated for _, _, _, updated, *_ in got[0])
 
@@ -211,7 +212,7 @@ RULES = {
 }
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     heights=st.lists(st.sampled_from([0.0, 2.0, 5.0, 9.0, 12.0, 16.0, 23.0, float("nan")]), min_size=6, max_size=6),
     accumulate=st.sampled_from([1, 2]),
@@ -479,7 +480,7 @@ def test_an_exception_in_a_retry_leaves_the_state_before_the_window() -> None:
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
 def test_a_cut_at_some_lines_of_a_retry_leaves_the_state_before_or_after(optimizer: str, kind: Any) -> None:
-    assert_cuts(optimizer, kind, stride=173)
+    assert_cuts(optimizer, kind, stride=397)
 
 
 @pytest.mark.hours
@@ -537,10 +538,10 @@ def ranked(rank: int, kind: str, retry: bool, scale: float, changed: bool = Fals
         changed: whether rank 1 writes to its first batch.
     """
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
+    norm = nn.LayerNorm(16) if kind == "fsdp2" else nn.BatchNorm1d(16)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), norm, nn.Dropout(0.2), nn.Linear(16, 3))
     policy = POLICIES["mixed"].replace(reduce="low" if kind == "sent low" else "grad")
     if kind == "fsdp2":
-        model[1] = nn.LayerNorm(16)
         hs.prepare(model, policy=policy)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     else:
