@@ -566,12 +566,37 @@ def ranked(rank: int, kind: str, retry: bool, scale: float, changed: bool = Fals
     return outcomes, retries, plain(state), plain(torch.default_generator.get_state())
 
 
+def flushed(rank: int, retry: bool, scale: float) -> Any:
+    """Return what a flush gives on a rank: rank 0 has two of three micro-batches, rank 1 has none."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)))
+    step = hs.TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+        loss_fn,
+        policy=POLICIES["mixed"],
+        accumulate=3,
+        retry=retry,
+        scaler=hs.GradScaler(init_scale=scale),
+        blackbox=False,
+    )
+    for i in range(0 if rank else 2):
+        step(*batch(i, 8.0))
+    result = step.flush()
+    assert result is not None and result.updated
+    for i in range(3):  # the ranks still communicate in step
+        step(*batch(i + 3 * rank, 0.0))
+    return float(result.scale), float(result.grad_norm), plain(model.state_dict()), result.retries
+
+
 def ranks_retry(rank: int) -> dict[str, Any]:
     """Return for each kind a run that retries, and one that starts at the scale that fits."""
     found: dict[str, Any] = {}
     for kind in KINDS:
         got = ranked(rank, kind, True, 2.0**16)
         found[kind] = got, ranked(rank, kind, False, got[0][-1][2])
+    got = flushed(rank, True, 2.0**16)
+    found["flush"] = got, flushed(rank, False, got[0])
     found["changed"] = ranked(rank, "plain", True, 2.0**16, changed=True), ranked(rank, "plain", False, 2.0**16)
     return found
 
@@ -586,6 +611,8 @@ def test_ranks_retry_together(tmp_path: Path) -> None:
             assert got[1][last] > 3 and sum(got[1]) == got[1][last]
             assert got[0][last:] == right[0][last:] and got[2:] == right[2:], kind
         assert both[0][kind][0][1] == both[1][kind][0][1]
+    for got, right in (found["flush"] for found in both):
+        assert got[:3] == right[:3] and got[3] == both[0]["flush"][0][3] > 3
     for got, right in (found["changed"] for found in both):  # it is rank 1 that cannot run again
         assert got[1] == [ENOUGH, 0, 0, 0, 0, 0]
         assert [o[2:5] for o in got[0]] == [[1.0, False, True], *[[2.0**15, True, False]] * 5]

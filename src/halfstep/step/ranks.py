@@ -91,7 +91,7 @@ class Ranks:
             StepError: loss scales differ, or a communication hook would be passed over; on all ranks alike.
         """
         if not count:
-            self._keep_up()
+            self.keep_up()
         mine = torch.tensor([float(count), 0.0], device=self.device)
         mine[1] = scale
         votes = [torch.empty_like(mine) for _ in range(self._count)]
@@ -108,7 +108,7 @@ class Ranks:
             )
         return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=self.device)
 
-    def _keep_up(self) -> None:
+    def keep_up(self) -> None:
         """Communicate as the first forward pass of a window does, which other ranks may have made already.
 
         DDP rebuilds its buckets once, and sends buffers from one rank to the others.
