@@ -278,12 +278,12 @@ def main() -> int:
     options = parser.parse_args()
     logging.getLogger("halfstep").setLevel(logging.ERROR)  # verdicts, one line each
     torch.set_num_threads(1)
-    began = time.monotonic()
+    began, measured = time.monotonic(), commit()
     found = soak(options.steps)
     samples = found.pop("samples")
     report = {
         "command": " ".join(["python -m benchmarks.soak", *sys.argv[1:]]),
-        "commit": commit(),
+        "commit": measured,
         "machine": {**machine(), "torch_threads": torch.get_num_threads()},
         "torch": torch.__version__,
         "seconds": round(time.monotonic() - began),

@@ -15,6 +15,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_measured_case_says_everything",
         "test_explaining_and_auditing_leave_the_first_time_out",
     ),
+    "tests/benchmarks/test_soak.py": ("test_a_short_soak_does_everything_and_what_is_kept_is_found",),
     "tests/cli/test_compare.py": ("test_without_the_images_the_gpt_runs_alone", "test_python_dash_m"),
     "tests/compat/apex/test_parallel.py": ("test_two_processes_reduce_as_apexs_arguments_say",),
     "tests/compat/apex/test_run.py": ("test_processes_that_a_script_starts_find_apex_too",),

@@ -182,7 +182,7 @@ CASES = [
     ("mixed", "sgd", 3),
     ("O2, sums", "sgd", 3),
 ]
-HEIGHTS = (3.0, 0.0, 6.0, 2.0, 8.0, 7.0, 0.0, 1.0, 9.0, 9.0, 1.0, 1.0)
+HEIGHTS = (5.0, 0.0, 8.0, 12.0, 8.0, 7.0, 0.0, 1.0, 9.0, 9.0, 14.0, 1.0)
 
 
 @pytest.mark.parametrize(("policy", "optimizer", "accumulate"), CASES)
@@ -195,10 +195,11 @@ def test_a_retried_run_is_the_one_that_comes_to_each_update_at_the_scale_that_fi
         "rule": hs.ScaleRule(interval=2),
         "blackbox": False,
     }
+    heights = HEIGHTS[: 4 * accumulate]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = retried(stepper(policy, optimizer, retry=True, **options), window_of(HEIGHTS, accumulate))
-        right = restarted(stepper(policy, optimizer, **options), window_of(HEIGHTS, accumulate), ENOUGH)
+        got = retried(stepper(policy, optimizer, retry=True, **options), window_of(heights, accumulate))
+        right = restarted(stepper(policy, optimizer, **options), window_of(heights, accumulate), ENOUGH)
     assert got == right
     assert sum(got[1]) > 4 and all(updated for _, _, _, updated, *_ in got[0])
 
@@ -211,7 +212,7 @@ RULES = {
 }
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     heights=st.lists(st.sampled_from([0.0, 2.0, 5.0, 9.0, 12.0, 16.0, 23.0, float("nan")]), min_size=6, max_size=6),
     accumulate=st.sampled_from([1, 2]),
@@ -479,7 +480,7 @@ def test_an_exception_in_a_retry_leaves_the_state_before_the_window() -> None:
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
 def test_a_cut_at_some_lines_of_a_retry_leaves_the_state_before_or_after(optimizer: str, kind: Any) -> None:
-    assert_cuts(optimizer, kind, stride=173)
+    assert_cuts(optimizer, kind, stride=397)
 
 
 @pytest.mark.hours
@@ -537,10 +538,10 @@ def ranked(rank: int, kind: str, retry: bool, scale: float, changed: bool = Fals
         changed: whether rank 1 writes to its first batch.
     """
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
+    norm = nn.LayerNorm(16) if kind == "fsdp2" else nn.BatchNorm1d(16)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), norm, nn.Dropout(0.2), nn.Linear(16, 3))
     policy = POLICIES["mixed"].replace(reduce="low" if kind == "sent low" else "grad")
     if kind == "fsdp2":
-        model[1] = nn.LayerNorm(16)
         hs.prepare(model, policy=policy)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     else:
@@ -565,12 +566,37 @@ def ranked(rank: int, kind: str, retry: bool, scale: float, changed: bool = Fals
     return outcomes, retries, plain(state), plain(torch.default_generator.get_state())
 
 
+def flushed(rank: int, retry: bool, scale: float) -> Any:
+    """Return what a flush gives on a rank: rank 0 has two of three micro-batches, rank 1 has none."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)))
+    step = hs.TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+        loss_fn,
+        policy=POLICIES["mixed"],
+        accumulate=3,
+        retry=retry,
+        scaler=hs.GradScaler(init_scale=scale),
+        blackbox=False,
+    )
+    for i in range(0 if rank else 2):
+        step(*batch(i, 8.0))
+    result = step.flush()
+    assert result is not None and result.updated
+    for i in range(3):  # the ranks still communicate in step
+        step(*batch(i + 3 * rank, 0.0))
+    return float(result.scale), float(result.grad_norm), plain(model.state_dict()), result.retries
+
+
 def ranks_retry(rank: int) -> dict[str, Any]:
     """Return for each kind a run that retries, and one that starts at the scale that fits."""
     found: dict[str, Any] = {}
     for kind in KINDS:
         got = ranked(rank, kind, True, 2.0**16)
         found[kind] = got, ranked(rank, kind, False, got[0][-1][2])
+    got = flushed(rank, True, 2.0**16)
+    found["flush"] = got, flushed(rank, False, got[0])
     found["changed"] = ranked(rank, "plain", True, 2.0**16, changed=True), ranked(rank, "plain", False, 2.0**16)
     return found
 
@@ -585,6 +611,8 @@ def test_ranks_retry_together(tmp_path: Path) -> None:
             assert got[1][last] > 3 and sum(got[1]) == got[1][last]
             assert got[0][last:] == right[0][last:] and got[2:] == right[2:], kind
         assert both[0][kind][0][1] == both[1][kind][0][1]
+    for got, right in (found["flush"] for found in both):
+        assert got[:3] == right[:3] and got[3] == both[0]["flush"][0][3] > 3
     for got, right in (found["changed"] for found in both):  # it is rank 1 that cannot run again
         assert got[1] == [ENOUGH, 0, 0, 0, 0, 0]
         assert [o[2:5] for o in got[0]] == [[1.0, False, True], *[[2.0**15, True, False]] * 5]

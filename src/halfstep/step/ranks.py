@@ -127,7 +127,7 @@ class Ranks:
             StepError: loss scales differ, or models, or a communication hook would be passed over; on all ranks alike.
         """
         if not count:
-            self._keep_up()
+            self.keep_up()
         size = sum(parameter.numel() for parameter in self._parameters()) % 2**24  # what fp32 counts exactly
         mine = torch.tensor([count, 0.0, size], dtype=torch.float32, device=self.device)
         mine[1] = scale
@@ -151,7 +151,7 @@ class Ranks:
             )
         return sum(number for number, _ in busy) / self._count, torch.full((), scales.pop(), device=self.device)
 
-    def _keep_up(self) -> None:
+    def keep_up(self) -> None:
         """Communicate as the first forward pass of a window does, which other ranks may have made already.
 
         DDP rebuilds its buckets once, and sends buffers from one rank to the others.

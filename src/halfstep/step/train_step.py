@@ -270,6 +270,8 @@ class TrainStep:
         """Run the micro-batches of a window that was discarded again; return what the last one gave."""
         batches, result = retry.restart(self._moments), None
         if not batches:  # a flush, and other ranks have some
+            if self._ranks is not None:
+                self._ranks.keep_up()
             self._begin_window()
             self.record.scale = retry.scale_on(self.record.scale.device)
         for kept in batches:
