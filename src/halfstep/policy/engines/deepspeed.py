@@ -68,8 +68,11 @@ def _low(policy: Policy) -> Iterator[Expressed]:
     )
     yield _masters(policy)
     grads = "fp32" if policy.grads == "fp32" else dtype
-    without = "with ZeRO only: DeepSpeed refuses it without" if grads == "fp32" else ""
-    yield Expressed(field="grads", settings={"data_types.grad_accum_dtype": grads}, note=without)
+    sums = f"ZeRO 2 and 3 reduce each micro-batch and add up in {dtype} then; grads='fp32' is more precise"
+    without = "with ZeRO only: DeepSpeed refuses it without"
+    yield Expressed(
+        field="grads", settings={"data_types.grad_accum_dtype": grads}, note=without if grads == "fp32" else sums
+    )
     alike = f"{rounds}, which are {dtype} where the model makes no fp32 tensor"
     yield Expressed(
         field="table",
