@@ -61,7 +61,7 @@ OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 }
 
 SCALED = dataclasses.replace(hs.policy.SCALE_RULES["deepspeed"], init=2.0**24, interval=3)
-FP16 = EXACT.replace(name="low fp16", dtype="fp16", emulate="never", scale=SCALED)
+FP16 = EXACT.replace(name="low fp16", dtype="fp16", emulate="never", grads="fp32", scale=SCALED)
 
 # ------------------------------------------------------------------ training
 
@@ -105,6 +105,7 @@ def engine_losses(policy: hs.Policy, optimizer: str, rank: int, stage: int) -> l
     config |= {
         "train_micro_batch_size_per_gpu": BATCH // RANKS,
         "gradient_accumulation_steps": ACCUMULATE,
+        "gradient_clipping": 0.0,  # without this key DeepSpeed clips to a norm of 1
         "zero_allow_untested_optimizer": True,  # SGD
         # by default ZeRO 3 replaces torch.nn.functional.linear by one that rounds before it adds the bias
         "zero_optimization": {"stage": stage, "memory_efficient_linear": False},

@@ -7,7 +7,9 @@ import json
 import re
 import shlex
 import typing
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from halfstep.errors import PolicyError
 from halfstep.policy import PRESETS, SCALE_RULES, Policy, ScaleRule
 from halfstep.policy.engines import ENGINES, Engine, Expressed, configured, expressed
 from halfstep.scale.rule import advance, initial_state
+from tests.policy.deepspeed_runs import exact_losses, in_deepspeed, overflowing_scales
 from tests.scale import peers
 
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
@@ -252,17 +255,39 @@ def test_megatrons_scaler_with_the_written_numbers(steps: list[bool], floor: flo
 def test_deepspeeds_own_classes(steps: list[bool], **changed: Any) -> None:
     """Its pydantic models read what is written, and its scaler moves as the rule does."""
     pytest.importorskip("deepspeed")
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
     rule = dataclasses.replace(SCALE_RULES["deepspeed"], **changed)
     read = DeepSpeedFP16Config(**EXACT.replace(dtype="fp16", scale=rule).to_deepspeed().config["fp16"])
-    scaler = DynamicLossScaler(**read.dynamic_loss_scale_args(), raise_error_at_min_scale=False)
+    scaler = loss_scaler.DynamicLossScaler(**read.dynamic_loss_scale_args(), raise_error_at_min_scale=False)
     found = []
-    for bad in steps:
-        scaler.update_scale(bad)
-        found.append(scaler.cur_scale)
+    with patch.object(loss_scaler.dist, "get_rank", lambda: 1):  # rank 0 logs
+        for bad in steps:
+            scaler.update_scale(bad)
+            found.append(scaler.cur_scale)
     assert found == scales(rule, steps)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_trains_as_a_train_step_does(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    bare = EXACT.replace(master="none")  # its update rounds to bf16, so the last bit of fp32 arithmetic does not count
+    theirs, ours = in_deepspeed(exact_losses, tmp_path, bare, stage)
+    assert theirs == ours
+    masters, _ = in_deepspeed(exact_losses, tmp_path, EXACT, stage)  # the twin
+    assert masters != ours
+
+
+@pytest.mark.dist
+def test_deepspeeds_scale_does_not_back_off_under_torch_autocast(tmp_path: Path) -> None:
+    """That is why fp16 with fp32 parameters is lost there; with low parameters the scale backs off."""
+    pytest.importorskip("deepspeed")
+    wide = PRESETS["torch"].replace(dtype="fp16")
+    assert in_deepspeed(overflowing_scales, tmp_path, wide, 2) == [65536.0] * 4
+    low = EXACT.replace(dtype="fp16", emulate="never")
+    assert in_deepspeed(overflowing_scales, tmp_path, low, 2) == [65536.0, 32768.0, 16384.0, 8192.0]
 
 
 # ------------------------------------------------------------------ command line

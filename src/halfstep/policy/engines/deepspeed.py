@@ -68,8 +68,11 @@ def _low(policy: Policy) -> Iterator[Expressed]:
     )
     yield _masters(policy)
     grads = "fp32" if policy.grads == "fp32" else dtype
-    without = "with ZeRO only: DeepSpeed refuses it without" if grads == "fp32" else ""
-    yield Expressed(field="grads", settings={"data_types.grad_accum_dtype": grads}, note=without)
+    sums = f"ZeRO 2 and 3 reduce each micro-batch and add up in {dtype} then; grads='fp32' is more precise"
+    without = "with ZeRO only: DeepSpeed refuses it without"
+    yield Expressed(
+        field="grads", settings={"data_types.grad_accum_dtype": grads}, note=without if grads == "fp32" else sums
+    )
     alike = f"{rounds}, which are {dtype} where the model makes no fp32 tensor"
     yield Expressed(
         field="table",
@@ -162,13 +165,12 @@ def _no_scale(policy: Policy) -> Expressed:
 
 
 def _autocast_scale(policy: Policy) -> Expressed:
-    own = "torch.amp.GradScaler with its default numbers; set scale='torch'"
-    if isinstance(policy.scale, ScaleRule):
-        differences = rule_differences(policy.scale, SCALE_RULES["torch"], ())
-        return Expressed(field="scale", lost=f"{own} ({', '.join(differences)})" if differences else "")
-    if policy.scale == "auto":
-        return Expressed(field="scale", note="torch.amp.GradScaler with its default numbers, the rule 'torch'")
-    return Expressed(field="scale", lost=own)
+    """ZeRO skips an update that overflows before its torch.amp.GradScaler is called, which so never learns of it."""
+    lost = (
+        "torch.amp.GradScaler with its default numbers, whose scale does not back off under ZeRO: once gradients "
+        "overflow, every update is skipped; use params='low' or dtype='bf16'"
+    )
+    return Expressed(field="scale", lost=lost)
 
 
 def _scale(policy: Policy) -> Expressed:
