@@ -2,7 +2,7 @@
 
     python -m benchmarks.kills --json benchmarks/results/kills.json
 
-Every run saves with `hs.save` after every second update and is started again, with `hs.load`, until it has made all of
+Every run saves with `hs.save` after every third update and is started again, with `hs.load`, until it has made all of
 its updates. SIGKILL comes at a random time, or at a random call of those that write a checkpoint (a write, a flush to
 the disk, the rename); of several ranks one gets it, and the others are killed then, as torchrun does. Runs are forked
 from this process, so that they need not import torch again. A full disk is a limit on the size of files (RLIMIT_FSIZE).
@@ -42,7 +42,7 @@ from halfstep.errors import CheckpointError
 from halfstep.step.checkpoints import files
 from halfstep.tasks import machine
 
-UPDATES, EVERY, WIDTH = 40, 2, 96
+UPDATES, EVERY, WIDTH = 24, 3, 96
 LIMIT = 120.0  # seconds of one process
 
 
@@ -85,7 +85,7 @@ class Death:
     """Counts the calls that write, and kills the process at call `at`; 0: never.
 
     Attributes:
-        limit: bytes that a file may have, from the second checkpoint of a process to its third; None: any.
+        limit: bytes that a file may have, of the second checkpoint of a process; None: any.
     """
 
     at: int = 0
@@ -131,8 +131,11 @@ def built(case: Case, rank: int) -> hs.TrainStep:
     return hs.TrainStep(wrapped, optimizer, loss_fn, policy=policy, scheduler=schedule, clip_norm=1.0)
 
 
-def bits(step: hs.TrainStep) -> Any:
-    """Return all that a run ends with, in plain numbers and tensors."""
+def bits(step: hs.TrainStep, case: Case, rank: int) -> Any:
+    """Return all that a run ends with, in plain numbers.
+
+    Without the buffers of DDP's other ranks, in whose place DDP puts those of rank 0 at the next forward pass.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -143,6 +146,8 @@ def bits(step: hs.TrainStep) -> Any:
         return full.tolist() if isinstance(full, Tensor) else full
 
     state = {key: value for key, value in step.state_dict().items() if key != "policy"}
+    if rank and not case.shard:
+        state["model"] = {name: value for name, value in state["model"].items() if "running_" not in name}
     return [plain(state), torch.get_rng_state().tolist(), random.random()]
 
 
@@ -170,7 +175,7 @@ def run(case: Case, rank: int, folder: Path, meeting: str, death: Death) -> None
         step.saving.wait()
     (folder / f"calls-{rank}").write_text(str(death.calls))
     (folder / f"refused-{rank}").write_text(json.dumps(death.refused))
-    (folder / f"bits-{rank}").write_text(json.dumps(bits(step), sort_keys=True))
+    (folder / f"bits-{rank}").write_text(json.dumps(bits(step, case, rank), sort_keys=True))
 
 
 def forked(work: Callable[[], None]) -> int:
