@@ -424,7 +424,7 @@ def _choose(room: Alone | Meeting, place: Path, found: list[Path]) -> tuple[Path
                 text = f"{'; '.join(notes)}; loading {folder}, which was saved before"
                 notes = [text]
                 if room.rank == 0:
-                    warnings.warn(text, stacklevel=4)
+                    warnings.warn(text, stacklevel=3)
             return folder, notes
         notes.append(problem)
         if len(found) == 1:
