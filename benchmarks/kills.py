@@ -2,7 +2,7 @@
 
     python -m benchmarks.kills --json benchmarks/results/kills.json
 
-Every run saves with `hs.save` after every second update and is started again, with `hs.load`, until it has made all of
+Every run saves with `hs.save` after every third update and is started again, with `hs.load`, until it has made all of
 its updates. SIGKILL comes at a random time, or at a random call of those that write a checkpoint (a write, a flush to
 the disk, the rename); of several ranks one gets it, and the others are killed then, as torchrun does. Runs are forked
 from this process, so that they need not import torch again. A full disk is a limit on the size of files (RLIMIT_FSIZE).
@@ -42,7 +42,7 @@ from halfstep.errors import CheckpointError
 from halfstep.step.checkpoints import files
 from halfstep.tasks import machine
 
-UPDATES, EVERY, WIDTH = 40, 2, 96
+UPDATES, EVERY, WIDTH = 24, 3, 96
 LIMIT = 120.0  # seconds of one process
 
 
@@ -85,7 +85,7 @@ class Death:
     """Counts the calls that write, and kills the process at call `at`; 0: never.
 
     Attributes:
-        limit: bytes that a file may have, from the second checkpoint of a process to its third; None: any.
+        limit: bytes that a file may have, of the second checkpoint of a process; None: any.
     """
 
     at: int = 0
@@ -131,8 +131,11 @@ def built(case: Case, rank: int) -> hs.TrainStep:
     return hs.TrainStep(wrapped, optimizer, loss_fn, policy=policy, scheduler=schedule, clip_norm=1.0)
 
 
-def bits(step: hs.TrainStep) -> Any:
-    """Return all that a run ends with, in plain numbers and tensors."""
+def bits(step: hs.TrainStep, case: Case, rank: int) -> Any:
+    """Return all that a run ends with, in plain numbers.
+
+    Without the buffers of DDP's other ranks, in whose place DDP puts those of rank 0 at the next forward pass.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -143,6 +146,8 @@ def bits(step: hs.TrainStep) -> Any:
         return full.tolist() if isinstance(full, Tensor) else full
 
     state = {key: value for key, value in step.state_dict().items() if key != "policy"}
+    if rank and not case.shard:
+        state["model"] = {name: value for name, value in state["model"].items() if "running_" not in name}
     return [plain(state), torch.get_rng_state().tolist(), random.random()]
 
 
@@ -170,7 +175,7 @@ def run(case: Case, rank: int, folder: Path, meeting: str, death: Death) -> None
         step.saving.wait()
     (folder / f"calls-{rank}").write_text(str(death.calls))
     (folder / f"refused-{rank}").write_text(json.dumps(death.refused))
-    (folder / f"bits-{rank}").write_text(json.dumps(bits(step), sort_keys=True))
+    (folder / f"bits-{rank}").write_text(json.dumps(bits(step, case, rank), sort_keys=True))
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -232,26 +237,34 @@ def trial(case: Case, folder: Path, rng: random.Random, seconds: float, calls: l
     killed = not wait(children)
     root = folder / "runs"
     left = [p.name for p in root.iterdir()] if root.is_dir() else []
+    damaged = count_damaged(root)
     attempt = 0
     for attempt in itertools.count(1):
         if wait(start(case, folder, attempt, [Death() for _ in range(case.ranks)])):
             break
         if attempt > 3:
             raise RuntimeError(f"{case.title}: a run that was killed does not start again")
-    found = files.checkpoints(root)
-    for checkpoint in found:
-        files.check_files(checkpoint)
     return {
         "killed": killed,
         "cut_off": any(name.startswith(files.WRITING) for name in left),
-        "checkpoints_left": sum(not name.startswith(".") for name in left),
+        "damaged": damaged + count_damaged(root),
         "restarts": attempt,
-        "left_over": any(p.name.startswith(".") for p in root.iterdir()),
     }
 
 
+def count_damaged(root: Path) -> int:
+    """Return how many checkpoints of a folder are not as they were written."""
+    count = 0
+    for checkpoint in files.checkpoints(root) if root.is_dir() else ():
+        try:
+            files.check_files(checkpoint)
+        except CheckpointError:
+            count += 1
+    return count
+
+
 def measure(name: str, kills: int) -> dict[str, Any]:
-    """Kill `kills` runs of a case; return how many ended with the bits of the run that was not disturbed."""
+    """Kill runs of a case until `kills` have been killed; return how many ended with the bits of the run that was not disturbed."""
     case, rng = CASES[name], random.Random(f"{name} 0")
     with tempfile.TemporaryDirectory() as place:
         undisturbed = Path(place, "undisturbed")
@@ -262,22 +275,23 @@ def measure(name: str, kills: int) -> dict[str, Any]:
         seconds = time.monotonic() - began
         wanted = finished(undisturbed, case.ranks)
         calls = [int((undisturbed / f"calls-{rank}").read_text()) for rank in range(case.ranks)]
-        rows = []
-        for number in range(kills):
+        rows: list[dict[str, Any]] = []
+        while sum(row["killed"] for row in rows) < kills:  # a run may end before it is killed
+            number = len(rows)
             folder = Path(place, f"{number}")
             folder.mkdir()
             row = trial(case, folder, rng, seconds, calls)
             rows.append({**row, "equal": finished(folder, case.ranks) == wanted})
             shutil.rmtree(folder)
     equal, killed = sum(row["equal"] for row in rows), sum(row["killed"] for row in rows)
-    print(f"{case.title}: {equal} of {kills} equal, {killed} killed", file=sys.stderr, flush=True)
+    print(f"{case.title}: {equal} of {len(rows)} equal, {killed} killed", file=sys.stderr, flush=True)
     return {
         "title": case.title,
-        "runs": kills,
+        "runs": len(rows),
         "killed": killed,
         "equal": equal,
         "cut_off": sum(row["cut_off"] for row in rows),
-        "damaged": 0,  # a damaged checkpoint under its final name raises in `trial`
+        "damaged": sum(row["damaged"] for row in rows),
         "restarts": sum(row["restarts"] for row in rows),
     }
 
@@ -316,8 +330,13 @@ def main() -> int:
         "torch": torch.__version__,
         "updates": UPDATES,
         "every": EVERY,
-        "cases": {name: measure(name, options.kills) for name in chosen if name in CASES},
+        "cases": {},
     }
+    for name in chosen:
+        if name in CASES:
+            report["cases"][name] = measure(name, options.kills)
+            if options.json is not None:
+                write(options.json, report)  # what is done so far
     if "disk" in chosen:
         report["disk"] = full_disk(options.kills)
     if options.json is not None:

@@ -1,14 +1,12 @@
 """Save a run in the middle and resume it bit for bit: the interrupted run ends where the uninterrupted one does.
 
-`step.state_dict()` holds everything the step owns: fp32 weights, buffers, the optimizer, the scale, the scheduler. What
-the step does not own, the loop saves itself: here the generator that shuffles the data and the global one of dropout.
+`hs.save` writes what the step owns (fp32 weights, buffers, the optimizer, the scale, the scheduler) and the global random
+generators, which dropout draws from. What the step does not own goes into `extra`: here the generator of the data.
 """
 
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,19 +42,6 @@ def run(step: hs.TrainStep, data: torch.Generator, count: int) -> list[float]:
     return losses
 
 
-def save(path: Path, step: hs.TrainStep, data: torch.Generator) -> None:
-    """Write a checkpoint."""
-    torch.save({"step": step.state_dict(), "data": data.get_state(), "rng": torch.get_rng_state()}, path)
-
-
-def load(path: Path, step: hs.TrainStep, data: torch.Generator) -> None:
-    """Read a checkpoint into a run that was built in the same way."""
-    state: dict[str, Any] = torch.load(path)
-    step.load_state_dict(state["step"])
-    data.set_state(state["data"])
-    torch.set_rng_state(state["rng"])
-
-
 def main() -> dict[str, float]:
     """Train once without and once with an interruption; return how many losses and weights differ."""
     step, data = make_run(seed=0)
@@ -65,9 +50,9 @@ def main() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         first, data = make_run(seed=0)
         losses = run(first, data, INTERRUPTED_AT)
-        save(Path(folder) / "checkpoint.pt", first, data)
+        hs.save(first, folder, extra={"data": data.get_state()})
         second, data = make_run(seed=99)  # another process would have other numbers everywhere
-        load(Path(folder) / "checkpoint.pt", second, data)
+        data.set_state(hs.load(second, folder).extra["data"])
     losses += run(second, data, UPDATES - INTERRUPTED_AT)
     different_losses = sum(a != b for a, b in zip(whole, losses, strict=True))
     resumed = second.model.state_dict()

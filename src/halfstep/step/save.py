@@ -281,13 +281,16 @@ class _Write:
 
     def _finish(self, commit: Callable[[], None]) -> None:
         """Commit on rank 0, and raise what it raised on all ranks."""
-        problem, cause = "", None
+        problem = ""
+        cause: BaseException | None = None
         try:
             commit()
-        except Exception as error:
+        except BaseException as error:
             cause, problem = error, _first_line(error)
             shutil.rmtree(self.folder, ignore_errors=True)
         problem = self.room.publish(problem, limit=WRITE_TIME)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # Ctrl-C
         if problem:
             before = files.checkpoints(self.root)
             left = f"the last checkpoint is {before[0]}" if before else "there is no earlier checkpoint"
@@ -421,7 +424,7 @@ def _choose(room: Alone | Meeting, place: Path, found: list[Path]) -> tuple[Path
                 text = f"{'; '.join(notes)}; loading {folder}, which was saved before"
                 notes = [text]
                 if room.rank == 0:
-                    warnings.warn(text, stacklevel=4)
+                    warnings.warn(text, stacklevel=3)
             return folder, notes
         notes.append(problem)
         if len(found) == 1:

@@ -46,12 +46,12 @@ class _Hashed:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash, self._bytes = file, hashlib.sha256(), 0
-        self.error: OSError | None = None  # torch.save raises another one after it
+        self.error: BaseException | None = None  # torch.save raises another one after it
 
     def write(self, data: Any) -> int:
         try:
             written = self._file.write(data)
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
         self._hash.update(data)
@@ -76,7 +76,7 @@ def write_state(path: Path, state: object) -> Entry:
         hashed = _Hashed(file)
         try:
             torch.save(state, hashed)  # type: ignore[arg-type]  # any object with `write` and `flush` is enough
-        except Exception as error:
+        except BaseException as error:
             raise hashed.error or error from None
         file.flush()
         os.fsync(file.fileno())
