@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["collectives_table", "parity_table", "ranks_table", "scale_blocks"]
+__all__ = ["collectives_table", "paper", "parity_table", "ranks_table", "scale_blocks", "scale_source"]
 
 NOTHING = "Not measured here."
 Rows = list[dict[str, Any]]
@@ -19,6 +20,8 @@ def scale_blocks(parity: dict[str, Any], ranks: dict[str, Any], collectives: dic
         "parity": parity_table(parity),
         "ranks": ranks_table(ranks),
         "collectives": collectives_table(collectives),
+        "source scale": scale_source(parity),
+        "scale on paper": paper(collectives),
     }
 
 
@@ -57,6 +60,14 @@ def collectives_table(report: dict[str, Any]) -> str:
     return _table(report, head, cells)
 
 
+def scale_source(report: dict[str, Any]) -> str:
+    """Return the command and the machine."""
+    if not report:
+        return NOTHING
+    machine = report["machine"]
+    return f"`{report['command']}` on {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, gloo."
+
+
 def _table(report: dict[str, Any], head: list[str], cells: Callable[[dict[str, Any]], list[str]]) -> str:
     rows: Rows = report.get("rows", [])
     if not rows:
@@ -80,3 +91,45 @@ def _sent(value: dict[str, Any] | str) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "**no**"
+
+
+# ------------------------------------------------------------------ on paper
+
+ELEMENTS, TENSORS, UNITS = 6_738_415_616, 291, 32  # Llama 2 7B: parameters, tensors, blocks
+HOP = 5e-6  # seconds: assumed latency of one hop between devices
+DEVICES = ((8, 8), (1024, 1024), (100_000, 1024))  # all, and how many share one copy of the weights
+WAYS = (
+    # policy, bytes an element stored, bytes sent by an all-gather, by a reduction, groups of a unit
+    ("`mixed`", 12, 2, 4, 2),
+    ("`O2`, `master='split'`", 12, 2, 2, 2),
+    ("`pure`, `master='split'`", 12, 2, 2, 1),
+    ("the same, `state='low'`, `reduce='fp32'`", 8, 2, 4, 1),
+)
+
+
+def paper(collectives: dict[str, Any]) -> str:
+    """Return what a step of a 7B model under `hs.shard` stores and sends for each device, from the counted numbers."""
+    counted = [row for row in collectives.get("rows", []) if row["strategy"].startswith("shard")]
+    if not counted:
+        return NOTHING
+    extra = max(row["good"]["number"] for row in counted)
+    rows = []
+    for name, stored, gathered, reduced, groups in WAYS:
+        for devices, sharing in DEVICES:
+            part = (sharing - 1) / sharing * ELEMENTS
+            sent = part * (2 * gathered + reduced)
+            if devices > sharing:
+                sent += 2 * reduced * ELEMENTS / sharing  # gradients, between the copies
+            calls = (3 + (devices > sharing)) * (UNITS * groups + 1)
+            rows.append(
+                [
+                    name,
+                    f"{devices:,}" + ("" if devices == sharing else f", in groups of {sharing:,}"),
+                    f"{stored * ELEMENTS / sharing / 1e9:.3g} GB",
+                    f"{sent / 1e9:.3g} GB in {calls}",
+                    f"{extra}: {8 * TENSORS:,} B",
+                    f"{2 * math.ceil(math.log2(devices)) * HOP * 1e6:.0f} us",
+                ]
+            )
+    head = ["policy", "devices", "weights and state of a device", "torch sends, collectives", "`TrainStep` adds"]
+    return table([*head, "its latency, if a hop takes 5 us"], rows)

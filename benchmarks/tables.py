@@ -18,13 +18,18 @@ from typing import Any
 from benchmarks.cases import AMP
 from benchmarks.engine_tables import engine_blocks
 from benchmarks.goals import MIB, Goal, goals, instrument_goals
+from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks
 from benchmarks.markdown import fill, megabytes, ratio, table, whole
 from benchmarks.pictures import pictures
 from benchmarks.reports import Reports, bf16_cases, committed, load, row
+from benchmarks.scale_tables import scale_blocks
+from benchmarks.soak import soak_table
+from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("checkpoints", "engines", "performance", "reliability", "scale")  # of docs, beside the README
 BESIDE = (
     "accelerate",
     "Lightning Fabric",
@@ -353,6 +358,10 @@ def blocks(reports: Reports) -> dict[str, str]:
         "source lens": lens_source(reports.lens),
         **lens_blocks(reports.lens),
         **engine_blocks(load("engines.json")),
+        **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
+        "kills": kills_table(load("kills.json")),
+        "soak": soak_table(load("soak.json")),
+        "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }
 
@@ -360,7 +369,7 @@ def blocks(reports: Reports) -> dict[str, str]:
 def main() -> int:
     reports = committed()
     made, stale = blocks(reports), []
-    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "engines.md"):
+    for path in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES)):
         text = path.read_text(encoding="utf-8")
         new = fill(text, made)
         if new != text:

@@ -116,7 +116,7 @@ def main(way: str = "pure", updates: int = 60, folder: str = "") -> dict[str, An
     last = torch.stack(losses[-10:]).mean()
     if torchrun:
         dist.all_reduce(last)
-    stored = [p for p in model.parameters()] + [s for state in optimizer.state.values() for s in state.values()]
+    stored = [*model.parameters()] + [s for state in optimizer.state.values() for s in state.values()]
     size = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in stored)
     if rank == 0:
         print(f"{way}, {ranks} ranks: from update {first} to {updates}, loss {float(last) / ranks:.4f}")

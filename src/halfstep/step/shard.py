@@ -21,9 +21,10 @@ from torch import nn
 
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES
+from halfstep.policy.match import matches
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
-from halfstep.policy.resolve import matches, resolve
+from halfstep.policy.resolve import resolve
 from halfstep.step.bind import binding_of
 from halfstep.step.fsdp import is_fsdp
 from halfstep.step.prepare import prepare
