@@ -167,7 +167,7 @@ def cannot_update(parameters: Sequence[Tensor]) -> str:
             return f"parameters are on {device} and on {parameter.device}"
         if not parameter.is_contiguous() and not is_dense(parameter):
             return "a parameter has gaps in memory, or shares elements with itself"
-    return why_no_kernels(local(parameters[0]))
+    return why_no_kernels(parameter)
 
 
 # ------------------------------------------------------------------ operators

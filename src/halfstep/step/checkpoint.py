@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import StepError
@@ -19,7 +20,7 @@ from halfstep.step.update import Updater
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["check_state", "load_rounding", "load_step", "refuse_window", "rounding", "save_step"]
+__all__ = ["check_state", "load_rounding", "load_step", "rebuild", "refuse_window", "rounding", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights
@@ -71,6 +72,23 @@ def load_rounding(updater: Updater, state: dict[str, Any]) -> None:
         updater.store.load_state(state)
     elif state:
         raise StepError(f"weights: nothing is rounded by chance here, and the state has {sorted(map(str, state))}")
+
+
+def rebuild(
+    kind: type[TrainStep],
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Any],
+    named: dict[str, Any],
+    step: int,
+    weights: dict[str, Any],
+) -> TrainStep:
+    """Make the copy of a training step: `TrainStep.__reduce__` returns the arguments."""
+    made = kind(model, optimizer, loss_fn, **named)
+    if weights:
+        load_rounding(made._updater, weights)
+    made.record.done = step
+    return made
 
 
 def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments, statistics: Statistics) -> None:

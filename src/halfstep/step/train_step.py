@@ -31,7 +31,7 @@ from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.stack import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
-from halfstep.errors import ScaleError, StepError
+from halfstep.errors import StepError
 from halfstep.events import StepResult, Verdict
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
@@ -40,7 +40,7 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step import optimizer_step, update
 from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries
 from halfstep.step.bind import binding_of
-from halfstep.step.checkpoint import load_rounding, load_step, refuse_window, rounding, save_step
+from halfstep.step.checkpoint import load_step, rebuild, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.construct import unchanged_on_failure
 from halfstep.step.graph.capturable import refuse_graph
@@ -51,6 +51,7 @@ from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwra
 from halfstep.step.ranks import join, ranks_of
 from halfstep.step.record import Record
 from halfstep.step.retry import ENOUGH, Retry
+from halfstep.step.scaling import Scaling
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
 from halfstep.step.undo import SchedulerCopy
@@ -588,7 +589,7 @@ class TrainStep:
         named = {name: getattr(self, name) for name in KEPT}
         named["policy"] = prepared_policy(self.model)
         weights = rounding(self._updater)
-        return _rebuild, (self.model, self.optimizer, self.loss_fn, named, self.record.done, weights)
+        return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, self.record.done, weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; all of it is validated before anything changes.
@@ -606,38 +607,7 @@ class TrainStep:
             self._graphs.reset()
 
 
-class Scaling:
-    """The loss scale as a participant of a training step."""
-
-    def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        self.scaler, self.optimizer = scaler, optimizer
-
-    def after_update(self, bad: Tensor) -> Exception | None:
-        """Count the update and move the scale; return the scale's alarm, if its rule raises one."""
-        self.scaler.record(bad, optimizer=self.optimizer)
-        try:
-            self.scaler.update()
-        except (ScaleError, Warning) as error:
-            return error
-        return None
-
-
 # A function given to torch.compile may call a step, which then runs as it does outside: it is no part of a graph.
 run_eagerly(TrainStep.__call__)
 vars(TrainStep)["__call__"]._torchdynamo_disable = True
 vars(TrainStep)["__call__"]._torchdynamo_disable_msg = "a TrainStep compiles itself: hs.TrainStep(..., compile=True)"
-
-
-def _rebuild(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: LossFn,
-    named: dict[str, Any],
-    step: int,
-    weights: dict[str, Any],
-) -> TrainStep:
-    made = TrainStep(model, optimizer, loss_fn, **named)
-    if weights:
-        load_rounding(made._updater, weights)
-    made.record.done = step
-    return made
