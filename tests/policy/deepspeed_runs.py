@@ -54,8 +54,9 @@ def _engine(model: nn.Module, made: EngineConfig, stage: int) -> Any:
 
 
 def _model() -> nn.Module:
+    """Return a model of bf16 numbers, all of whose parameters fill torch's vectors, as the flat tensors of ZeRO do."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).bfloat16().float()
+    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)).bfloat16().float()
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 def exact_losses(policy: hs.Policy, stage: int) -> tuple[list[float], list[float]]:
     """Return the losses of DeepSpeed under the written configuration, and those of a TrainStep under the policy."""
     random = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(4, 8, generator=random), torch.randint(4, (4,), generator=random)) for _ in range(12)]
+    batches = [(torch.randn(4, 64, generator=random), torch.randint(64, (4,), generator=random)) for _ in range(12)]
     engine, theirs = _engine(_model(), policy.to_deepspeed(), stage), []
     for batch in batches:
         loss = _loss(engine, *batch)
@@ -88,7 +89,7 @@ def overflowing_scales(policy: hs.Policy, stage: int) -> list[float]:
     found = []
     for _ in range(4):
         dtype = next(engine.module.parameters()).dtype
-        engine.backward(engine(torch.ones(4, 8, dtype=dtype)).float().sum())
+        engine.backward(engine(torch.ones(4, 64, dtype=dtype)).float().sum())
         engine.step()
         scaler = engine.optimizer.torch_autocast_gradscaler
         found.append(float(engine.optimizer.loss_scale if scaler is None else scaler.get_scale()))

@@ -273,7 +273,7 @@ def test_deepspeeds_own_classes(steps: list[bool], **changed: Any) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed_trains_as_a_train_step_does(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    bare = EXACT.replace(master="none")  # its update rounds to bf16, so the last bit of fp32 arithmetic does not count
+    bare = EXACT.replace(master="none")  # its update rounds to bf16, which hides the last bit of fp32 arithmetic
     theirs, ours = in_deepspeed(exact_losses, tmp_path, bare, stage)
     assert theirs == ours
     masters, _ = in_deepspeed(exact_losses, tmp_path, EXACT, stage)  # the twin

@@ -220,7 +220,7 @@ class Policy:
         return explain(self, what)
 
     def to_deepspeed(self, *, accept: Iterable[str] = ()) -> EngineConfig:
-        """Return DeepSpeed's precision sections; arguments and errors are those of `engines.configured`."""
+        """Return DeepSpeed's precision sections; a field that is lost there and not in `accept` raises PolicyError."""
         return _engine("deepspeed", self, accept)
 
     def to_megatron(self, *, accept: Iterable[str] = ()) -> EngineConfig:
