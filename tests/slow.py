@@ -44,6 +44,11 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/lens/test_bad_loss.py": ("test_a_rank_explains_its_own_bad_loss_alone_and_a_bad_step_with_the_others",),
     "tests/lens/test_ranks.py": ("test_the_bad_rank_is_named_on_both",),
     "tests/scale/test_ranks.py": ("test_ranks_agree_on_a_skip",),
+    "tests/step/test_save_ranks.py": (
+        "test_two_processes_and_one_read_what_the_other_wrote",
+        "test_a_signal_to_one_rank_ends_both_and_one_process_goes_on",
+        "test_runs_that_are_killed_while_they_write_end_with_the_same_bits",
+    ),
     "tests/step/test_two_ranks.py": ("both",),
     "tests/step/test_compiled.py": ("test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",),
     "tests/test_package.py": ("wheel",),

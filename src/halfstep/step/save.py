@@ -150,7 +150,7 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         if room.size == 1:
             raise
         mine = {"error": f"{type(error).__name__}: {error}"}
-    told = room.gather(mine)
+    told = room.gather(mine if wait else _copied(mine))
     plan: dict[str, Any] = room.publish(_planned(root, told) if room.rank == 0 else None)
     if plan["error"]:
         raise CheckpointError(plan["error"])
@@ -159,8 +159,11 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
     saving = step.saving = Saving(final, group)
     write = _Write(root, folder, final, keep, room, told)
-    saving.run(write.sharded(step, parts, group, plan, wait=wait) if plan["sharded"] else write.one(parts, wait=wait),
-               wait=wait)  # fmt: skip
+    if plan["sharded"]:
+        work = write.sharded(step, parts, group, plan, wait=wait)
+    else:
+        work = write.one(parts, wait=wait)
+    saving.run(work, wait=wait)
     return saving
 
 
@@ -247,7 +250,10 @@ class _Write:
 
         tensors, rest = split(parts.state, unwrap(step.model), parts.names, self.room.rank)
         state = {key: value for key, value in parts.state.items() if key not in {"model", "optimizer"}}
-        future = None if wait else shards.write_later(tensors, self.folder, group)
+        future = None
+        if not wait:
+            state, rest = _copied(state), _copied(rest)
+            future = shards.write_later(tensors, self.folder, group)
 
         def work() -> None:
             mine: dict[str, Any] = {"error": "", "files": {}, "rest": rest if plan["stages"] else None}
