@@ -29,7 +29,7 @@ from torch import Tensor
 from halfstep.errors import CheckpointError
 from halfstep.step.checkpoint import check_state
 from halfstep.step.checkpoints import files
-from halfstep.step.checkpoints.foreign import converted
+from halfstep.step.checkpoints.foreign import converted, is_foreign
 from halfstep.step.checkpoints.generators import check_generators, generators, set_generators
 from halfstep.step.checkpoints.meeting import WRITE_TIME, Alone, Meeting, meeting
 from halfstep.step.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
@@ -377,8 +377,7 @@ def _find(place: Path) -> Any:
     if not place.is_dir():
         return "nothing"
     found = [str(folder) for folder in files.checkpoints(place)]
-    others = [p.name for p in place.iterdir() if not p.name.startswith((files.WRITING, files.DELETING))]
-    return found or ("foreign" if others else "nothing")
+    return found or ("foreign" if is_foreign(place) else "nothing")
 
 
 def _agreed(room: Alone | Meeting, work: Callable[[], Any]) -> Any:
