@@ -264,7 +264,7 @@ def count_damaged(root: Path) -> int:
 
 
 def measure(name: str, kills: int) -> dict[str, Any]:
-    """Kill runs of a case until `kills` have been killed; return how many ended with the bits of the run that was not disturbed."""
+    """Kill runs of a case until `kills` have been killed; return how many ended with the bits of an undisturbed run."""
     case, rng = CASES[name], random.Random(f"{name} 0")
     with tempfile.TemporaryDirectory() as place:
         undisturbed = Path(place, "undisturbed")

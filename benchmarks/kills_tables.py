@@ -18,9 +18,7 @@ def kills_table(report: dict[str, Any]) -> str:
         for row in report["cases"].values()
     ]
     if disk := report.get("disk"):
-        rows.append(
-            ["one process, disk full at a random byte", str(disk["runs"]), "-", "-", "-", "0", str(disk["equal"])]
-        )
+        rows.append(["one process, disk full at a random byte", str(disk["runs"]), *["-"] * 4, str(disk["equal"])])
     head = ["run", "runs", "killed", "cut off", "restarts", "damaged checkpoints", "same final bits"]
     text = (
         f"`{report['command']}`, torch {report['torch']}, {report['updates']} updates, a checkpoint after every "

@@ -1,7 +1,8 @@
 """Save a run in the middle and resume it bit for bit: the interrupted run ends where the uninterrupted one does.
 
-`hs.save` writes what the step owns (fp32 weights, buffers, the optimizer, the scale, the scheduler) and the global random
-generators, which dropout draws from. What the step does not own goes into `extra`: here the generator of the data.
+`hs.save` writes what the step owns (fp32 weights, buffers, the optimizer, the scale, the scheduler) and the global
+random generators, which dropout draws from. What the step does not own goes into `extra`: here the generator of the
+data.
 """
 
 from __future__ import annotations

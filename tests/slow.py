@@ -49,6 +49,11 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_rank_that_is_killed_while_the_others_wait_for_it_does_not_stop_them",
     ),
     "tests/scale/test_ranks.py": ("test_ranks_agree_on_a_skip",),
+    "tests/step/test_save_ranks.py": (
+        "test_two_processes_and_one_read_what_the_other_wrote",
+        "test_a_signal_to_one_rank_ends_both_and_one_process_goes_on",
+        "test_runs_that_are_killed_while_they_write_end_with_the_same_bits",
+    ),
     "tests/step/test_two_ranks.py": ("both",),
     "tests/step/test_compiled.py": ("test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",),
     "tests/test_package.py": ("wheel",),

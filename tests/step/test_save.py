@@ -526,7 +526,9 @@ def test_what_no_run_can_go_on_from_is_refused_with_the_reason(tmp_path: Path, c
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
         ("pytorch_model_fsdp_0", "merge-weights"),
         (".metadata", "torch.distributed.checkpoint"),
-        ("notes.txt", "no checkpoint of hs.save in it and none of accelerate, but notes.txt"),
+        ("optimizer.bin", "it has optimizer.bin and no weights"),
+        ("model.safetensors", "weights and no state of an optimizer"),
+        ("notes.txt", "has no checkpoint; give hs.load the folder that hs.save wrote into"),
     ],
 )
 def test_folders_too(tmp_path: Path, name: str, reason: str) -> None:

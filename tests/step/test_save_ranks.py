@@ -181,7 +181,6 @@ def _both(size: int, folder: Path) -> None:
             assert f"saved by {size} processes and loaded by 1" in loaded.notes[0]
 
 
-@pytest.mark.slow
 def test_two_processes_and_one_read_what_the_other_wrote(tmp_path: Path) -> None:
     _both(2, tmp_path)
 
@@ -223,7 +222,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_rank_ends_both_and_one_process_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -248,7 +246,6 @@ def test_a_signal_to_one_rank_ends_both_and_one_process_goes_on(tmp_path: Path) 
 # ---------------------------------------------------------------------- kills
 
 
-@pytest.mark.slow
 def test_runs_that_are_killed_while_they_write_end_with_the_same_bits() -> None:
     command = [sys.executable, "-m", "benchmarks.kills", "--only", "one_writing", "--only", "disk", "--kills", "3"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}

@@ -29,7 +29,7 @@ from torch import Tensor
 from halfstep.errors import CheckpointError
 from halfstep.step.checkpoint import check_state
 from halfstep.step.checkpoints import files
-from halfstep.step.checkpoints.foreign import converted
+from halfstep.step.checkpoints.foreign import converted, is_foreign
 from halfstep.step.checkpoints.generators import check_generators, generators, set_generators
 from halfstep.step.checkpoints.meeting import WRITE_TIME, Alone, Meeting, meeting
 from halfstep.step.checkpoints.names import is_sharded, names_of, reordered, sharded_as, split
@@ -150,7 +150,7 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         if room.size == 1:
             raise
         mine = {"error": f"{type(error).__name__}: {error}"}
-    told = room.gather(mine)
+    told = room.gather(mine if wait else _copied(mine))
     plan: dict[str, Any] = room.publish(_planned(root, told) if room.rank == 0 else None)
     if plan["error"]:
         raise CheckpointError(plan["error"])
@@ -159,8 +159,11 @@ def save(step: TrainStep, path: str | Path, *, keep: int | None = KEEP, extra: A
         group = dist.new_group(backend="gloo")  # of its own: a thread may use it while the step uses the others
     saving = step.saving = Saving(final, group)
     write = _Write(root, folder, final, keep, room, told)
-    saving.run(write.sharded(step, parts, group, plan, wait=wait) if plan["sharded"] else write.one(parts, wait=wait),
-               wait=wait)  # fmt: skip
+    if plan["sharded"]:
+        work = write.sharded(step, parts, group, plan, wait=wait)
+    else:
+        work = write.one(parts, wait=wait)
+    saving.run(work, wait=wait)
     return saving
 
 
@@ -247,7 +250,10 @@ class _Write:
 
         tensors, rest = split(parts.state, unwrap(step.model), parts.names, self.room.rank)
         state = {key: value for key, value in parts.state.items() if key not in {"model", "optimizer"}}
-        future = None if wait else shards.write_later(tensors, self.folder, group)
+        future = None
+        if not wait:
+            state, rest = _copied(state), _copied(rest)
+            future = shards.write_later(tensors, self.folder, group)
 
         def work() -> None:
             mine: dict[str, Any] = {"error": "", "files": {}, "rest": rest if plan["stages"] else None}
@@ -371,8 +377,7 @@ def _find(place: Path) -> Any:
     if not place.is_dir():
         return "nothing"
     found = [str(folder) for folder in files.checkpoints(place)]
-    others = [p.name for p in place.iterdir() if not p.name.startswith((files.WRITING, files.DELETING))]
-    return found or ("foreign" if others else "nothing")
+    return found or ("foreign" if is_foreign(place) else "nothing")
 
 
 def _agreed(room: Alone | Meeting, work: Callable[[], Any]) -> Any:

@@ -28,8 +28,7 @@ import torch
 
 from halfstep.errors import CheckpointError
 
-__all__ = ["MANIFEST", "STATE", "check_files", "checkpoints", "commit", "digest", "make_folder", "manifest_of", "prune"]
-__all__ += ["write_state"]
+__all__ = ["MANIFEST", "STATE", "check_files", "checkpoints", "commit", "digest", "make_folder", "prune", "write_state"]
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 NAME = re.compile(r"(\d{6,})-step-(\d+)")

@@ -28,7 +28,7 @@ from halfstep.step.prepare import unwrap
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["converted"]
+__all__ = ["converted", "is_foreign"]
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "model": ("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
@@ -220,29 +220,42 @@ def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
 # ---------------------------------------------------------------------- folders
 
 
+ZERO, FSDP, DCP = r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py", "pytorch_model_fsdp", ".metadata"
+MODEL, OPTIMIZER = r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)", r"optimizer(_\d+)?\.bin"
+
+
+def _names(place: Path) -> list[str]:
+    """Return the names of the files in a folder, and in those in it."""
+    return sorted(path.name for path in (*place.glob("*"), *place.glob("*/*")))
+
+
+def is_foreign(place: Path) -> bool:
+    """Return whether a folder has files as checkpoints of other libraries have."""
+    patterns = (ZERO, FSDP, re.escape(DCP), MODEL, OPTIMIZER)
+    return any(re.match(pattern, name) for pattern in patterns for name in _names(place))
+
+
 def _folder(place: Path, rank: int, ranks: int) -> Found:
     """Return what a folder has: one that accelerate's `save_state` wrote."""
-    names = sorted(path.name for path in place.rglob("*"))
-    if any(re.match(r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py", name) for name in names):
+    names = _names(place)
+    if any(re.match(ZERO, name) for name in names):
         raise _refuse(place, DEEPSPEED)
-    if any(name.startswith("pytorch_model_fsdp") for name in names):
+    if any(name.startswith(FSDP) for name in names):
         raise _refuse(
             place,
             "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
             "step.model.load_state_dict(...)",
         )
-    if ".metadata" in names:
+    if DCP in names:
         raise _refuse(
             place,
-            "it is a folder of torch.distributed.checkpoint, whose names only its program knows: read it with "
+            "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
             "torch.distributed.checkpoint.load, then step.load_state_dict(...)",
         )
-    models = [name for name in names if re.fullmatch(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)", name)]
-    optimizers = [name for name in names if re.fullmatch(r"optimizer(_\d+)?\.bin", name)]
+    models = [name for name in names if re.fullmatch(MODEL, name)]
+    optimizers = [name for name in names if re.fullmatch(OPTIMIZER, name)]
     if not models or not optimizers:
-        raise _refuse(
-            place, f"there is no checkpoint of hs.save in it and none of accelerate, but {', '.join(names[:6])}"
-        )
+        raise _refuse(place, WEIGHTS_ALONE if models else f"it has {', '.join(optimizers)} and no weights")
     if len(models) > 1 or len(optimizers) > 1:
         raise _refuse(
             place, f"it has {len(models)} models and {len(optimizers)} optimizers, and a TrainStep has one of each"

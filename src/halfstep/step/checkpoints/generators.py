@@ -29,13 +29,14 @@ def generators() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         state["cuda"] = [generator.get_state() for generator in torch.cuda.default_generators]
     if (numpy := sys.modules.get("numpy")) is not None:
-        _, keys, place, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = {
-            "keys": torch.tensor(keys.tolist()),
-            "place": int(place),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        }
+        found = numpy.random.get_state(legacy=False)
+        if found["bit_generator"] == "MT19937":  # else a user has set another one
+            state["numpy"] = {
+                "keys": torch.tensor(found["state"]["key"].tolist()),
+                "place": int(found["state"]["pos"]),
+                "has_gauss": int(found["has_gauss"]),
+                "cached": float(found["gauss"]),
+            }
     return state
 
 
