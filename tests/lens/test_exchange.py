@@ -112,6 +112,6 @@ def test_the_store_keeps_the_keys_of_a_bounded_number_of_topics() -> None:
             exchange.post(f"{step}", b"1")
         assert set(first.collect(f"{step}", LONG).values) == {0, 1}
         with ThreadPoolExecutor(2) as threads:
-            list(threads.map(lambda e, s=step: e.agree(f"{s}/update", ok=True, patience=LONG), (first, second)))  # type: ignore[misc]
+            list(threads.map(lambda e, s=step: e.agree(f"{s}/update", ok=True, patience=LONG), (first, second)))
         sizes.append(store.num_keys())
     assert max(sizes) == sizes[KEPT] == sizes[-1]
