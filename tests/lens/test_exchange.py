@@ -1,4 +1,4 @@
-"""What ranks tell each other through a store: complete, bounded in time, and decided alike. Ranks are threads here."""
+"""What ranks post through a store: complete, bounded in time, and decided alike. Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_every_rank_reads_what_some_have_reported(count: int) -> None:
     guilty = {10, 9 + count}
 
     def work(exchange: Exchange) -> Any:
-        exchange.tell("step", bytes([exchange.me % 256]) if exchange.me in guilty else None)
-        return exchange.listen("step", LONG)
+        exchange.post("step", bytes([exchange.me % 256]) if exchange.me in guilty else None)
+        return exchange.collect("step", LONG)
 
     for answers in together(count, work):
         assert answers.missing == ()
@@ -39,8 +39,8 @@ def test_every_rank_reads_what_some_have_reported(count: int) -> None:
 
 def test_what_many_report_is_cut_off_alike_on_all_ranks() -> None:
     def work(exchange: Exchange) -> Any:
-        exchange.tell("step", b"1")
-        return tuple(exchange.listen("step", LONG).values)
+        exchange.post("step", b"1")
+        return tuple(exchange.collect("step", LONG).values)
 
     (found,) = set(together(2 * MOST_VALUES, work))
     assert len(found) == MOST_VALUES
@@ -54,10 +54,10 @@ def test_missing_ranks_are_named_when_the_time_is_over_and_waited_for_less_until
 
     def waited(topic: str, *coming: Exchange) -> tuple[float, tuple[int, ...]]:
         for other in coming:
-            other.tell(topic)
-        here.tell(topic)
+            other.post(topic)
+        here.post(topic)
         began = time.monotonic()
-        missing = here.listen(topic, 0.5).missing
+        missing = here.collect(topic, 0.5).missing
         return time.monotonic() - began, missing
 
     assert waited("1", *others)[1] == ()
@@ -65,7 +65,7 @@ def test_missing_ranks_are_named_when_the_time_is_over_and_waited_for_less_until
     assert took >= 0.5 and missing == (count - 1,)
     took, missing = waited("3", *others[:-1])
     assert 0.5 / LESS <= took < 0.5 and missing == (count - 1,)
-    others[-1].tell("3")  # late
+    others[-1].post("3")  # late
     took, missing = waited("4", *others[:-1])
     assert took >= 0.5 and missing == (count - 1,)
 
@@ -74,9 +74,9 @@ def test_the_first_report_is_enough_where_that_is_asked_for() -> None:
     ranks = (0, 1, 2)
     store = HashStore()
     exchanges = [Exchange(store, ranks, rank) for rank in ranks]
-    exchanges[0].tell("step")
-    exchanges[1].tell("step", b"yes")
-    assert exchanges[0].listen("step", LONG, one=True).values == {1: b"yes"}
+    exchanges[0].post("step")
+    exchanges[1].post("step", b"yes")
+    assert exchanges[0].collect("step", LONG, one=True).values == {1: b"yes"}
 
 
 def test_all_ranks_decide_alike_whoever_comes_late_or_not_at_all() -> None:
@@ -109,9 +109,9 @@ def test_the_store_keeps_the_keys_of_a_bounded_number_of_topics() -> None:
     sizes = []
     for step in range(3 * KEPT):
         for exchange in (first, second):
-            exchange.tell(f"{step}", b"1")
-        assert set(first.listen(f"{step}", LONG).values) == {0, 1}
+            exchange.post(f"{step}", b"1")
+        assert set(first.collect(f"{step}", LONG).values) == {0, 1}
         with ThreadPoolExecutor(2) as threads:
-            list(threads.map(lambda e, s=step: e.agree(f"{s}/update", ok=True, patience=LONG), (first, second)))  # type: ignore[misc]
+            list(threads.map(lambda e, s=step: e.agree(f"{s}/update", ok=True, patience=LONG), (first, second)))
         sizes.append(store.num_keys())
     assert max(sizes) == sizes[KEPT] == sizes[-1]

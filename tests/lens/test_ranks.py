@@ -95,21 +95,21 @@ def weights(step: hs.TrainStep) -> list[Tensor]:
 
 @contextmanager
 def waits() -> Iterator[list[float]]:
-    """Yield a list of how long the block listened to other ranks, in seconds: one for each time."""
+    """Yield a list of how long the block waited for other ranks, in seconds: one for each time."""
     seconds: list[float] = []
-    listen = Exchange.listen
+    collect = Exchange.collect
 
     def timed(self: Exchange, topic: str, patience: float, **options: Any) -> Answers:
         began = time.monotonic()
-        answers = listen(self, topic, patience, **options)
+        answers = collect(self, topic, patience, **options)
         seconds.append(time.monotonic() - began)
         return answers
 
-    Exchange.listen = timed  # type: ignore[method-assign]  # undone below
+    Exchange.collect = timed  # type: ignore[method-assign]  # undone below
     try:
         yield seconds
     finally:
-        Exchange.listen = listen  # type: ignore[method-assign]
+        Exchange.collect = collect  # type: ignore[method-assign]
 
 
 class Collectives(TorchDispatchMode):
@@ -175,7 +175,7 @@ def counted(rank: int) -> dict[str, Any]:
 
 
 def one_asks(rank: int) -> list[Any]:
-    """Let the first rank alone ask why a step was bad, of which the box said nothing by itself; train on."""
+    """Call explain() on the first rank alone, of a step that was not explained by itself; train on."""
     found: list[Any] = []
     for kind in ("ddp", "fsdp2"):
         step = built(kind, DYNAMIC, scale=1024.0)
@@ -364,7 +364,7 @@ def test_a_good_step_costs_no_collective_and_a_bad_one_gathers_sharded_parameter
         assert more == {"allgather_base": 3}  # one for each module of fully_shard
 
 
-def test_explain_on_one_rank_waits_for_a_bounded_time_and_says_who_was_missing(both: Both) -> None:
+def test_explain_on_one_rank_waits_for_a_bounded_time_and_names_the_missing_rank(both: Both) -> None:
     kinds = ("scale_too_high", "not_reproducible")  # a sharded model is replayed by all ranks or by none
     for kind, mine, others in zip(kinds, both[0]["one_asks"], both[1]["one_asks"], strict=True):
         skipped, verdict, waited, after, weights_here = mine

@@ -552,7 +552,7 @@ class TrainStep:
     def _examine(self, *, wait: bool) -> None:
         """Give the last update to the black box if it was not applied or its loss was not finite, once that is known.
 
-        On several ranks every rank must call this at the same place of a step: there they tell each other what was bad.
+        On several ranks every rank must call this at the same place of a step: there they exchange verdicts.
         """
         assert self.record.history is not None
         window = self.record.history.arrived(wait=wait)

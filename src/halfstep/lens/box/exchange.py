@@ -1,13 +1,13 @@
-"""Exchange: what ranks tell each other about a bad step, through the key-value store of their process group.
+"""Exchange: what ranks post for each other about a bad step, in the key-value store of their process group.
 
-Every rank tells something about a topic (a pair of step and question), and listens to the others for a bounded time.
+Every rank posts something about a topic (a step and a question), and collects for a bounded time what others have.
 
 Note [no collective]: a collective waits for every rank of its group, and a rank that has finished, has raised or is
 dead never comes; it also has a place in the order of all other collectives. The store of `init_process_group` has
 neither: a key is written at once, and reading polls until a deadline. So an exchange cannot hang, and cannot shift the
 collectives of the training. (If the process that hosts the store is dead, reading raises at once; if it is stopped, it
 stops its readers, as it stops collectives.) Ranks that missed a deadline are waited for a fiftieth of the time, until
-they have told something about the topic they missed. The traffic of a rank does not grow with the number of ranks: a
+they have posted something about the topic they missed. The traffic of a rank does not grow with the number of ranks: a
 counter, one bit in a counter for every 62 ranks, and for ranks with something to report a numbered place in a short
 list.
 
@@ -36,7 +36,7 @@ BITS = 62
 """Ranks in one counter of the store, which is a signed 64-bit integer."""
 
 MOST_VALUES = 16
-"""Values read of one topic, the first that were told."""
+"""Values read of one topic, the first that were posted."""
 
 KEPT = 16
 """Topics whose keys stay in the store."""
@@ -50,11 +50,11 @@ SOON, LATE = 0.0005, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was told about a topic before a deadline.
+    """What was posted about a topic before a deadline.
 
     Attributes:
         values: rank -> what it reported.
-        missing: ranks that have told nothing.
+        missing: ranks that have posted nothing.
     """
 
     values: dict[int, bytes]
@@ -74,11 +74,11 @@ class Exchange:
         self.ranks, self.me = ranks, me
         self._index = ranks.index(me)
         self._store = store
-        self._gone: dict[int, str] = {}  # index of a rank -> the last topic it has told nothing about
+        self._gone: dict[int, str] = {}  # index of a rank -> the last topic it has posted nothing about
         self._topics: deque[str] = deque()
 
-    def tell(self, topic: str, value: bytes | None = None) -> None:
-        """Tell the others that this rank has come to `topic`, and `value` if it is not None. Waits for none of them."""
+    def post(self, topic: str, value: bytes | None = None) -> None:
+        """Post that this rank has come to `topic`, and `value` if it is not None. Waits for none of them."""
         store = self._store
         if value is not None:
             store.set(f"{topic}/value/{self.me}", value)  # type: ignore[arg-type]  # bytes are right, the stub has str
@@ -89,12 +89,12 @@ class Exchange:
         store.add(f"{topic}/count", 1)
         self._note(topic)
 
-    def listen(self, topic: str, patience: float, *, one: bool = False, at_update: bool = True) -> Answers:
-        """Return what has been told about `topic`.
+    def collect(self, topic: str, patience: float, *, one: bool = False, at_update: bool = True) -> Answers:
+        """Return what has been posted about `topic`.
 
         Args:
-            topic: of which this rank has told something itself.
-            patience: seconds to wait for ranks that have told nothing.
+            topic: of which this rank has posted something itself.
+            patience: seconds to wait for ranks that have posted nothing.
             one: whether to wait for the first value only.
             at_update: whether every rank should come here, so that one that does not is waited for less the next time.
         """
@@ -116,10 +116,10 @@ class Exchange:
         return Answers(self._values(topic), tuple(self.ranks[index] for index in missing))
 
     def agree(self, topic: str, *, ok: bool, patience: float) -> bool:
-        """Return whether all ranks are here and say `ok`; the same on every rank that returns. See note [agreement].
+        """Return whether all ranks are here and have `ok`; the same on every rank that returns. See note [agreement].
 
         Args:
-            topic: of which nothing has been told.
+            topic: of which nothing has been posted.
             ok: whether this rank agrees.
             patience: seconds to wait for ranks that are not here.
         """
@@ -142,14 +142,14 @@ class Exchange:
         return min(2 * pause, LATE * max(1.0, len(self.ranks) / 2000))
 
     def _still_gone(self) -> list[int]:
-        """Return the indices of ranks that have told nothing, until now, about the topic they missed."""
+        """Return the indices of ranks that have posted nothing, until now, about the topic they missed."""
         if self._gone:
             missed = next(iter(self._gone.values()))
             self._gone = dict.fromkeys(self._missing(missed), missed)
         return list(self._gone)
 
     def _missing(self, topic: str) -> list[int]:
-        """Return the indices of ranks that have told nothing about `topic`."""
+        """Return the indices of ranks that have posted nothing about `topic`."""
         found = []
         for first in range(0, len(self.ranks), BITS):
             bits = self._store.add(f"{topic}/bits/{first // BITS}", 0)

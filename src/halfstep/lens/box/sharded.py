@@ -1,7 +1,7 @@
 """Sharded models: all parameters of a model under `fully_shard` in one place, for replays on each rank alone.
 
 The parameters are gathered once, by FSDP's own `unshard`, which is collective. While they are there, FSDP's hooks find
-nothing to gather and are told to reduce nothing, so that each rank can run as many forward and backward passes as it
+nothing to gather and are set to reduce nothing, so that each rank can run as many forward and backward passes as it
 needs, with the casts of FSDP's own policy. Afterwards FSDP is as before.
 """
 
@@ -26,7 +26,7 @@ MOST_ON_CPU = 1 << 32
 """Bytes of a model that are gathered on a CPU, where free memory is not known."""
 
 SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
-"""What a group of parameters of FSDP is told; there are functions to set these, none to read them."""
+"""Settings of a group of parameters of FSDP; there are functions to set them, none to read them."""
 
 
 def bad_parts(model: nn.Module) -> list[str]:

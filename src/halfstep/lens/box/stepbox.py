@@ -5,9 +5,9 @@ instruments (`trace`), its first cause is named (`diagnose`), small changes of p
 evidence is written if a folder was given. `Trouble` recognises what several steps have in common.
 
 Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
-bad steps, and each replays its own batch. They tell each other their verdicts through an `Exchange`, which is no
+bad steps, and each replays its own batch. They exchange their verdicts through an `Exchange`, which is no
 collective and waits for a bounded time, and every rank takes the same one: that of the lowest rank with a fault.
-`explain()` then returns it without asking anyone. A step that was not explained by itself is exchanged when `explain()`
+`explain()` then returns it without waiting. A step that was not explained by itself is exchanged when `explain()`
 is called; called on one rank only, it returns that rank's verdict after the wait, with a note. The one collective
 there is gathers the parameters of a model under `fully_shard`, after all ranks have agreed to it.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from halfstep.lens.box.exchange import Exchange
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["LOW_SCALE", "MOST_REPLAYS", "Box", "SkippedStep", "StepBox", "Trouble", "rank"]
+__all__ = ["CALL", "LOW_SCALE", "MOST_REPLAYS", "UPDATE", "Box", "SkippedStep", "StepBox", "Topic", "Trouble", "rank"]
 
 STREAK = 10
 """A streak of so many bad steps is reported."""
@@ -186,14 +186,17 @@ LOOK_EVERY = 10
 PATIENCE = 10.0
 """Seconds to wait for the other ranks, which come to a bad step at nearly the same time."""
 
-SHOWN = 8
-"""Missing ranks are named up to this number."""
-
 ASKED = 3.0
-"""The same where the user called `explain`, perhaps on one rank only."""
+"""Seconds to wait for them where the user called `explain`, perhaps on one rank only."""
 
 REPLAYS = 30
 """The wait for their verdicts is longer by so many replays of this rank: they may look for cures."""
+
+SHOWN = 8
+"""Missing ranks are named up to this number."""
+
+FINITE = 3
+"""The weight of a verdict on a rank whose replay was finite, see `_weight`."""
 
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
 
@@ -201,7 +204,6 @@ APPLIED = (
     "gradients were finite and the update was applied: the weights have been written to since, and the replay ran with "
     "those after it"
 )
-
 
 UPDATE, CALL = "update", "call"
 
@@ -246,11 +248,11 @@ class Box:
         self._replays = 0
         self._warned: set[str] = set()
         self._mine: Verdict | None = None  # on the step that `verdict` is about, of this rank alone
-        self._told = ""  # the last topic that a verdict was told about
-        self._missing: tuple[int, ...] = ()  # ranks that told none in time
+        self._posted = ""  # the last topic that a verdict was posted about
+        self._missing: tuple[int, ...] = ()  # ranks that posted none in time
 
     def explain_subject(self, subject: Subject, topic: Topic | None = None) -> Verdict:
-        """Replay a step, name the first cause, look for cures, ask the other ranks, write the evidence.
+        """Replay a step, name the first cause, look for cures, collect those of the other ranks, write the evidence.
 
         Args:
             subject: the step.
@@ -309,10 +311,10 @@ class Box:
             return mine
         name = f"{topic.name}/matters"
         try:
-            self.exchange.tell(name, b"yes" if mine else None)
-            return mine or bool(self.exchange.listen(name, topic.patience, one=True).values)
+            self.exchange.post(name, b"yes" if mine else None)
+            return mine or bool(self.exchange.collect(name, topic.patience, one=True).values)
         except Exception as error:
-            self._warn_once("store", f"the other ranks could not be asked: {type(error).__name__}: {error}")
+            self._warn_once("store", f"the other ranks could not be reached: {type(error).__name__}: {error}")
             return mine
 
     def _gather(self, model: nn.Module, topic: Topic | None, whole: ExitStack) -> None:
@@ -329,7 +331,7 @@ class Box:
         whole.enter_context(unsharded(model))
 
     def _again(self, topic: Topic) -> Verdict:
-        """Return the verdict of all ranks, some of which may have told theirs since."""
+        """Return the verdict of all ranks, some of which may have posted theirs since."""
         self.verdict = self._first_of_ranks(topic, 0.0)
         return self.verdict
 
@@ -338,14 +340,14 @@ class Box:
         mine, exchange = self._mine, self.exchange
         assert mine is not None and exchange is not None
         try:
-            if self._told != topic.name:
-                self._told = topic.name
+            if self._posted != topic.name:
+                self._posted = topic.name
                 # without any fault all take the verdict of the first rank
                 shown = _weight(mine) < FINITE or exchange.me == exchange.ranks[0]
-                exchange.tell(topic.name, pickle.dumps(mine) if shown else None)
-            answers = exchange.listen(topic.name, patience, at_update=topic.place == UPDATE)
+                exchange.post(topic.name, pickle.dumps(mine) if shown else None)
+            answers = exchange.collect(topic.name, patience, at_update=topic.place == UPDATE)
         except Exception as error:
-            note = f"the other ranks could not be asked: {type(error).__name__}: {error}"
+            note = f"the other ranks could not be reached: {type(error).__name__}: {error}"
             return replace(mine, notes=(*mine.notes, note))
         self._missing = answers.missing
         found: list[Verdict] = [mine, *(pickle.loads(v) for rank, v in answers.values.items() if rank != exchange.me)]
@@ -547,11 +549,8 @@ class StepBox(Box):
         return verdict
 
 
-FINITE = 3
-
-
 def _weight(verdict: Verdict) -> int:
-    """Return how much a verdict says about its rank, the most first: a cause, a bad loss, no replay, a finite one."""
+    """Return the order of verdicts of several ranks: first a cause, then a bad loss, no replay, a finite replay."""
     if verdict.kind != "not_reproducible":
         return 0
     return 1 if verdict.parameter else 2 if verdict.detail else FINITE
