@@ -1,9 +1,10 @@
 """Ranks: averages over processes that DistributedDataParallel does not make.
 
-DDP averages gradients during the last backward pass of a window, each in the format of its parameter. Three
-averages are made here instead, after the window: of an unfinished window (`flush`), of every window while ranks may run
-out of batches (`join`), and of every window where the policy needs another format (``reduce``, or ``grads="fp32"`` over
-low parameters). In the last two cases every micro-batch runs in DDP's `no_sync`: the backward pass sends nothing.
+DDP averages gradients during the last backward pass of a window, each in the format of its parameter, or sent low by a
+communication hook (`send_low`, under ``reduce="low"``). Three averages are made here instead, after the window: of an
+unfinished window (`flush`), of every window while ranks may run out of batches (`join`), and of every window where the
+policy needs another format (``reduce="fp32"``, or ``grads="fp32"`` over low parameters). In the last two cases every
+micro-batch runs in DDP's `no_sync`: the backward pass sends nothing.
 
 Note [mean]: every micro-batch has the same weight on every rank: the gradient of a flush is the sum over all
 micro-batches of all ranks, divided by their number. With windows of equal length that is DDP's mean over ranks of each
@@ -162,16 +163,16 @@ class Ranks:
             self.ddp._sync_buffers()
         self.ddp.require_forward_param_sync = False
 
-    def take_part(self, store: WeightStore | None, record: Record, accumulate: int) -> None:
-        """Take part in a training step with `store` behind its low parameters, or None, and `accumulate` a window."""
-        self._store, self._record, self._accumulate = store, record, accumulate
+    def take_part(self, store: WeightStore | None, record: Record) -> None:
+        """Take part in a training step with `store` behind its low parameters, or None."""
+        self._store, self._record = store, record
         if self._sends_low and not self._hook():
             self.ddp.register_comm_hook(Wire(unwrap(self.ddp), self._group), send_low)
 
-    def window(self) -> float:
-        """Return how many micro-batches the window that is complete here has on average; collective in `join`."""
+    def window(self, accumulate: int) -> float:
+        """Return how many micro-batches a window of `accumulate` here has on average; collective in `join`."""
         if not self.joining:
-            return self._accumulate
+            return accumulate
         self._record.host_reads += 1
         return self.agree(self._record.micro_batches, self._record.scale)[0]
 
@@ -306,7 +307,7 @@ class Ranks:
 
     def _hook(self) -> str:
         """Return the name of the communication hook, "" for none; DDP's log names those of C++ too."""
-        return str(self.ddp._get_ddp_logging_data().get("comm_hook", ""))
+        return "" if self.ddp.logger is None else str(self.ddp._get_ddp_logging_data().get("comm_hook", ""))
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class TrainStep:
         sums = Sums(low, hooked=hooked, windows=windows)
         self._sums = sums if sums else None
         if self._ranks is not None:
-            self._ranks.take_part(store, self.record, self.accumulate)
+            self._ranks.take_part(store, self.record)
         self._watchers = Watchers(self._updater.parameters)
         participants: list[object] = [self._updater, self.record, self.copies]
         if self._sums is not None:
@@ -261,7 +261,8 @@ class TrainStep:
             kept.loss, kept.seed = shown, seed
         record.micro_batches += 1
         if last:
-            norm, bad, culprits = self._update(self.accumulate if self._ranks is None else self._ranks.window())
+            count = self.accumulate if self._ranks is None else self._ranks.window(self.accumulate)
+            norm, bad, culprits = self._update(count)
             return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
