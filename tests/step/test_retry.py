@@ -455,18 +455,22 @@ def test_explain_needs_the_black_box_and_nothing_is_kept_between_updates() -> No
 # ---------------------------------------------------------------------- cut off
 
 
-def test_an_exception_in_a_retry_leaves_the_state_before_the_window() -> None:
+@pytest.mark.parametrize(("accumulate", "at"), [(1, 4), (2, 7)])
+def test_an_exception_in_a_retry_leaves_the_state_before_the_window(accumulate: int, at: int) -> None:
     calls: list[int] = []
 
     def failing(model: nn.Module, *args: Tensor) -> Any:
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) == at:
             raise ZeroDivisionError
         return loss_fn(model, *args)
 
-    step = plain_step(failing, retry=True, blackbox=False)
-    step(*batch(0, 0.0))
+    step = plain_step(failing, retry=True, blackbox=False, accumulate=accumulate)
+    for _ in range(accumulate):
+        step(*batch(0, 0.0))
     before = plain(step.state_dict())
+    for _ in range(accumulate - 1):
+        step(*batch(1, 9.0))
     with pytest.raises(ZeroDivisionError):
         step(*batch(1, 9.0))
     after = plain(step.state_dict())
@@ -474,7 +478,9 @@ def test_an_exception_in_a_retry_leaves_the_state_before_the_window() -> None:
         for name in ("2.ahead", "2.mean", "2.running_mean"):
             state["model"].pop(name)
     assert after == before
-    assert step(*batch(1, 0.0)).retries == 0 and float(step(*batch(1, 0.0)).scale) == 2.0**16
+    results = [step(*batch(1, 0.0)) for _ in range(accumulate)]
+    assert [r.due for r in results] == [*[False] * (accumulate - 1), True]
+    assert len(calls) == at + accumulate and results[-1].retries == 0 and float(results[-1].scale) == 2.0**16
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])

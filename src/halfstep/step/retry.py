@@ -7,7 +7,7 @@ change and the generators of random numbers are put back as the black box's repl
 Note [counted late]: an attempt that is discarded changes nothing of the scaler. The scale it falls to is computed ahead
 (`GradScaler.falls`), and the bad steps are counted in the critical part of the update that is applied. So a cut in the
 middle of a retry leaves the scaler where it was, and a window that stays bad counts as one bad step, as without retry:
-a batch with a nan in its gradient costs attempts, and not the scale.
+a batch whose gradient is nan at every scale lowers it once.
 
 Note [ranks]: ranks that average gradients share the verdict and the scale, so they decide alike without a collective.
 What only one rank sees, a batch that was written to, must not be decided by it alone: there it runs the attempts with
@@ -66,7 +66,7 @@ class Retry:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a call of the step: what an earlier one has left, if it was cut off, is void."""
+        """Begin a call of the step; forget what an earlier call has left if it was cut off."""
         self.due = self.poisoned = False
         self.retries = self._uncounted = 0
         self.scale: float | None = None
