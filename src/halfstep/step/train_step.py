@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainStep"]
 
-LossFn = Callable[..., Any]
 WHOLE = nullcontext()
 ORDINALS = count(1)
 KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph", "retry")  # of a copy
@@ -79,8 +78,7 @@ class TrainStep:
 
     Attributes:
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
-        ordinal: its number among the steps of this process that several ranks make, from 1; ranks name it so to each
-            other. 0: it is made by one.
+        ordinal: its number among the steps of this process that several ranks make, from 1; 0: it is made by one.
         copies: the low copies of fp32 weights that it keeps from step to step: how many `bytes`, and `free()`.
         evidence: the folder for the evidence of bad steps, or None.
 
@@ -111,7 +109,7 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: LossFn,
+        loss_fn: Callable[..., Any],
         *,
         policy: Policy | str | Path | None = None,
         clip_norm: float | None = None,
@@ -151,11 +149,8 @@ class TrainStep:
             # a graph repeats work that Python does not see and could not run again
             self.record = Record(unwrap(model), replayable=blackbox is not False and not cuda_graph)
             self._prepare(wanted, scaler)
-            self._graphs = None
-            if graph_device is not None:
-                self._graphs = Graphs(
-                    self, graph_device, self._micro_batch, self._moments, self._statistics, self._updater
-                )
+            parts = self._micro_batch, self._moments, self._statistics, self._updater
+            self._graphs = None if graph_device is None else Graphs(self, graph_device, *parts)
             self._updater.refuse_replaced_parameters(self._names)
             if not any(getattr(m, "sparse", False) for m in unwrap(model).modules()):  # fused forms take none of those
                 optimizer_step.prefer_fused(optimizer, self._updater.stepped_parameters())
@@ -351,9 +346,7 @@ class TrainStep:
         return self._no_sync() if postponed and self._no_sync is not None else WHOLE
 
     def metrics(self, *, every: int = 50) -> Metrics:
-        """Begin to collect metrics, a record every so many updates, and return where to poll them; nothing waits.
-
-        A second call begins anew; the first object gets no more records.
+        """Begin to collect metrics, anew at a second call: a record every so many updates; return where to poll them.
 
         Raises:
             StepError: `every` is no whole number from 1.
@@ -410,8 +403,7 @@ class TrainStep:
             moments.refuse(record.done)
         moments.grad = torch.is_grad_enabled()
         self._settle()
-        count: float = record.micro_batches
-        scale = record.scale
+        count, scale = float(record.micro_batches), record.scale
         if ranks is not None and (self.accumulate > 1 or ranks.joining):
             count, scale = ranks.agree(record.micro_batches, record.scale)
             record.host_reads += 1
