@@ -284,9 +284,9 @@ def _accelerate_random(place: Path, found: Found) -> None:
     numpy = sys.modules.get("numpy")
     allowed: AbstractContextManager[Any] = nullcontext()
     if numpy is not None:
-        rebuild = numpy._core.multiarray._reconstruct if hasattr(numpy, "_core") else None
+        rebuild = numpy.empty(0).__reduce__()[0]  # what a pickled array is made by
         kinds = [numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32)), rebuild]
-        allowed = torch.serialization.safe_globals([kind for kind in kinds if kind is not None])
+        allowed = torch.serialization.safe_globals(kinds)
     try:
         saved = _read(place, allowed)
         version, words, gauss = saved["random_state"]
