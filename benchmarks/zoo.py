@@ -52,7 +52,7 @@ from torch.overrides import TorchFunctionMode
 
 import halfstep as hs
 from benchmarks import zoo_models
-from benchmarks.run import commit, write
+from benchmarks.run import commit
 from benchmarks.zoo_models import SEED, Tiny, loss_fn, seed
 from benchmarks.zoo_tables import bound
 from halfstep.tasks import machine
@@ -501,13 +501,25 @@ def report(found: list[dict[str, Any]]) -> dict[str, Any]:
     import transformers
 
     return {
-        "command": "python -m benchmarks.zoo --json benchmarks/results/zoo.json",
+        "command": "python -m benchmarks.zoo --parts out/zoo.jsonl --json benchmarks/results/zoo.json",
         "commit": commit(),
         "machine": machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "names": len(zoo_models.names()),
         "rows": found,
     }
+
+
+def save(path: Path | None, made: dict[str, Any]) -> None:
+    """Write a report with one line for each architecture, or print it."""
+    head = json.dumps({key: value for key, value in made.items() if key != "rows"}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in made["rows"])
+    text = f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n'
+    if path is None:
+        print(text)
+    else:
+        path.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
@@ -529,7 +541,7 @@ def main() -> int:
         zoo_models.build(name)
     names = options.only or zoo_models.names()
     found = list(rows(names, tuple(options.presets.split(",")), options.parts, options.seconds))
-    write(options.json, report(found))
+    save(options.json, report(found))
     return 0
 
 

@@ -72,14 +72,22 @@ def test_the_table_counts_and_names_what_has_no_reason(monkeypatch: pytest.Monke
         "machine": {"cpu": "a processor"},
         "torch": "2",
         "transformers": "5",
+        "names": 5,
         "rows": [row(), row(loss=0.9), {"name": "other", "failed": "build", "reason": "needs a library"}],
     }
     text = zoo_table(report)
-    assert "2 architectures" in text and "1 more" in text
+    assert "2 architectures" in text and "1 more" in text and "2 names" in text
     assert "| `mixed:bf16` | 1 of 2 | 2 of 2 | 2 of 2 | 1 |" in text
     assert "| `model` | loss curve | mixed:bf16 | 0.9 | 0.028 | **unexplained** |" in text
     monkeypatch.setitem(vars(zoo_tables), "REASONS", {"model loss": "found"})
     assert "| 0.9 | 0.028 | found |" in zoo_table(report)
+
+
+def test_a_report_is_written_with_one_line_for_each_row(tmp_path: Path) -> None:
+    report = {"command": "zoo", "rows": [row(), row(loss=0.9)]}
+    zoo.save(tmp_path / "zoo.json", report)
+    text = (tmp_path / "zoo.json").read_text()
+    assert json.loads(text) == report and len(text.splitlines()) == 7
 
 
 def test_a_bound_is_that_of_its_file() -> None:
