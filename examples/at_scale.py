@@ -98,16 +98,28 @@ def build(way: str, ranks: int) -> tuple[nn.Module, torch.optim.Optimizer, int]:
     return wrapped, optimizer, together
 
 
-def main(way: str = "pure", updates: int = 60, folder: str = "") -> dict[str, Any]:
+def arguments() -> tuple[str, int, str]:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", choices=("ddp", "pure", "tp"), default="pure")
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--folder", default="")
+    found = parser.parse_args()
+    return found.way, found.updates, found.folder
+
+
+def main(way: str = "", updates: int = 60, folder: str = "") -> dict[str, Any]:
     """Train; return the loss of the last updates over all ranks, and what this rank stores."""
+    if not way:
+        way, updates, folder = arguments()
     torchrun = "RANK" in os.environ
     if torchrun:
         dist.init_process_group("gloo")  # "nccl" on GPUs
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if torchrun else (1, 0)
     model, optimizer, together = build(way, ranks)
     step = hs.TrainStep(model, optimizer, loss_fn, clip_norm=1.0)
-    if folder and os.path.isdir(folder):
-        hs.load(step, folder)
+    if folder:
+        hs.load(step, folder, missing_ok=True)
     first, losses = step.record.done, []
     for number in range(first, updates):
         losses.append(step(batch(number, rank // together, ranks // together)).loss)
@@ -127,8 +139,4 @@ def main(way: str = "pure", updates: int = 60, folder: str = "") -> dict[str, An
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=("ddp", "pure", "tp"), default="pure")
-    parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--folder", default="")
-    main(**vars(parser.parse_args()))
+    main()

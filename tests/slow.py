@@ -27,8 +27,10 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "tests/distributed/test_sample.py": ("test_a_sample_of_what_several_processes_do",),
     "tests/examples/test_examples.py": (
         "test_a_compiled_model_trains_as_the_eager_one",
+        "test_at_scale_two_ranks_reach_the_loss_of_one_process_which_opens_their_checkpoint",
         "test_a_gan_learns_with_one_scale_and_with_one_for_each_loss",
         "test_recurrent_layers_learn_in_every_format",
+        "test_stages_of_a_pipeline_share_norm_and_verdict",
         "test_two_ranks_skip_together_and_stay_equal",
     ),
     "tests/faults/test_faults.py": ("test_one_bad_rank_makes_both_skip",),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +282,34 @@ def test_a_step_that_overflows_is_located_and_its_first_cure_trains() -> None:
     out = run("why_nan")
     assert (out["op"], out["module"]) == ("matmul", "1") and "why_nan.py:" in out["line"]
     assert out["verified"] and out["steps"] == 60 and out["last"] < out["first"]
+
+
+def test_at_scale_one_process_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    assert run("at_scale", "pure", 4, str(tmp_path))["first"] == 0
+    assert run("at_scale", "pure", 6, str(tmp_path))["first"] == 4
+    assert run("at_scale", "ddp", 2)["loss"] < 5.5
+
+
+@pytest.mark.dist
+def test_at_scale_two_ranks_reach_the_loss_of_one_process_which_opens_their_checkpoint(tmp_path: Path) -> None:
+    folder, updates = str(tmp_path / "checkpoints"), 40
+    wanted = run("at_scale", "pure", updates)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    script = [str(EXAMPLES / "at_scale.py"), "--way", "pure", "--updates", str(updates), "--folder", folder]
+    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=300, check=True)
+    found = re.search(r"2 ranks: from update 0 to 40, loss (\d+\.\d+)", done.stdout)
+    stored = re.search(r"of this rank: ([\d,]+) bytes", done.stdout)
+    assert found is not None and stored is not None, done.stdout + done.stderr
+    assert float(found[1]) == pytest.approx(wanted["loss"], rel=2e-3)
+    assert int(stored[1].replace(",", "")) == pytest.approx(wanted["bytes"] / 2, rel=0.01)
+    assert run("at_scale", "pure", updates + 2, folder)["first"] == updates
+
+
+@pytest.mark.dist
+def test_stages_of_a_pipeline_share_norm_and_verdict() -> None:
+    out = run("pipeline")
+    assert learned(out, 0.5) and out["equal"] and out["skipped"]
 
 
 @pytest.mark.dist
