@@ -80,7 +80,7 @@ class Later(Entry):
 
     def __call__(self, policy: hs.Policy, job: Job) -> Trained:
         """Train `job`."""
-        inner = hs.prepare(job.model, policy=policy)
+        inner = self.prepared(job.model, policy)
         model = self.wrapped(inner)
         optimizer = job.optimizer(model.parameters())
         for window in job.windows:
@@ -89,6 +89,10 @@ class Later(Entry):
             optimizer.step()
             optimizer.zero_grad()
         return Trained(inner, optimizer, len(job.windows), model, name=_told(inner))
+
+    def prepared(self, model: nn.Module, policy: hs.Policy) -> nn.Module:
+        """Prepare `model`."""
+        return hs.prepare(model, policy=policy)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return `model` as it is trained."""
@@ -194,7 +198,7 @@ class Captured(Step):
 
 
 class Ranks(Step):
-    """A TrainStep in a process group of one rank, around a model that `shard` wraps after `hs.prepare`."""
+    """A TrainStep in a process group of one rank, whose model is distributed."""
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -226,37 +230,26 @@ class ParallelLoop(Later, Ranks):
         return nn.parallel.DistributedDataParallel(model)
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    """Shard `model`."""
-    from torch.distributed.fsdp import fully_shard
-
-    for module in model.modules():
-        if "Norm" in type(module).__name__:  # a group of parameters has one format
-            fully_shard(module)
-    fully_shard(model)
-    return model
-
-
 class Sharded(Ranks):
-    """``fully_shard`` of a prepared model, norms in groups of their own."""
+    """A model that `hs.shard` has sharded."""
 
     def __call__(self, policy: hs.Policy, job: Job) -> Trained:
         """Train `job`."""
-        model = sharded(hs.prepare(job.model, policy=policy))
+        model = hs.shard(job.model, policy)
         step = hs.TrainStep(model, job.optimizer(model.parameters()), job.loss, accumulate=len(job.windows[0]))
         return run(step, model, job.windows)
 
 
 class ShardedLoop(Later, Ranks):
-    """``fully_shard`` of a prepared model, in a loop of one's own."""
+    """A model that `hs.shard` has sharded, in a loop of one's own."""
 
-    name = "fully_shard, own loop"
+    name = "shard, own loop"
 
     def __init__(self) -> None: ...
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def prepared(self, model: nn.Module, policy: hs.Policy) -> nn.Module:
         """Shard `model`."""
-        return sharded(model)
+        return hs.shard(model, policy)
 
 
 ENTRIES: tuple[Entry, ...] = (
@@ -270,6 +263,6 @@ ENTRIES: tuple[Entry, ...] = (
     Captured("TrainStep, cuda_graph", cuda_graph=True),
     Parallel("DDP"),
     ParallelLoop(),
-    Sharded("fully_shard"),
+    Sharded("shard"),
     ShardedLoop(),
 )

@@ -71,11 +71,7 @@ class Cell:
 
 WORKS = Cell()
 NO_MODEL = Cell(refused=None, base=BF16, facts=(), words="a region has no model")
-NO_MASTERS = "low weights with masters cannot be sharded"
-SHARDED = {
-    "fully_shard": "params='fp32'|has no fp32 master|grads='fp32' over low parameters",
-    "fully_shard, own loop": "has params='low'",
-}
+SHARDED = ("shard", "shard, own loop")
 ALONE = Cell(instead={"summed": "nothing"}, words="one process sums nothing across processes")
 OWN_AVERAGES = "what is not the parameters' own format, in which DistributedDataParallel averages; TrainStep can"
 OWN_SCALE = Cell(facts=("scale",), words="the scaler that `prepare` returns")
@@ -97,24 +93,16 @@ CELLS: Mapping[tuple[str, str], Cell] = {
         refused=("fp8_e4m3",), says="fp8_e4m3.*simulated", words="simulated formats are refused"
     ),
     **{
-        (field, name): cell
-        for name, says in SHARDED.items()
-        for field, cell in {
-            "params": Cell(
-                refused=("low",), says=says, mostly=True, words=f'{NO_MASTERS} (with `master="none"` they can)'
-            ),
-            "master": Cell(
-                refused=("master", "split", "kahan", "stochastic"),
-                says=says,
-                mostly=True,
-                words=f'{NO_MASTERS} (`"none"` works)',
-            ),
-            "grads": Cell(refused=("param", "fp32"), says=says, elsewhere=True, words=NO_MASTERS),
-        }.items()
+        ("grads", name): Cell(
+            refused=("fp32",),
+            says="grads='fp32' over low parameters",
+            words="`fully_shard` accumulates in the format of the parameter",
+        )
+        for name in SHARDED
     },
     **{
         ("scale", name): Cell(instead={"scale": 1.0}, words="`prepare` without an optimizer makes no scaler")
-        for name in ("prepare, optimizer later", "DDP, own loop", "fully_shard, own loop")
+        for name in ("prepare, optimizer later", "DDP, own loop", "shard, own loop")
     },
     **{("reduce", entry.name): ALONE for entry in ENTRIES},
     ("reduce", "autocast"): NO_MODEL,
@@ -122,12 +110,6 @@ CELLS: Mapping[tuple[str, str], Cell] = {
     **{
         (field, "DDP, own loop"): Cell(refused=refused, mostly=True, words=OWN_AVERAGES)
         for field, refused in (("reduce", ("fp32", "low")), ("grads", ("fp32",)))
-    },
-    **{
-        ("reduce", name): Cell(
-            refused=("low",), base=BF16, facts=(), words="another format than the gradients' is refused"
-        )
-        for name in SHARDED
     },
 }
 """Every cell that does not simply work."""

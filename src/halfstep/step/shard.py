@@ -180,12 +180,10 @@ class _Grouping:
     def _reads_low(self, module: nn.Module) -> bool:
         """Return whether every operator that reads the parameters of `module` itself reads them in the low format."""
         rule = self._rules.get(self._paths[module], "")
-        if rule:
-            return rule == "low"
         kind = next((c for c in type(module).__mro__ if c.__name__ in OPERATORS), None)
         if kind is None or type(module).forward is not kind.forward:  # type: ignore[attr-defined]
             return False
-        return self._operators.get(OPERATORS[kind.__name__]) == "low"
+        return (rule or self._operators.get(OPERATORS[kind.__name__])) == "low"
 
     def groups(self) -> Iterator[tuple[list[nn.Module], MixedPrecisionPolicy]]:
         """Iterate over (modules, formats) for fully_shard, in order: what comes later takes what is left."""
