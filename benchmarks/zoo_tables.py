@@ -165,12 +165,13 @@ def counts(rows: list[dict[str, Any]], every: list[Deviation]) -> str:
         outside = {d.name for d in mine if d.kind in ("loss", "out", "raises")}
         speak = [row["presets"][preset] for row in rows if "generate" in row["presets"][preset]]
         saved = {d.name for d in mine if d.kind == "copies"}
+        ran = sum("raises" not in row["presets"][preset] for row in rows)
         lines.append(
             [
                 f"`{preset}`",
                 f"{len(rows) - len(outside)} of {len(rows)}",
                 f"{sum(not found['generate'] for found in speak)} of {len(speak)}",
-                f"{len(rows) - len(saved)} of {len(rows)}",
+                f"{ran - len(saved)} of {ran}",
                 str(sum(not d.reason for d in mine)),
             ]
         )
