@@ -90,7 +90,7 @@ faults: $(READY)  ## score the instruments on seeded faults and healthy controls
 fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10 minutes (MINUTES=60 for an hour)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
-zoo: $(READY)  ## transformers' architectures, tiny, under five presets, some 30 minutes; goes on where it was cut off -> benchmarks/results/zoo.json
+zoo: $(READY)  ## transformers' architectures, tiny, under five presets, an hour; goes on where it was cut off -> benchmarks/results/zoo.json
 	$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --parts out/zoo.jsonl --json benchmarks/results/zoo.json
 
 compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json

@@ -240,9 +240,9 @@ def choices(tiny: Tiny) -> list[str]:
 
 
 def prompt(tiny: Tiny) -> dict[str, Any]:
-    """Return the arguments of generate."""
+    """Return the arguments of generate: copies, since some models write into them."""
     left_out = ("labels", "decoder_input_ids", "decoder_attention_mask", "return_loss")
-    return {key: value for key, value in tiny.arguments.items() if key not in left_out}
+    return {key: copy.deepcopy(value) for key, value in tiny.arguments.items() if key not in left_out}
 
 
 def generate(model: nn.Module, arguments: dict[str, Any], region: Region) -> tuple[Tensor, list[Tensor]]:
