@@ -427,7 +427,9 @@ class TrainStep:
             norm, bad, culprits = self._update(count)
             while self._retry is not None and self._retry.due:
                 self._run_again(self._retry)
-                count = ranks.window() if ranks is not None and ranks.joining else count  # the others `agree` again
+                count = (
+                    ranks.window(self.accumulate) if ranks is not None and ranks.joining else count
+                )  # the others `agree` again
                 norm, bad, culprits = self._update(count)
             moments.phase = REST
         except BaseException as error:
