@@ -28,6 +28,8 @@ RUNS: dict[str, tuple[str, int, tuple[int, int], dict[str, Any]]] = {
     "windows": ("O0", 3, (4, 8), {}),
     "a last short window": ("O0", 3, (2, 7), {"gradient_as_bucket_view": True}),
     "fp16": ("mixed:fp16", 1, (3, 6), {}),
+    "fp16, retried": ("mixed:fp16", 1, (3, 6), {}),
+    "fp16, windows retried": ("mixed:fp16", 2, (3, 7), {}),
     "pure": ("pure:bf16", 1, (2, 5), {}),
     "fp32 sums": ("pure:bf16:grads=fp32", 2, (3, 6), {}),
     "stochastic": ("pure:bf16:master=stochastic", 1, (2, 4), {}),
@@ -54,9 +56,10 @@ def _step(wanted: str, accumulate: int, name: str, wrap: Any) -> tuple[hs.TrainS
     optimizer = AdamW(net.parameters(), 1e-2)
     hs.prepare(net, optimizer, policy=policy(wanted))
     scheduler = StepLR(optimizer, 2, gamma=0.5)
-    scaler = hs.GradScaler("cpu", init_scale=8.0, growth_interval=2) if "fp16" in wanted else None
+    retry = "retried" in name
+    scaler = hs.GradScaler("cpu", init_scale=2.0**22 if retry else 8.0, growth_interval=2) if "fp16" in wanted else None
     options: dict[str, Any] = {"clip_norm": 1.0, "scheduler": scheduler, "scaler": scaler, "accumulate": accumulate}
-    return hs.TrainStep(wrap(net), optimizer, loss_of, **options), scheduler
+    return hs.TrainStep(wrap(net), optimizer, loss_of, retry=retry, **options), scheduler
 
 
 def run(rank: int, name: str) -> dict[str, Any]:

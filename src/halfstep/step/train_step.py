@@ -354,8 +354,6 @@ class TrainStep:
         self._metrics = Metrics(every)
         return self._metrics
 
-    # ------------------------------------------------------------------ one update
-
     @property
     def scaler(self) -> GradScaler:
         """The loss scaler, which other training steps may share; given when the step is built."""
@@ -427,9 +425,8 @@ class TrainStep:
             norm, bad, culprits = self._update(count)
             while self._retry is not None and self._retry.due:
                 self._run_again(self._retry)
-                count = (
-                    ranks.window(self.accumulate) if ranks is not None and ranks.joining else count
-                )  # the others `agree` again
+                if ranks is not None and ranks.joining:
+                    count = ranks.window(self.accumulate)  # the others do so again
                 norm, bad, culprits = self._update(count)
             moments.phase = REST
         except BaseException as error:
