@@ -15,7 +15,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    assert len(snippets(README)) == 5
+    assert len(snippets(README)) == 6
     run_page(README)
     saved = torch.load(tmp_path / "weights.pt")
     assert all(value.dtype is torch.float32 for value in saved.values())
