@@ -39,6 +39,7 @@ def check(run: Run, kind: type[BaseException], first: float, stride: int) -> Cou
     return Counter(outcomes)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cut off in a generator that ends
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_some_lines(run: Run, kind: type[BaseException]) -> None:
