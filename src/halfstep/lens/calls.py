@@ -24,6 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
+from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
 from halfstep.step.record import generators, generators_of, put_random, random_states
@@ -39,11 +40,10 @@ __all__ = [
     "described",
     "extremes",
     "floats",
+    "is_sharded",
     "has_storage",
     "in_float64",
-    "is_sharded",
     "line_of",
-    "local",
     "name_of_node",
     "ours",
     "place",
@@ -181,7 +181,7 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
-    values = local(values)
+    values = sharded.local(values)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point() or not values.numel():
@@ -196,15 +196,9 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     return (float(finite.abs().max()) if finite.numel() else 0.0), False, nan
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a sharded tensor that this rank has; of any other all of it."""
-    own = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
-    return tensor if own is None else own()
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a rank has only a part of some parameter of `model`."""
-    return any(hasattr(parameter, "placements") for parameter in model.parameters())
+    return any(map(sharded.is_sharded, model.parameters()))
 
 
 def floats(tree: Any) -> list[Tensor]:

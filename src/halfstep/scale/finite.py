@@ -9,13 +9,13 @@ placements, so that torch's own handler makes the ranks agree. Only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.sharded import local
 
 __all__ = ["check", "describe_non_finite", "gradients", "names_of", "unscale_"]
 
@@ -124,7 +124,7 @@ def describe_non_finite(
     for optimizer in optimizers:
         for label, parameter in _labelled(optimizer, names):
             if parameter.grad is not None:
-                values = _local(_values(parameter.grad))
+                values = local(_values(parameter.grad))
                 labels.append(label)
                 counts.append(values.isfinite().logical_not().sum().cpu())
                 sizes.append(values.numel())
@@ -215,12 +215,6 @@ def _values(gradient: Tensor) -> Tensor:
     if gradient.layout is torch.strided:
         return gradient
     return gradient._values() if gradient.is_sparse else gradient.values()
-
-
-def _local(values: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, and any other tensor as it is."""
-    to_local: Callable[[], Any] | None = getattr(values, "to_local", None)
-    return values if to_local is None else to_local()
 
 
 def _widen(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

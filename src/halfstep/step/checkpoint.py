@@ -20,7 +20,7 @@ from halfstep.step.update import Updater
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["check_state", "load_rounding", "load_step", "rebuild", "refuse_window", "rounding", "save_step"]
+__all__ = ["check_state", "load_step", "rebuild", "refuse_window", "rounding", "save_step"]
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights

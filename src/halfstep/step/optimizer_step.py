@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import fused_works
+from halfstep.kernels.sharded import local
 from halfstep.scale.fused import keep_working_form, must_not_skip, skips_itself, step_with_flag
 
 __all__ = [
@@ -37,16 +38,7 @@ def stored(gradients: Sequence[Tensor]) -> list[Tensor]:
 
     That is the values of sparse ones (coalesced), and this rank's part of sharded ones (DTensor), none of them partial.
     """
-    return [_stored(g) for g in gradients]
-
-
-def _stored(gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        return gradient._values()
-    if type(gradient) not in WHOLE_TENSORS and hasattr(gradient, "to_local"):
-        part: Tensor = gradient.to_local()
-        return part
-    return gradient
+    return [gradient._values() if gradient.is_sparse else local(gradient) for gradient in gradients]
 
 
 def clip_values_(gradients: Sequence[Tensor], divisor: Tensor | None, limit: float) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.errors import StepError, did_you_mean
+from halfstep.kernels.sharded import local
 
 __all__ = ["check_model", "check_optimizer", "check_scheduler", "check_step"]
 
@@ -112,12 +113,12 @@ def _check_finite(given: Mapping[str, Tensor], *, infinities: bool = False) -> N
     """Refuse tensors that hold nan, or, unless `infinities` may be there, inf; one wait for each device."""
     flags: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for path, tensor in given.items():
-        local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
-        if local.is_sparse:
-            local = local.coalesce()._values()
-        if (local.is_floating_point() or local.is_complex()) and not local.is_meta:
-            wrong = local.isnan().any() if infinities else ~local.isfinite().all()
-            flags.setdefault(local.device, []).append((path, wrong))
+        part = local(tensor).detach()
+        if part.is_sparse:
+            part = part.coalesce()._values()
+        if (part.is_floating_point() or part.is_complex()) and not part.is_meta:
+            wrong = part.isnan().any() if infinities else ~part.isfinite().all()
+            flags.setdefault(part.device, []).append((path, wrong))
     for known in flags.values():
         for (path, _), wrong in zip(known, torch.stack([flag for _, flag in known]).tolist(), strict=True):
             if wrong:

@@ -43,6 +43,7 @@ from halfstep.step.bind import binding_of
 from halfstep.step.checkpoint import load_step, rebuild, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.construct import unchanged_on_failure
+from halfstep.step.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
 from halfstep.step.metrics import Metrics
@@ -138,7 +139,7 @@ class TrainStep:
         self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         # ranks that make steps together examine a bad one together, at one place: `_update`
-        self._alone = self._no_sync is None and not any(hasattr(p, "placements") for p in unwrap(model).parameters())
+        self._alone = self._no_sync is None and not is_distributed(unwrap(model))
         self.ordinal = 0 if self._alone else next(ORDINALS)
         self._metrics: Metrics | None = None
         self._box: Any = None  # the black box, made by the first step that is not finite

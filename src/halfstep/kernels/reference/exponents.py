@@ -17,13 +17,14 @@ counts and taking the maximum of the last two places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import FormatError
 from halfstep.formats import POLICY_DTYPES
+from halfstep.kernels.sharded import local
 
 __all__ = [
     "BINS",
@@ -72,8 +73,7 @@ def parts(tensor: Tensor) -> Tensor:
         FormatError: its elements are integers or booleans.
     """
     tensor = tensor.detach()
-    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    tensor = tensor if local is None else local()
+    tensor = local(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():

@@ -20,12 +20,13 @@ from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import Verdict
+from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import load_evidence, load_weights, window_of
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, LOW_SCALE, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic, rank
-from halfstep.lens.calls import extremes, local
+from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.cast.state import STATE
 from halfstep.formats import FORMATS, LOW_DTYPES
-from halfstep.lens.calls import local
+from halfstep.kernels.sharded import local
 from halfstep.lens.sketch import Sketches
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
