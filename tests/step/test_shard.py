@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import BindError, UnbuiltError
+from halfstep.kernels.sharded import local
+from halfstep.step.prepare import store_of
 from tests.distributed.strategies import Net, batches, loss_of, policy
 
 LOW = ("O2:bf16:master=master", "pure:bf16:master=split", "pure:bf16:master=kahan", "pure:fp16", "pure:bf16:state=low")
@@ -83,6 +85,17 @@ def test_sharded_over_one_rank_it_trains_as_the_model_alone_bit_for_bit(name: st
     assert step.policy.master != "auto"
     wanted = alone.state_dict()
     assert all(torch.equal(value, wanted[key]) for key, value in whole(sharded).items())
+
+
+@pytest.mark.parametrize(("fields", "size"), [("master=split", 8), ("master=stochastic", 6), ("master=master", 10)])
+def test_weights_and_states_take_so_many_bytes_a_parameter(fields: str, size: int) -> None:
+    model = hs.shard(net(), policy(f"pure:bf16:{fields},state=low"))
+    step = trained(model, 1)
+    store = store_of(model)
+    assert store is not None
+    states = [value for state in step.optimizer.state.values() for name, value in state.items() if name != "step"]
+    stored = [local(tensor) for tensor in (*model.parameters(), *states, *store.kept())]
+    assert sum(part.nbytes for part in stored) == size * sum(p.numel() for p in model.parameters())
 
 
 def test_any_optimizer_steps_the_values_behind_parts() -> None:
@@ -215,6 +228,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         hs.shard(hs.prepare(net(), policy="mixed"), "mixed")
     with pytest.raises(BindError, match="is sharded already"):
         hs.shard(hs.shard(net(), "mixed"), "mixed")
+    large = net()
+    with torch.no_grad():
+        large.head.weight[0, 0] = 1e6
+    with pytest.raises(BindError, match=r"head\.weight holds a weight of magnitude 1000000, and float16 ends at 65504"):
+        hs.shard(large, policy("pure:fp16"))
+    assert type(large) is Net and type(large.head.weight) is nn.Parameter
     bare = nn.Module()
     bare.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
     with pytest.raises(BindError, match="has no reset_parameters"):

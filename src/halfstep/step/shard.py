@@ -26,6 +26,7 @@ from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolve
 from halfstep.step.bind import binding_of
+from halfstep.step.bindable import check_model
 from halfstep.step.fsdp import is_fsdp
 from halfstep.step.prepare import prepare
 
@@ -104,14 +105,18 @@ def shard(
         )
     mesh = options.get("mesh")
     if mesh is None:
-        kind = next((p.device.type for p in model.parameters() if not p.is_meta), "")
-        kind = kind or (torch.accelerator.current_accelerator() or torch.device("cpu")).type
-        mesh = options["mesh"] = init_device_mesh(kind, (torch.distributed.get_world_size(),))
-    plan = resolve(wanted, model, mesh.device_type)
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = next((p.device for p in model.parameters() if not p.is_meta), here or torch.device("cpu"))
+        mesh = options["mesh"] = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    meta = any(p.is_meta for p in model.parameters())
+    if meta:  # without values that could be refused
+        plan = resolve(wanted, model, mesh.device_type)
+    else:
+        plan = check_model(model, wanted, (mesh.device_type,), one_pass=False)
     groups = list(_Grouping(model, plan, _units(model, units)).groups())  # all, before parameters are replaced
     for modules, mp_policy in groups:
         fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=mp_policy, **options)
-    if any(p.is_meta for p in model.parameters()):
+    if meta:
         model.to_empty(device=mesh.device_type)
         (_reset if init is None else init)(model)
     return prepare(model, policy=wanted)
