@@ -334,6 +334,11 @@ def test_without_a_signal_the_run_is_the_same_and_a_late_one_is_reported(
     assert "after the last update" in caplog.text and names(tmp_path) == [] and step.preemption is None
 
 
+def test_what_is_no_signal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="signals: 'SIGTERM' is no signal; expected such as signal.SIGTERM"):
+        hs.on_preemption(made(), tmp_path, signals=["SIGTERM"])  # type: ignore[list-item]
+
+
 def test_it_needs_the_main_thread(tmp_path: Path) -> None:
     found: list[BaseException] = []
 

@@ -60,10 +60,16 @@ def on_preemption(
         signals: their numbers. SIGUSR1 is what ``sbatch --signal=USR1@120`` sends.
 
     Raises:
-        CheckpointError: on entering: outside of the main thread, where Python sets no handlers, or inside another such
+        CheckpointError: no signal; on entering: outside of the main thread, where Python sets no handlers, or inside another such
             block of the same step.
     """
-    return Preemption(step, path, keep=keep, extra=extra, signals=tuple(signals))
+    numbers = tuple(signals) if isinstance(signals, Iterable) else (signals,)
+    for number in numbers:
+        if number not in signal.valid_signals():
+            raise CheckpointError(
+                f"hs.on_preemption: signals: {number!r} is no signal; expected such as signal.SIGTERM"
+            )
+    return Preemption(step, path, keep=keep, extra=extra, signals=numbers)
 
 
 class Preemption:
