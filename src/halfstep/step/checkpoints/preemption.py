@@ -60,8 +60,8 @@ def on_preemption(
         signals: their numbers. SIGUSR1 is what ``sbatch --signal=USR1@120`` sends.
 
     Raises:
-        CheckpointError: no signal; on entering: outside of the main thread, where Python sets no handlers, or inside another such
-            block of the same step.
+        CheckpointError: `signals` are none; on entering: outside of the main thread, where Python sets no handlers, or
+            inside another such block of the same step.
     """
     numbers = tuple(signals) if isinstance(signals, Iterable) else (signals,)
     for number in numbers:
