@@ -166,7 +166,7 @@ def test_modules_compiled_by_torch_jit_are_refused_in_words(name: str) -> None:
         assert not any("_halfstep" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule"])
+@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])
 def test_models_that_a_library_shards_or_runs_are_refused_in_words(kind: str) -> None:
     model = nn.Sequential(type(kind, (nn.Linear,), {})(4, 4))
     with pytest.raises(BindError, match="module '0' is (already )?(sharded|run) by"):
