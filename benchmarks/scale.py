@@ -29,7 +29,7 @@ from benchmarks.reports import load
 from benchmarks.run import commit, write
 from halfstep.tasks import machine
 from tests.distributed.checks import added, deviation, overflows, parity, reference
-from tests.distributed.strategies import BOUNDS, STRATEGIES, policy
+from tests.distributed.strategies import STRATEGIES
 from tests.two_processes import in_processes
 
 PARITY, OVERFLOWS = 20, 1000
@@ -62,7 +62,7 @@ def parity_row(name: str, which: str, found: list[dict[str, Any]]) -> dict[str, 
     first, torchs = found[0]["weights"], found[0]["torch"]
     return {
         "deviation": deviation(first, wanted["weights"], start),
-        "bound": BOUNDS[policy(which).dtype],
+        "bound": STRATEGIES[name].bound(which),
         "ranks_equal": all(deviation(each["weights"], first, start) == 0.0 for each in found),
         "torch": torchs if isinstance(torchs, str) else deviation(torchs, wanted["torch"], start),
     }

@@ -194,7 +194,8 @@ def sample(folder: Path) -> dict[str, int]:
     """Measure this process after a garbage collection."""
     gc.collect()
     everything = gc.get_objects()
-    tensors = [one for one in everything if type(one) is Tensor or type(one) is nn.Parameter]
+    kinds = (Tensor, nn.Parameter)
+    tensors = [one for one in everything if type(one) in kinds and one.layout is torch.strided]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     evidence = [path for path in folder.glob("evidence/*") if path.is_file()]
     own = Path("/proc/self")

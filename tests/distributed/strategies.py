@@ -131,6 +131,7 @@ class Strategy:
         ranks: the numbers of processes it runs in.
         sums: "ranks": a global batch is summed as one process sums the parts of the ranks as micro-batches, and so is
             the norm, so that two ranks are bit-equal to it; "other": in another order or format.
+        sends: the format in which a hook of torch's sends gradients; "": that of the policy.
     """
 
     wrap: Wrap
@@ -139,6 +140,11 @@ class Strategy:
     accumulate: int = 1
     ranks: tuple[int, ...] = (2, 4)
     sums: str = "ranks"
+    sends: str = ""
+
+    def bound(self, policy_name: str) -> float:
+        """Return how far from one process it may end: see `BOUNDS`."""
+        return max(BOUNDS[policy(policy_name).dtype], BOUNDS[self.sends or "fp32"])
 
 
 def _ddp(
@@ -215,7 +221,7 @@ STRATEGIES: Mapping[str, Strategy] = {
         wrap=partial(_ddp, gradient_as_bucket_view=True), policies=("O0", "mixed:fp16", "pure:bf16")
     ),
     "ddp, fp16_compress_hook": Strategy(
-        wrap=partial(_ddp, hook="fp16_compress_hook"), policies=("O0", "mixed:fp16"), sums="other"
+        wrap=partial(_ddp, hook="fp16_compress_hook"), policies=("O0", "mixed:fp16"), sums="other", sends="fp16"
     ),
     "fsdp2": Strategy(wrap=_fsdp, policies=FP32, sums="other"),
     "shard": Strategy(wrap=_shard, policies=(*FP32, *LOW, "pure:bf16:reduce=fp32"), sums="other"),
@@ -233,7 +239,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 BOUNDS: Mapping[str, float] = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
-"""Of the distance from one process over the distance moved, by low format: sums in another order round differently."""
+"""Of the distance from one process over the distance moved, by the coarsest format: sums in another order differ."""
 
 # ------------------------------------------------------------------ runs
 

@@ -208,7 +208,7 @@ def test_a_sharded_flat_parameter_is_refused_in_every_order(both: list[dict[str,
         for (original, name, order), words in each["flat"].items():
             early = original and name == "pure:bf16" and order.startswith("prepared")  # its weights refuse the pieces
             assert ("was given data of shape" if early else "is sharded by FullySharded") in words, (order, words)
-            assert early or "use fully_shard in its place: hs.prepare first" in words
+            assert early or "use hs.shard(model, policy) in its place" in words
 
 
 def test_updates_and_casts_inside_the_backward_pass_are_refused(both: list[dict[str, Any]]) -> None:

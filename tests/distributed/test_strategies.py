@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.checks import added, deviation, overflows, parity, reference
-from tests.distributed.strategies import BOUNDS, STRATEGIES, policy
+from tests.distributed.strategies import STRATEGIES
 from tests.two_processes import in_processes
 
 pytestmark = [pytest.mark.dist, pytest.mark.hours]
@@ -36,7 +36,7 @@ def check(found: list[dict[Any, Any]], runs: tuple[tuple[str, str], ...], update
         results = [each["parity", run] for each in found]
         for result in results:
             apart = deviation(result["weights"], wanted["weights"], wanted["start"])
-            assert apart <= BOUNDS[policy(run[1]).dtype], (run, apart)
+            assert apart <= STRATEGIES[run[0]].bound(run[1]), (run, apart)
             assert deviation(result["weights"], results[0]["weights"], wanted["start"]) == 0.0, run
         sent = found[0]["added", run]
         for kind in ("good", "bad"):  # a plain norm beside sharded ones is agreed upon, and counted apart

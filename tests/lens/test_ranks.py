@@ -238,11 +238,10 @@ def _fail(*args: Any) -> None:
 
 
 def left(rank: int) -> list[Any]:
-    """Let the second rank leave by DDP's join, and make the first one's steps bad after it."""
+    """Let the second rank run out of batches, and make the first one's steps bad after it."""
     step = built("ddp", STATIC)
-    model: Any = step.model
     found: list[Any] = []
-    with model.join():
+    with step.join():
         for i, fault in enumerate(("", "", "overflow", "", "bad_batch", "")[: 6 if rank == 0 else 2]):
             with waits() as seconds:
                 skipped = step(*batch(i, rank, fault)).host().skipped
