@@ -109,10 +109,12 @@ WAYS = (
 
 def paper(collectives: dict[str, Any]) -> str:
     """Return what a step of a 7B model under `hs.shard` stores and sends for each device, from the counted numbers."""
-    counted = [row for row in collectives.get("rows", []) if row["strategy"].startswith("shard")]
-    if not counted:
+    one_group = [
+        row for row in collectives.get("rows", []) if (row["strategy"], row["policy"]) == ("shard", "pure:bf16")
+    ]
+    if not one_group:
         return NOTHING
-    extra = max(row["good"]["number"] for row in counted)
+    extra = max(row["good"]["number"] for row in one_group)  # of two groups a unit, the second counts as added too
     rows = []
     for name, stored, gathered, reduced, groups in WAYS:
         for devices, sharing in DEVICES:
