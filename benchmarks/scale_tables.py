@@ -115,7 +115,7 @@ def paper(collectives: dict[str, Any]) -> str:
     if not one_group:
         return NOTHING
     extra = max(row["good"]["number"] for row in one_group)  # of two groups a unit, the second counts as added too
-    rows = []
+    made: list[list[str]] = []
     for name, stored, gathered, reduced, groups in WAYS:
         for devices, sharing in DEVICES:
             part = (sharing - 1) / sharing * ELEMENTS
@@ -123,7 +123,7 @@ def paper(collectives: dict[str, Any]) -> str:
             if devices > sharing:
                 sent += 2 * reduced * ELEMENTS / sharing  # gradients, between the copies
             calls = (3 + (devices > sharing)) * (UNITS * groups + 1)
-            rows.append(
+            made.append(
                 [
                     name,
                     f"{devices:,}" + ("" if devices == sharing else f", in groups of {sharing:,}"),
@@ -134,4 +134,4 @@ def paper(collectives: dict[str, Any]) -> str:
                 ]
             )
     head = ["policy", "devices", "weights and state of a device", "torch sends, collectives", "`TrainStep` adds"]
-    return table([*head, "its latency, if a hop takes 5 us"], rows)
+    return table([*head, "its latency, if a hop takes 5 us"], made)
