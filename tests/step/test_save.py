@@ -334,6 +334,24 @@ def test_without_a_signal_the_run_is_the_same_and_a_late_one_is_reported(
     assert "after the last update" in caplog.text and names(tmp_path) == [] and step.preemption is None
 
 
+def test_an_update_that_ends_before_ranks_agree_that_it_is_the_last_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = made()
+    with pytest.raises(SystemExit), hs.on_preemption(step, tmp_path, extra=lambda: number) as block:
+        for number in range(3):
+            if number == 1:  # another rank got a signal while update 2 was under way
+
+                def agree(seconds: float) -> bool:
+                    block.end_after(2, signal.SIGTERM)
+                    return True
+
+                assert block.hold() == 1
+                monkeypatch.setattr(block._known, "wait", agree)
+            step(torch.randn(4, 8))
+    assert (hs.load(made(), tmp_path).step, number) == (2, 1)
+
+
 def test_what_is_no_signal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="signals: 'SIGTERM' is no signal; expected such as signal.SIGTERM"):
         hs.on_preemption(made(), tmp_path, signals=["SIGTERM"])  # type: ignore[list-item]

@@ -214,9 +214,6 @@ class TrainStep:
         moments = self._moments
         if moments.phase:
             moments.refuse(self.record.done)
-        preemption = self.preemption
-        if preemption is not None and not self.record.micro_batches:
-            preemption.before_update()
         moments.grad = torch.is_grad_enabled()
         self._settle()
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
@@ -237,8 +234,8 @@ class TrainStep:
             STATE.copies = copies
         if self._metrics is not None:
             self._metrics.see(result, (batch, named), updated=result.due)
-        if preemption is not None and result.due:
-            preemption.after_update()
+        if self.preemption is not None and result.due:
+            self.preemption.after_update()
         return result
 
     def _micro_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:

@@ -4,7 +4,7 @@ Schedulers of clusters (and torchrun, for its workers) send SIGTERM and, half a 
 
 Note [the same update]: a signal reaches ranks at different times, or one of them alone, and a rank may be an update
 ahead of another. On the first signal all ranks report how many updates they have finished; the last update is
-T = most + 1, and until T is known a rank begins no update beyond its own count + 1, which T is never below. So all
+T = most + 1, and until T is known a rank ends no update beyond its own count + 1, which T is never below. So all
 ranks make update T and none begins T + 1. Reports are made by a thread that waits in the store of the process group, so
 they need nothing of a main thread that is inside a collective. An update without a signal costs two calls and no
 communication.
@@ -136,21 +136,21 @@ class Preemption:
 
     # ------------------------------------------------------------------ called by the step
 
-    def before_update(self) -> None:
-        """Wait for the agreement of the ranks if the update that begins might be one too many."""
-        if self._may_begin is not None and self._finished >= self._may_begin:
-            if not self._known.wait(AGREEMENT) or self._last is None:
-                LOG.error("after signal %d ranks have not agreed on a last update: no checkpoint", self.requested)
-                raise SystemExit(128 + (self.requested or int(signal.SIGTERM)))
-
     def after_update(self) -> None:
         """Count an update; after the last one, save and end the run.
 
+        If it may have been the last one, this waits for the agreement of the ranks: here and not where the next update
+        begins, because the caller has not drawn its batch yet.
+
         Raises:
-            SystemExit: it was the last one.
+            SystemExit: it was the last one, or the ranks have not agreed.
         """
         with self._lock:
             self._finished += 1
+            may_be_last = self._may_begin is not None and self._finished >= self._may_begin
+        if may_be_last and (not self._known.wait(AGREEMENT) or self._last is None):
+            LOG.error("after signal %d ranks have not agreed on a last update: no checkpoint", self.requested)
+            raise SystemExit(128 + (self.requested or int(signal.SIGTERM)))
         if self._last is None or self._finished < self._last:
             return
         extra = None if self._extra is None else self._extra()
