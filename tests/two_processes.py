@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-__all__ = ["in_processes", "in_two_processes"]
+from halfstep.errors import HalfstepError
+
+__all__ = ["error_of", "in_processes", "in_two_processes"]
 
 PATIENCE = 120.0  # seconds
 
@@ -66,3 +68,12 @@ def _process(
     except BaseException:
         dist.destroy_process_group()
         raise
+
+
+def error_of(run: Callable[[], object]) -> str:
+    """Return the error that `run` raises, as text that ranks can compare; "ran" if it raises none of halfstep's."""
+    try:
+        run()
+    except HalfstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ran"

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 import halfstep as hs
 from tests.distributed.checks import deviation
 from tests.distributed.strategies import Net, batches, loss_of, policy, whole
-from tests.two_processes import in_two_processes
+from tests.two_processes import error_of, in_two_processes
 
 pytestmark = [pytest.mark.dist, pytest.mark.hours]
 
@@ -102,14 +102,6 @@ def _alone(name: str) -> dict[str, Any]:
     return {"start": start, "ended": ended, "weights": whole(step.model), "epochs": scheduler.last_epoch}
 
 
-def _words(run: Any) -> str:
-    try:
-        run()
-    except hs.HalfstepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "ran"
-
-
 def refused(rank: int) -> dict[str, str]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -120,23 +112,23 @@ def refused(rank: int) -> dict[str, str]:
     words = {}
     torchs = step(Net())
     with cast(DistributedDataParallel, torchs.model).join():
-        words["torch"] = _words(lambda: torchs(*next(batches(0, 0))))
+        words["torch"] = error_of(lambda: torchs(*next(batches(0, 0))))
     hooked = step(Net())
     cast(DistributedDataParallel, hooked.model).register_comm_hook(None, fp16_compress_hook)
-    words["hook"] = _words(hooked.join)
-    words["static"] = _words(step(Net(), static_graph=True).join)
+    words["hook"] = error_of(hooked.join)
+    words["static"] = error_of(step(Net(), static_graph=True).join)
     synced = Net()
     made = step(synced)
     synced.extra = nn.SyncBatchNorm(4)  # which DistributedDataParallel takes on a GPU only
-    words["sync"] = _words(made.join)
-    words["sharded"] = _words(step(cast(nn.Module, fully_shard(hs.prepare(Net(), policy="O0")))).join)
+    words["sync"] = error_of(made.join)
+    words["sharded"] = error_of(step(cast(nn.Module, fully_shard(hs.prepare(Net(), policy="O0")))).join)
     others = step(nn.Linear(2, 2)), step(Net())
 
     def join_one_of_two() -> None:
         with others[rank].join():
             pass
 
-    words["two"] = _words(join_one_of_two)
+    words["two"] = error_of(join_one_of_two)
     return words
 
 

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 import halfstep as hs
 from tests.distributed.checks import deviation
 from tests.distributed.strategies import CLIP, Net, batches, loss_of, policy, whole
-from tests.two_processes import in_two_processes
+from tests.two_processes import error_of, in_two_processes
 
 pytestmark = [pytest.mark.dist, pytest.mark.hours]
 
@@ -30,14 +30,6 @@ LOW = ("O2:bf16", "pure:bf16", "pure:bf16:master=split", "pure:bf16:state=low")
 def _net() -> Net:
     torch.manual_seed(0)
     return Net()
-
-
-def _words(run: Callable[[], object]) -> str:
-    try:
-        run()
-    except hs.HalfstepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "ran"
 
 
 # ------------------------------------------------------------------ ZeroRedundancyOptimizer
@@ -79,11 +71,11 @@ def zeros(rank: int, presets: tuple[str, ...] = PRESETS) -> dict[Any, Any]:
         net = _net()
         sharded = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
         wanted = policy(name)
-        found[name] = _words(partial(hs.TrainStep, net, sharded, loss_of, policy=wanted))
+        found[name] = error_of(partial(hs.TrainStep, net, sharded, loss_of, policy=wanted))
         found[name, "untouched"] = whole(net)
     net = hs.prepare(_net(), policy="mixed")
     overlapping = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2, overlap_with_ddp=True)
-    found["overlap"] = _words(lambda: hs.TrainStep(DistributedDataParallel(net), overlapping, loss_of))
+    found["overlap"] = error_of(lambda: hs.TrainStep(DistributedDataParallel(net), overlapping, loss_of))
     return found
 
 
@@ -123,7 +115,7 @@ def flat(rank: int) -> dict[Any, str]:
                 "prepared, parts, loop": lambda: loss_of(prepared(parts), *batch),
                 "wrapped, prepared": first,
             }
-            found |= {(original, name, order): _words(run) for order, run in words.items()}
+            found |= {(original, name, order): error_of(run) for order, run in words.items()}
     return found
 
 
@@ -135,7 +127,7 @@ def overlapping(rank: int) -> dict[str, str]:
     from torch.nn.parallel.distributed import _MixedPrecision
 
     def step(ddp: DistributedDataParallel) -> str:
-        return _words(lambda: hs.TrainStep(ddp, AdamW(ddp.parameters()), loss_of, policy="mixed"))
+        return error_of(lambda: hs.TrainStep(ddp, AdamW(ddp.parameters()), loss_of, policy="mixed"))
 
     updating = DistributedDataParallel(_net())
     updating._register_fused_optim(torch.optim.SGD, lr=0.1)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
+from tests.two_processes import error_of
 
 pytestmark = pytest.mark.dist
 
@@ -438,14 +439,6 @@ def test_a_sum_of_64_micro_batches_on_each_rank_is_fp32s(both: Callable[[str], t
     assert float((low - mean).norm() / mean.norm()) > 1e-3  # what a sum in bf16 would have been
 
 
-def _words(run: Callable[[], object]) -> str:
-    try:
-        run()
-    except hs.HalfstepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "ran"
-
-
 @case("refused")
 def _refusals(rank: int) -> dict[str, str]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -467,17 +460,17 @@ def _refusals(rank: int) -> dict[str, str]:
     net, optimizer = prepared(low)
     hooked = DistributedDataParallel(net)
     hooked.register_comm_hook(None, fp16_compress_hook)
-    words["hook"] = _words(lambda: hs.TrainStep(hooked, optimizer, loss))
+    words["hook"] = error_of(lambda: hs.TrainStep(hooked, optimizer, loss))
     net, optimizer = prepared(wide)
     static = DistributedDataParallel(net, static_graph=True)
-    words["static"] = _words(lambda: hs.TrainStep(static, optimizer, loss))
+    words["static"] = error_of(lambda: hs.TrainStep(static, optimizer, loss))
     net, optimizer = prepared(hs.Policy.of("mixed", dtype="bf16"))
     hooked = DistributedDataParallel(net)
     hooked.register_comm_hook(None, fp16_compress_hook)
     step = hs.TrainStep(hooked, optimizer, loss, accumulate=2)
     if rank:
         step(x)
-    words["flush"] = _words(step.flush)
+    words["flush"] = error_of(step.flush)
     for name, policy in (("low", low), ("wide", wide)):
         for compiled in (False, True):
             net, _ = prepared(policy)
@@ -487,12 +480,12 @@ def _refusals(rank: int) -> dict[str, str]:
                 ddp(x)
             with ddp.no_sync():
                 loss(ddp, x).backward()
-            words[f"loop {name} {compiled}"] = _words(partial(loss, ddp, x))
+            words[f"loop {name} {compiled}"] = error_of(partial(loss, ddp, x))
     net, _ = prepared(low)
     fully_shard(net)
-    words["shard loop"] = _words(lambda: loss(net, x).backward())
+    words["shard loop"] = error_of(lambda: loss(net, x).backward())
     optimizer = _sgd(net)
-    words["shard"] = _words(lambda: hs.TrainStep(net, optimizer, loss))
+    words["shard"] = error_of(lambda: hs.TrainStep(net, optimizer, loss))
     return words
 
 
