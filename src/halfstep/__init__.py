@@ -2,7 +2,7 @@
 
 One frozen `Policy` states in which number format every operator, module, parameter and gradient lives; `autocast`,
 `GradScaler`, `prepare` and `TrainStep` carry it out on PyTorch. Names for special uses are in `hs.policy`, `hs.step`,
-`hs.lens`, `hs.formats`, `hs.errors`, `hs.trees` and `halfstep.testing`.
+`hs.lens`, `hs.formats`, `hs.errors`, `hs.trees`, `hs.integrations` and `halfstep.testing`.
 """
 
 import warnings
@@ -33,6 +33,7 @@ from halfstep.step import (
 from halfstep.tasks import Task
 
 if TYPE_CHECKING:
+    from halfstep import integrations as integrations
     from halfstep import lens as lens
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
@@ -97,7 +98,7 @@ DEPRECATED = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "lens":
+    if name in ("integrations", "lens"):
         return import_module(f"{__name__}.{name}")
     if name in _LATER:
         value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

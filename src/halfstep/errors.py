@@ -17,6 +17,7 @@ __all__ = [
     "ConversionError",
     "FormatError",
     "HalfstepError",
+    "IntegrationError",
     "LossError",
     "MissingKernelError",
     "PolicyError",
@@ -31,6 +32,10 @@ __all__ = [
 
 class HalfstepError(Exception):
     """Base class of all halfstep errors."""
+
+
+class IntegrationError(HalfstepError, ImportError):
+    """A library that an integration needs is absent or too old, or its object cannot be served."""
 
 
 class FormatError(HalfstepError, ValueError):

@@ -22,9 +22,10 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 
 PARTS: Mapping[str, tuple[int, str]] = {
     "cli": (230, "halfstep compare, audit, run"),
-    "tasks": (430, "models to compare policies on"),
-    "testing": (630, "counts casts, bytes, waits"),
-    "compat": (830, "names of apex, torch.amp ..."),
+    "tasks": (390, "models to compare policies on"),
+    "testing": (550, "counts casts, bytes, waits"),
+    "compat": (710, "names of apex, torch.amp ..."),
+    "integrations": (870, "Trainer, accelerate, ..."),
     "": (530, "import halfstep: the public names"),
     "report": (430, "pages in HTML"),
     "lens": (230, "black box, monitor, audit"),

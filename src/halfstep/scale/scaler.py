@@ -313,6 +313,16 @@ class GradScaler(StoredScale):
         first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
         return torch.zeros((), dtype=torch.bool, device="cpu" if first is None else first.device)
 
+    def culprits(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+        """Return the parameters of `optimizer` whose gradients are not finite, and how many of their values.
+
+        For the report of a skipped step: call it after `step` and before ``zero_grad``. Waits for the device.
+
+        Returns:
+            At most 5 entries such as ``"head.weight (3 of 20 values)"``, then perhaps ``"and 7 more"``.
+        """
+        return finite.describe_non_finite([optimizer], self._names)
+
     def record(self, found_inf: Tensor, *, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Count a step made outside this scaler; the next `update` counts it with the scaler's own steps.
 

@@ -1,0 +1,64 @@
+"""What the integrations share: the check for their library, and a scaler that checks gradients in every format."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+import halfstep as hs
+from halfstep.errors import IntegrationError
+
+__all__ = ["checking", "need"]
+
+
+def need(library: str, least: str, *, extra: str | None = None, package: str | None = None) -> ModuleType:
+    """Import a library.
+
+    Args:
+        library: the name by which it is imported.
+        least: the oldest version that the integration is tested with, such as "4.57".
+        extra: the extra of halfstep that installs it; default: none, and the remedy names the package.
+        package: its name in the package index, if that is not `library`.
+
+    Raises:
+        IntegrationError: it is absent or older.
+    """
+    package = package or library
+    remedy = f"pip install 'halfstep[{extra}]'" if extra else f"pip install '{package}>={least}'"
+    try:
+        module = import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name != library.partition(".")[0]:
+            raise
+        text = f"hs.integrations: {package} {least} or newer is needed and is not installed: {remedy}"
+        raise IntegrationError(text) from error
+    try:
+        found = version(package)
+    except PackageNotFoundError:  # run from source
+        found = str(getattr(module, "__version__", least))
+    if _numbers(found) < _numbers(least):
+        raise IntegrationError(f"hs.integrations: {package} {found} is too old; {least} or newer is needed: {remedy}")
+    return module
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def checking(scaler: hs.GradScaler) -> hs.GradScaler:
+    """Return a scaler that skips a step whose gradients are not finite, in every format.
+
+    Args:
+        scaler: the scaler of `hs.prepare`, which is off where the policy's scale is "none" (bf16).
+
+    Returns:
+        `scaler`, or in place of one that is off a scaler with the scale 1, which changes no bit of a good step.
+    """
+    return scaler if scaler.is_enabled() else hs.GradScaler(rule=hs.ScaleRule.static(1.0))
