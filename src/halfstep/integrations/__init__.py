@@ -1,8 +1,8 @@
 """Integrations: a policy in the training loops of other libraries.
 
 A module for each library, with its name: `transformers`, `accelerate`, `lightning`, and so on. The loop stays the
-library's; a module here prepares model and optimizer at the right moment, and connects loss scale, skipped steps and black box.
-A module is imported when it is first used; without its library that is an `IntegrationError`.
+library's; a module here prepares model and optimizer at the right moment, and connects loss scale, skipped steps and
+black box. A module is imported when it is first used; without its library that is an `IntegrationError`.
 """
 
 from importlib import import_module

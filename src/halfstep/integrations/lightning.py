@@ -1,1 +1,1 @@
-"""lightning"""
+"""lightning."""

@@ -1,1 +1,1 @@
-"""loggers"""
+"""loggers."""

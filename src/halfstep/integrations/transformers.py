@@ -1,1 +1,1 @@
-"""transformers"""
+"""transformers."""
