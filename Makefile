@@ -16,7 +16,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed lint format bench bench-gpu bench-lens bench-pages bench-scale count soak faults fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench bench-gpu bench-lens bench-pages bench-scale count soak faults fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -40,13 +40,19 @@ test: $(READY)  ## run the tests but the slow ones, some 3 minutes on 2 cores
 test-slow: $(READY)  ## run the slow tests, some 4 minutes on 2 cores
 	$(PYTEST) -m 'slow and not hours'
 
-test-all: test test-slow  ## both: what CI runs
+test-all: test test-slow test-integrations  ## all three: what CI runs
 
 test-hours: $(READY)  ## run the tests that are in neither: every line of a step cut off
 	$(PYTEST) -m hours
 
 test-distributed: $(READY)  ## run the tests of 2 and 4 processes, every strategy under every policy, some 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m dist --durations 10 tests/distributed tests/step/test_two_ranks.py tests/weights/test_ranks.py
+
+test-integrations: $(READY)  ## run tests/integrations with the lowest and the newest libraries, some 4 minutes on 2 cores
+	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --only "lowest libraries" "newest libraries"
+
+matrix: $(READY)  ## run the tests under every Python, torch and library that docs name, an hour -> benchmarks/results/matrix.json
+	$(BIN)/python -m benchmarks.matrix --workers $(WORKERS) --json benchmarks/results/matrix.json
 
 lint: $(READY)  ## ruff check, ruff format, mypy --strict on package and tests, unused names
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from benchmarks.goals import MIB, Goal, goals, instrument_goals
 from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks
 from benchmarks.markdown import fill, megabytes, ratio, table, whole
+from benchmarks.matrix import matrix_table
 from benchmarks.pictures import pictures
 from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from benchmarks.scale_tables import scale_blocks
@@ -29,7 +30,7 @@ from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("checkpoints", "engines", "performance", "reliability", "scale")  # of docs, beside the README
+PAGES = ("checkpoints", "engines", "integrations", "performance", "reliability", "scale")  # of docs, beside the README
 BESIDE = (
     "accelerate",
     "Lightning Fabric",
@@ -360,6 +361,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         **engine_blocks(load("engines.json")),
         **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
         "kills": kills_table(load("kills.json")),
+        "matrix": matrix_table(load("matrix.json")),
         "soak": soak_table(load("soak.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},

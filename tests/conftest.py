@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from torch._C import _pop_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack
 
 from tests.slow import is_slow
@@ -48,5 +49,7 @@ def clean_start() -> Iterator[None]:
     modes = _get_current_function_mode_stack()
     for device in left:
         torch.set_autocast_enabled(device, False)  # so that one bad test does not fail the rest
+    for _ in modes:
+        _pop_torch_function_stack()
     assert not left, f"the test left torch.autocast on for {left}"
     assert not modes, f"the test left function modes on: {modes}"

@@ -1,4 +1,4 @@
-"""The doors: what `make test` leaves out, `make test-slow` runs, and CI runs both."""
+"""The doors: what `make test` leaves out, `make test-slow` runs, and CI runs both, beside the integrations."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def test_what_one_door_leaves_out_the_other_runs_and_ci_runs_both() -> None:
     configuration = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '"-m not slow and not hours"' in configuration and "-m 'slow and not hours'" in makefile
     commands = re.findall(r"^make (.+)$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
-    assert [word for line in commands for word in line.split()] == ["lint", "test", "test-slow"]
-    assert re.search(r"^test-all: test test-slow ", makefile, re.MULTILINE)
+    assert [word for line in commands for word in line.split()] == ["lint", "test", "test-integrations", "test-slow"]
+    assert re.search(r"^test-all: test test-slow test-integrations ", makefile, re.MULTILINE)
     assert re.search(r"^make test ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)

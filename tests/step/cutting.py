@@ -8,6 +8,7 @@ in the state of a run that was not cut off.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import signal
 import sys
@@ -136,6 +137,14 @@ def is_instant(frame: FrameType) -> bool:
     return line.startswith(("with ", "try:")) or above.startswith("finally:")
 
 
+def is_resumed(frame: FrameType) -> bool:
+    """Return whether a generator goes on: up to Python 3.10 what a tracer raises then passes by its ``finally``.
+
+    A signal is handled in the generator, as in newer versions.
+    """
+    return sys.version_info < (3, 11) and frame.f_lasti > 0 and bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+
+
 @dataclass
 class Knife:
     """Cuts at the n-th event of a block.
@@ -164,7 +173,7 @@ class Knife:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(TRACED):
             return None
-        if event == "call" or (event == "line" and not is_instant(frame)):
+        if (event == "call" and not is_resumed(frame)) or (event == "line" and not is_instant(frame)):
             self._see(frame, event)
         return self._trace
 

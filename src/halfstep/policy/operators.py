@@ -148,6 +148,9 @@ ALSO_OPERATORS = frozenset({"equal", "lu", "view_as_complex"})
 LINEAR_LOSS = "linear_cross_entropy"
 """Known on every version of torch: halfstep has one where torch.nn.functional has none."""
 
+REMOVED = ("cholesky", "qr")
+"""Known on every version of torch: newer ones have removed them, and tables and policies still name them."""
+
 Function = Callable[..., Any]
 
 
@@ -213,7 +216,7 @@ def _spellings() -> Iterator[tuple[str, Function]]:
 @lru_cache(maxsize=1)
 def _index() -> tuple[Mapping[str, tuple[Function, ...]], Mapping[Function, str]]:
     """Return (name -> functions, function -> name)."""
-    functions: dict[str, dict[Function, None]] = {LINEAR_LOSS: {}}
+    functions: dict[str, dict[Function, None]] = {name: {} for name in (LINEAR_LOSS, *REMOVED)}
     names: dict[Function, str] = {}
     for spelling, function in _spellings():
         name = _shorten(spelling)

@@ -32,6 +32,7 @@ ONE_FORMAT = re.compile(
     r"|[Ee]xpected (scalar type|dtype) .* (found|got)|Found dtype .* but expected|promoting not supported"
     r"|result type .* can't be cast|to be equal to src\.dtype|mixed dtype|with grad_dtype"
 )
+LABELS = re.compile(r"expected scalar type Long but found")  # labels or indices that are not integers, in any format
 NO_KERNEL = re.compile(
     r"not implemented for '(BFloat16|Half)'|Low precision dtypes not supported|Unsupported dtype (BFloat16|Half)"
     r"|(half|Half)?, ?float,? (and|or) double|either float or double|types other than float and double"
@@ -103,6 +104,8 @@ def _cause(text: str, tree: Any) -> str:
     if NO_KERNEL.search(text):
         return MISSING
     if not ONE_FORMAT.search(text):
+        return ""
+    if LABELS.search(text):
         return ""
     if INTEGER.search(text):
         return WHOLE if formats and "can't be cast" not in text else ""

@@ -13,12 +13,13 @@ nothing but those is.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -59,8 +60,6 @@ from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 
 __all__ = ["Source", "Trace"]
-
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of the class method
 
 SILENT = frozenset(
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
@@ -138,6 +137,7 @@ class Trace:
         self.origins = Origins()
         self._inner: list[Tensor] = []  # results of the kernels of the running function
         self._applied: dict[str, Site] = {}  # custom Function -> where it was applied last
+        self._forwards: dict[CodeType, tuple[str, ...]] = {}  # see `_customs`
         self._seen_modules: set[int] = set()
         self._outsiders: list[nn.Module] = []
         self._functions = _Functions(self)
@@ -251,24 +251,36 @@ class Trace:
     def _note_custom(self, frame: FrameType | None) -> None:
         """Note where the custom Function whose forward is running, if one is, was applied.
 
+        It is recognised by its code: ``apply`` has no Python frame in torch 2.15.
         No call passes a mode with the autograd node of such a Function. The first argument of a forward without
         setup_context is that node, and is tagged here; the others are tagged when an operator uses their result.
         """
-        inner, above = frame, None if frame is None else frame.f_back
-        while above is not None and above.f_code is not APPLY:
-            inner, above = above, above.f_back
-        if inner is None or above is None:
+        while frame is not None and not (names := self._customs(frame.f_code)):
+            frame = frame.f_back
+        if frame is None:
             return
-        caller, engine = user_frame(above)
+        caller, engine = user_frame(frame.f_back)
         if caller is None or engine:
             return
         module, call = self._stack[-1] if self._stack else ("", 0)
-        name = above.f_locals["cls"].__name__
-        site = Site(name, module, line_of(caller), "forward", call)
-        self._applied[name] = site
-        node = inner.f_locals.get(next(iter(inner.f_code.co_varnames), ""))
+        node = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
         if isinstance(node, BackwardCFunction):
-            node.metadata.setdefault(TAG, site)
+            names = (type(node).__name__.removesuffix("Backward"),)
+        for name in names:
+            self._applied[name] = Site(name, module, line_of(caller), "forward", call)
+        if isinstance(node, BackwardCFunction):
+            node.metadata.setdefault(TAG, self._applied[names[0]])
+
+    def _customs(self, code: CodeType) -> tuple[str, ...]:
+        """Return the names of the custom Functions whose forward has this code; () for any other code."""
+        if code not in self._forwards:
+            classes = list(torch.autograd.Function.__subclasses__())
+            for kind in classes:  # grows while it is read
+                classes += kind.__subclasses__()
+            forwards = ((kind.__name__, inspect.unwrap(kind.forward)) for kind in classes)
+            found = [name for name, forward in forwards if getattr(forward, "__code__", None) is code]
+            self._forwards[code] = tuple(dict.fromkeys(found))
+        return self._forwards[code]
 
     def _site_of_node(self, node: Any, op: str) -> Site:
         known = None if node is None else node.metadata.get(TAG)
