@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.kernels.eager.torch_fused import WITH_KERNELS, fused_works
 
+CORRECTED = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 14)  # SGD of low parameters
 FORMATS = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("plain", "transposed", "channels last", "gaps")
 
@@ -41,7 +42,9 @@ def stepped(kind: Any, layout: str, dtype: torch.dtype, **form: bool) -> Tensor:
 def test_a_fused_form_that_is_said_to_work_does_and_another_does_not(kind: Any, dtype: Any, layout: str) -> None:
     fused, usual = (stepped(kind, layout, dtype, **{form: form == "fused"}) for form in ("fused", "foreach"))
     right = torch.allclose(fused, usual, rtol=0.0, atol=4 * torch.finfo(dtype).eps)
-    assert right is fused_works(kind, parameter(layout, dtype))
+    works = fused_works(kind, parameter(layout, dtype))
+    corrected = CORRECTED and kind is torch.optim.SGD and dtype is not torch.float32 and layout != "gaps"
+    assert right is (works or corrected)
 
 
 def test_other_devices_are_believed() -> None:

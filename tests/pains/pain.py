@@ -43,8 +43,16 @@ REGISTRY: dict[str, Pain] = {}
 """Every test of a pain by "file.py::function"; filled as the test files are imported."""
 
 
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
 def pain(
-    number: int, *, torch_fails_with: type[BaseException] | None, saying: str = "", pending: str = ""
+    number: int,
+    *,
+    torch_fails_with: type[BaseException] | None,
+    saying: str = "",
+    pending: str = "",
+    cured_in: tuple[int, int] | None = None,
 ) -> Callable[[Check], Any]:
     """Make two tests of ``check(amp)``: on halfstep it passes, on torch.amp it raises `torch_fails_with`.
 
@@ -54,6 +62,7 @@ def pain(
             has cured it, so that the body must pass there as well.
         saying: pattern found in the symptom's text, so that a failure for another reason does not count.
         pending: what halfstep lacks to pass; the test is expected to fail until it is built.
+        cured_in: the version of torch from which on the body passes there as well.
     """
     if torch_fails_with is not None and not saying:
         raise ValueError(f"pain {number}: say what the symptom's text is")
@@ -67,7 +76,7 @@ def pain(
         def run(amp: Any, **others: Any) -> None:
             if amp is HALFSTEP:
                 check(amp, **others)
-            elif torch_fails_with is None:
+            elif torch_fails_with is None or (cured_in is not None and VERSION >= cured_in):
                 _elsewhere(check, amp, others)
             else:
                 with pytest.raises(torch_fails_with, match=saying):

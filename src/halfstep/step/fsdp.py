@@ -115,8 +115,8 @@ def refuse_other_average(model: nn.Module, policy: Policy, asked: str) -> None:
     wanted = torch.float32 if policy.reduce == "fp32" else DTYPES[policy.dtype]
     for group in groups:
         for parameter in group.fsdp_params:
-            given = group.mp_policy.param_dtype or parameter.sharded_param.dtype
-            found = group.mp_policy.reduce_dtype or given
+            formats = getattr(parameter, "mp_policy", None) or group.mp_policy  # of each parameter from torch 2.15 on
+            found = formats.reduce_dtype or formats.param_dtype or parameter.sharded_param.dtype
             if found is not wanted:
                 raise UnbuiltError(
                     f"policy {policy.name!r}: {asked}, and fully_shard sums gradients in "

@@ -3,7 +3,8 @@
 Two defects of the kernels for CPUs, found by comparing them with the other forms over formats, sizes, options and
 memory layouts (torch 2.13; SGD also in 2.11 and 2.12):
 
-- SGD leaves all but the last few elements of a fp16 or bf16 parameter as they are (corrected in 2.14).
+- SGD leaves all but the last few elements of a fp16 or bf16 parameter as they are (corrected in 2.14; the other
+  form is taken there too, so that a run has the same bits on every version).
 - All four go through parameter, gradient and state by position in memory. A parameter with gaps (a slice of another
   tensor) has gradients and state without, so wrong elements are updated. CUDA's kernels refuse such a parameter.
 """
@@ -21,14 +22,12 @@ __all__ = ["WITH_KERNELS", "fused_works", "is_dense"]
 
 WITH_KERNELS = (SGD, Adam, AdamW, Adagrad)
 
-LOW_SGD_WORKS = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 14)
-
 
 def fused_works(kind: type[Optimizer], parameter: Tensor) -> bool:
     """Return whether torch's fused form of an optimizer class (or of the class it is made from) updates `parameter`."""
     if parameter.device.type != "cpu":
         return True
-    if parameter.dtype in LOW_DTYPES and issubclass(kind, SGD) and not LOW_SGD_WORKS:
+    if parameter.dtype in LOW_DTYPES and issubclass(kind, SGD):
         return False
     if parameter.layout is not torch.strided or is_lazy(parameter):  # what is made later has no gaps
         return True
