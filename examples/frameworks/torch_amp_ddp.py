@@ -15,17 +15,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
-def main() -> None:
-    """Train on the ranks that torchrun has started, and print what each has at the end."""
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
+def train(rank: int) -> None:
+    """Train this rank's share, and print what the weights are at the end."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     inputs = torch.randn(128, 8)
     inputs[127] = float("inf")
     data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True) / 4)
-    sampler = DistributedSampler(data, shuffle=False)
-    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=False))
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler(init_scale=1024.0)
@@ -38,6 +35,13 @@ def main() -> None:
         scaler.update()
     total = sum(p.detach().double().sum().item() for p in model.parameters())
     print(f"rank {rank}: weights {total.hex()}, scale {scaler.get_scale():g}", flush=True)
+
+
+def main() -> None:
+    """Join the ranks that torchrun has started, and train."""
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(dist.get_rank())
+    dist.barrier()
     dist.destroy_process_group()
 
 
