@@ -1,7 +1,8 @@
 """Fine-tuning with LoRA: the base is frozen, and two small matrices beside each layer learn the difference.
 
-The optimizer is given the trainable parameters alone. Under `mixed` the base stays in fp32 and is cast for use; under
-`O2` it is stored low, which is where the memory goes in real fine-tuning.
+The optimizer is given the trainable parameters alone. Under `mixed` the base stays in fp32 and is cast for use. Under
+`O2` it is rounded once and stored low with nothing behind it, which is where the memory goes in real fine-tuning; the
+adapters have fp32 values behind them.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def fine_tune(weights: dict[str, Tensor], policy: hs.Policy) -> dict[str, float]
         layer = model[i]
         assert isinstance(layer, nn.Linear)
         model[i] = LoRA(layer)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     trainable = [p for p in model.parameters() if p.requires_grad]
     step = hs.TrainStep(model, torch.optim.AdamW(trainable, lr=1e-2), loss_fn, policy=policy)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     data = torch.Generator().manual_seed(2)
     losses = [float(step(torch.randn(64, 8, generator=data), shift=0.5).loss) for _ in range(150)]
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]

@@ -17,6 +17,11 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "tests/benchmarks/test_soak.py": ("test_a_short_soak_does_everything_and_what_is_kept_is_found",),
     "tests/cli/test_compare.py": ("test_without_the_images_the_gpt_runs_alone", "test_python_dash_m"),
+    "tests/cli/test_run_policy.py": (
+        "test_processes_that_a_script_starts_follow_the_policy_too",
+        "test_the_sitecustomize_of_the_environment_still_runs",
+        "test_torchruns_ranks_skip_together",
+    ),
     "tests/compat/apex/test_parallel.py": ("test_two_processes_reduce_as_apexs_arguments_say",),
     "tests/compat/apex/test_run.py": ("test_processes_that_a_script_starts_find_apex_too",),
     "tests/compat/megengine/test_grad_scaler.py": (

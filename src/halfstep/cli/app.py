@@ -194,13 +194,29 @@ def replay(
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
-    script: Annotated[Path, typer.Argument(help="A Python file that says `from apex import amp`.")],
+    script: Annotated[Path, typer.Argument(help="A Python file; with --policy also a program, such as torchrun.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            help="Run a script of torch.amp under this policy: a preset or a policy file (.toml), with :bf16 or :fp16 "
+            "for another format. Before the script.",
+        ),
+    ] = "",
     force: Annotated[
         bool, typer.Option("--force", help="Use halfstep even if an apex with amp is installed. Before the script.")
     ] = False,
 ) -> None:
-    """Run a script written for NVIDIA Apex, unchanged: `apex`, `apex.amp` and the rest are halfstep's in it."""
-    from halfstep.cli.run import run_script
+    """Run a script unchanged: one written for NVIDIA Apex, or with --policy one written for torch.amp.
 
-    raise typer.Exit(run_script(script, args or (), force=force))
+    Without --policy, `apex`, `apex.amp` and the rest are halfstep's in it. With it, regions of torch.autocast follow
+    the policy, and GradScaler is halfstep's, also in processes that the script starts.
+    """
+    from halfstep.cli.run import run_script, run_under_policy
+
+    if policy and force:
+        raise typer.BadParameter("--force is about Apex; leave it out with --policy")
+    raise typer.Exit(
+        run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)
+    )

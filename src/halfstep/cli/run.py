@@ -1,19 +1,43 @@
-"""halfstep run: run a script that imports Apex, unchanged."""
+"""halfstep run: run an unchanged script, with halfstep's Apex, or with torch.amp's names under a policy.
+
+Processes that the script starts get the same: their path begins with a folder of `shim`, in which Python finds a
+package `apex`, or a `sitecustomize` that reads the policy from the environment.
+"""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import os
 import runpy
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import halfstep as hs
 from halfstep.compat import apex
+from halfstep.compat.torch_amp import install as torch_amp
+from halfstep.errors import HalfstepError
+from halfstep.tasks.candidates import policy_candidate
+from halfstep.tasks.task import TaskError
 
-__all__ = ["run_script"]
+__all__ = ["run_script", "run_under_policy", "serve_child"]
 
-SHIM = str(Path(apex.__file__).parent / "shim")
+APEX = str(Path(apex.__file__).parent / "shim")
 """A folder with a package `apex` for processes that the script starts."""
+
+TORCH_AMP = str(Path(__file__).parent / "shim")
+"""A folder with a `sitecustomize` that calls `serve_child` when such a process imports torch."""
+
+VARIABLE = "HALFSTEP_RUN_POLICY"
+"""The environment variable with the policy, as TOML, for those processes."""
+
+PREPARE = (
+    "halfstep run: such a policy takes a line in the script, after model and optimizer are made and before "
+    "DistributedDataParallel: model, optimizer, scaler = hs.prepare(model, optimizer, policy={!r})"
+)
 
 
 def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int:
@@ -24,20 +48,120 @@ def run_script(script: Path, args: Sequence[str], *, force: bool = False) -> int
     if not script.is_file():
         print(f"halfstep run: there is no file {str(script)!r}", file=sys.stderr)
         return 2
+    path = list(sys.path)
+    try:
+        if apex.install(force=force):
+            sys.path.insert(0, APEX)
+            with _environment(_on_path(APEX)):
+                _run(script, args)
+        else:
+            print("halfstep run: an apex with amp is installed and is used; --force takes halfstep's", file=sys.stderr)
+            _run(script, args)
+    finally:
+        sys.path[:] = path
+    return 0
+
+
+def run_under_policy(label: str, script: Path, args: Sequence[str]) -> int:
+    """Run a script, or a command such as torchrun, with torch.amp's names under a policy; return the exit status.
+
+    At its end a script's process prints one line to stderr: its steps, how many were skipped, and what was replaced.
+
+    Args:
+        label: a preset or a policy file (.toml), with :bf16 or :fp16 for another format.
+        script: a Python file, which runs in this process, or the name of a program, which takes its place.
+        args: its arguments.
+    """
+    try:
+        policy = _policy(label)
+        served = torch_amp.install(policy)
+    except HalfstepError as error:
+        print(f"halfstep run: {error}", file=sys.stderr)
+        if not isinstance(error, TaskError):
+            print(PREPARE.format(label), file=sys.stderr)
+        return 2
+    variables = {**_on_path(TORCH_AMP), VARIABLE: policy.to_toml()}
+    program = None if script.suffix == ".py" else shutil.which(script)
+    try:
+        if program is not None:
+            sys.stdout.flush()
+            os.execve(program, [str(script), *args], {**os.environ, **variables})
+        if not script.is_file():
+            print(f"halfstep run: there is no file and no program {str(script)!r}", file=sys.stderr)
+            return 2
+        _count_forked(served)
+        with _environment(variables):
+            try:
+                _run(script, args)
+            finally:
+                _report(served, always=True)
+    finally:
+        torch_amp.uninstall()
+    return 0
+
+
+def serve_child() -> None:
+    """Serve torch.amp's names under the policy of the environment; a line follows at the exit if they were used."""
+    served = torch_amp.install(hs.Policy.from_toml(os.environ[VARIABLE]))
+    _count_forked(served)
+    atexit.register(_report, served)
+
+
+def _policy(label: str) -> hs.Policy:
+    """Return the policy called `label`; of a preset without a format, ``dtype="auto"`` stays.
+
+    Raises:
+        TaskError, PolicyError: there is none.
+    """
+    found = policy_candidate(label, "cpu")
+    if found is None or found.policy is None:
+        raise TaskError(f"{label!r} is no policy; without casts: O0, with torch's own lists: torch")
+    return hs.Policy.of(label) if label in hs.policy.PRESETS or label.endswith(".toml") else found.policy
+
+
+def _run(script: Path, args: Sequence[str]) -> None:
+    """Run `script` as ``__main__``, with its arguments and its folder first on the path."""
     argv, path = sys.argv, list(sys.path)
-    children = os.environ.get("PYTHONPATH")
     sys.argv, sys.path[:0] = [str(script), *args], [str(script.resolve().parent)]
-    if apex.install(force=force):
-        sys.path.insert(1, SHIM)
-        os.environ["PYTHONPATH"] = os.pathsep.join([SHIM, *([children] if children else [])])
-    else:
-        print("halfstep run: an apex with amp is installed and is used; --force takes halfstep's", file=sys.stderr)
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = argv, path
-        if children is not None:
-            os.environ["PYTHONPATH"] = children
-        else:
-            os.environ.pop("PYTHONPATH", None)
-    return 0
+
+
+def _on_path(folder: str) -> dict[str, str]:
+    """Return the variable that puts `folder` first on the path of processes that are started, once."""
+    rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", folder}]
+    return {"PYTHONPATH": os.pathsep.join([folder, *rest])}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _count_forked(served: torch_amp.Served) -> None:
+    """Let a forked process count for itself and report at its end, where `atexit` is not called."""
+
+    def begin(served: torch_amp.Served) -> None:
+        served.begin()
+        multiprocessing.util.Finalize(None, _report, (served,), exitpriority=0)
+
+    multiprocessing.util.register_after_fork(served, begin)
+
+
+def _report(served: torch_amp.Served, *, always: bool = False) -> None:
+    """Print what was served, of a process that used it; of several ranks, of the first and of those that skipped."""
+    rank = os.environ.get("RANK", "")
+    if always and rank in {"", "0"} or served.used and (rank in {"", "0"} or served.skipped):
+        print(f"halfstep run{f' (rank {rank})' if rank else ''}: {served}", file=sys.stderr, flush=True)

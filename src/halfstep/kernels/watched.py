@@ -76,7 +76,13 @@ class WatchedParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         notes = self.__dict__.get(NOTES)
         if notes is not None:
-            if not notes.copied and (owner := notes.owner()) is not None:
+            owner = notes.owner()
+            # in ``p.data += x`` the alias is written, and then given back as the data
+            written = notes.alias is not None and notes.alias._version != notes.seen
+            if written and owner is not None:
+                owner.data_written(notes.name, copied=notes.copied)
+            if not notes.copied and owner is not None:
+                notes.replaced = notes.replaced or written
                 value = owner.replaced(self, notes.name, value)
             notes.alias, notes.seen = None, 0
         _set(self, value)

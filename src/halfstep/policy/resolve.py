@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.errors import PolicyError, UnbuiltError, did_you_mean
 from halfstep.formats import DTYPE_NAMES, DTYPES, format_of
@@ -425,6 +426,12 @@ def _parameters(
             kind = str(parameter.dtype).removeprefix("torch.")
             untouched.append(f"parameter {name} is {kind} and is never converted")
             continue
+        if is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "placements"):  # not a DTensor
+            kind = type(parameter.data).__name__
+            untouched.append(
+                f"parameter {name} is a {kind}, which stores its values its own way, and is never converted"
+            )
+            continue
         verdicts = [_parameter(concrete, parameter, module, rules.get(module)) for _, module in places]
         low, made, reason = min(verdicts, key=lambda verdict: verdict[0])  # a shared parameter: any fp32 owner wins
         if low is False and any(verdict[0] for verdict in verdicts):
@@ -458,4 +465,6 @@ def _parameter(
     statistics = getattr(owner, "running_mean", None)
     if rule is None and isinstance(statistics, torch.Tensor) and statistics.dtype is torch.float32:
         return False, "fp32", "beside fp32 running statistics kernels take fp32 weights; a low one is cast at each call"
+    if not parameter.requires_grad and concrete.master != "none":
+        return True, concrete.dtype, "params='low'; frozen: nothing is kept behind it unless an optimizer has it"
     return True, concrete.dtype, "params='low'"

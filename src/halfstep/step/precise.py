@@ -49,23 +49,29 @@ Place = tuple[nn.Module, str, nn.Parameter]
 """A module, and a parameter of its own by name."""
 
 
-def low_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, WeightStore]]:
-    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them."""
+def low_parameters(module: nn.Module, *, frozen: bool = False) -> list[tuple[str, nn.Parameter, WeightStore]]:
+    """Return (name, parameter, store) for the parameters `module` itself owns that have precise weights behind them.
+
+    Args:
+        module: bound or not.
+        frozen: whether to return low parameters with nothing behind them, too.
+    """
     binding = module.__dict__.get(KEY)
     if binding is None or binding.store is None:
         return []
     store: WeightStore = binding.store
     store.restore()
-    return [(n, p, store) for n, p in module._parameters.items() if p is not None and p in store]
+    own = [(n, p) for n, p in module._parameters.items() if p is not None and p in store]
+    return [(n, p, store) for n, p in own if frozen or not store.is_frozen(p)]
 
 
 def low_places(model: nn.Module, store: WeightStore) -> list[Place]:
-    """Return where in `model` the low parameters of `store` are, bound or not, those that are shared more than once."""
+    """Return where in `model` parameters with precise weights in `store` are; those that are shared more than once."""
     return [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and parameter in store
+        if parameter is not None and parameter in store and not store.is_frozen(parameter)
     ]
 
 
@@ -103,14 +109,14 @@ def methods_of(original: type[nn.Module], rebuild: Rebuild, again: Again, late: 
         error_msgs: list[str],
     ) -> None:
         late(self)
-        low = low_parameters(self)
+        low = low_parameters(self, frozen=True)
         if low and local_metadata.get("assign_to_params_buffers", False):
             raise WeightsError(
                 f"load_state_dict(assign=True) would replace the low parameters of {prefix.rstrip('.') or 'the model'} "
                 "and leave their fp32 weights behind; load without assign"
             )
         for path, module in [(prefix[:-1], self)] if prefix else self.named_modules():  # all, before any is loaded
-            for name, parameter, store in low_parameters(module):
+            for name, parameter, store in low_parameters(module, frozen=True):
                 value = state_dict.get(f"{path}.{name}" if path else name)
                 if isinstance(value, Tensor):
                     store.refuse(parameter, value)

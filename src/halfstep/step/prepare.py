@@ -93,7 +93,8 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     check_optimizers(model_list, optimizer_list, low=concrete.master != "none")
 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not is_done(m, wanted, concrete)]
-    store = _lower(fresh, concrete)  # raises before it changes anything
+    trained = {id(p) for o in optimizer_list for group in o.param_groups for p in group["params"]}
+    store = _lower(fresh, concrete, trained)  # raises before it changes anything
     for model, plan in fresh:
         unwatch_copies(model.parameters())
         _bind(model, wanted, devices, plan, store)
@@ -116,8 +117,13 @@ def _listed(value: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStore | None:
+def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[int]) -> WeightStore | None:
     """Bring parameters into the formats of the plans; return the fp32 values behind low ones, for all models at once.
+
+    Args:
+        models: with their plans.
+        concrete: the policy.
+        trained: parameters of optimizers, by id. Nothing is kept behind others that are frozen.
 
     Raises:
         WeightsError: a parameter that can have no master; nothing was changed.
@@ -130,7 +136,11 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy) -> WeightStor
         for _, parameter in low:
             put(parameter, local(parameter.detach()).to(DTYPES[concrete.dtype]))
     elif low:
-        store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype])
+        frozen = {id(p) for _, p in low if not p.requires_grad and id(p) not in trained}
+        store = STRATEGIES[concrete.master]([pair for pair in low if id(pair[1]) not in frozen], DTYPES[concrete.dtype])
+        for name, parameter in low:
+            if id(parameter) in frozen:
+                store.lower(name, parameter)
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters

@@ -41,7 +41,7 @@ class Sums:
         self._totals: dict[int, Tensor] = {}  # of this window
         self._on = False
         for parameter in parameters:
-            if hooked and parameter.numel() >= MANY:
+            if hooked and parameter.requires_grad and parameter.numel() >= MANY:
                 self._large[id(parameter)] = parameter
                 self._wide[id(parameter)] = True  # `hs.prepare` has seen to it
                 if windows:

@@ -85,7 +85,7 @@ class Attachment:
         self.store.substituted.append((self, optimizer))
         for group in optimizer.param_groups:
             for i, parameter in enumerate(group["params"]):
-                if parameter in self.store:
+                if parameter in self.store and not (parameter.grad is None and self.store.is_frozen(parameter)):
                     master = self.store.master(parameter)
                     self.own[master] = parameter
                     master.grad = self.gradients.get(id(parameter))

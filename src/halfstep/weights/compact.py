@@ -54,6 +54,8 @@ class CompactWeights(WeightStore):
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the fp32 value of `parameter` as a new tensor."""
+        if self.is_frozen(parameter):
+            return super().read(parameter)
         key = self._key(parameter)
         living = self._living.get(key)
         if living is not None:

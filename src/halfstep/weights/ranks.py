@@ -35,7 +35,9 @@ def broadcast(store: WeightStore, wrapper: DistributedDataParallel) -> list[nn.P
     """
     named = wrapper.module.named_parameters()
     parameters = [p for name, p in named if p in store and name not in wrapper.parameters_to_ignore]
-    parts = [part.detach() for p in parameters for part in store._parts(id(p)) if part is not None]
+    whole = [p for p in parameters if not store.is_frozen(p)]
+    parts = [part.detach() for p in whole for part in store._parts(id(p)) if part is not None]
+    parts += [p.detach() for p in parameters if store.is_frozen(p)]
     # backends of torch.distributed take no int16
     from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # DistributedDataParallel's own
 

@@ -9,6 +9,10 @@ counted by the class of the parameter (`kernels.watched`): masters take them ove
 part of an update that the low format cannot represent is lost. Writes by torch.distributed and by kernels are not
 counted. All of these changes belong inside `hs.edit_weights`.
 
+Note [frozen parameters]: nothing is kept behind a parameter that is frozen when the model is prepared and that no
+optimizer has (`lower`): its low values are its values, rounded once. If it is trained later, its fp32 value begins as
+these, when an optimizer first asks for it (`_key`).
+
 Note [averages by hand]: reading ``parameter.data`` leaves no trace. But an average is kept in a copy of the model, and
 such loops write into the copy through ``.data``. Its parameters are watched; there is one warning at the second write
 unless fp32 values were shown meanwhile (`edit_weights`, `state_dict`). An average that reads and writes parameters
@@ -64,15 +68,12 @@ class WeightStore(ABC):
         if low not in self.low_dtypes:
             raise WeightsError(self._refusal(low))
         pairs = list(named)
-        for name, parameter in pairs:
-            if parameter.dtype not in {torch.float32, low}:
-                raise WeightsError(
-                    f"parameter {name} is {parameter.dtype} and a master is made for float32 or {low} parameters; "
-                    "convert it, or give its module the rule 'keep'"
-                )
         self.dtype = low
+        for name, parameter in pairs:
+            self._check(name, parameter)
         self._names: dict[int, str] = {}
         self._parameters: dict[int, nn.Parameter] = {}
+        self._frozen: set[int] = set()  # those with nothing behind them: note [frozen parameters]
         self._fresh: set[int] = set()  # those that have not been stepped since they got their values
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
@@ -85,6 +86,13 @@ class WeightStore(ABC):
         for name, parameter in pairs:
             self.adopt(name, parameter)
         stores().add(self)
+
+    def _check(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.dtype not in {torch.float32, self.dtype}:
+            raise WeightsError(
+                f"parameter {name} is {parameter.dtype} and a master is made for float32 or {self.dtype} parameters; "
+                "convert it, or give its module the rule 'keep'"
+            )
 
     def _refusal(self, low: torch.dtype) -> str:
         return f"low weights are bfloat16 or float16, not {low}"
@@ -157,6 +165,25 @@ class WeightStore(ABC):
         watch(parameter, self, name)
         self._add(name, parameter)
 
+    def lower(self, name: str, parameter: nn.Parameter) -> None:
+        """Lower `parameter` in place and keep nothing behind it: note [frozen parameters].
+
+        Raises:
+            WeightsError: it is neither fp32 nor low; nothing was changed.
+        """
+        self._check(name, parameter)
+        if parameter in self:
+            return
+        if parameter.dtype is not self.dtype:
+            put(parameter, local(parameter.detach()).to(self.dtype))
+        watch(parameter, self, name)
+        self._add(name, parameter)
+        self._frozen.add(id(parameter))
+
+    def is_frozen(self, parameter: nn.Parameter) -> bool:
+        """Return whether `parameter` is a low one with nothing behind it: note [frozen parameters]."""
+        return id(parameter) in self._frozen
+
     @staticmethod
     def behind(parameter: nn.Parameter) -> WeightStore | None:
         """Return the store that has the fp32 values of `parameter`, or None."""
@@ -182,6 +209,10 @@ class WeightStore(ABC):
                 f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has no fp32 master; "
                 "prepare the model after its parameters are made"
             )
+        if key in self._frozen:
+            self._frozen.remove(key)
+            self._adopt(key, parameter)
+            self._versions[key] = parameter._version
         unseen = type(parameter) is WatchedParameter and parameter.written()
         if unseen:
             self.data_written(self._names[key], copied=False)
@@ -202,6 +233,8 @@ class WeightStore(ABC):
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the fp32 value of `parameter` as a new tensor."""
+        if self.is_frozen(parameter):
+            return parameter.detach().float()
         return self.value(parameter).detach().clone()
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -211,13 +244,14 @@ class WeightStore(ABC):
             WeightsError: another shape, or values beyond the low format; nothing was changed.
         """
         self.refuse(parameter, value)
-        master = self.master(parameter)
+        master = parameter if self.is_frozen(parameter) else self.master(parameter)
         if value.shape != master.shape:
             name = self._names[id(parameter)]
             raise WeightsError(f"{name} has shape {tuple(master.shape)} and was assigned {tuple(value.shape)}")
         with torch.no_grad():
             master.copy_(value)
-        self.write_back([parameter])
+        if master is not parameter:
+            self.write_back([parameter])
 
     @torch.no_grad()
     def write_back(self, parameters: Iterable[nn.Parameter] | None = None, *, stepped: bool = False) -> None:
@@ -227,7 +261,8 @@ class WeightStore(ABC):
             parameters: low parameters of this store.
             stepped: whether an optimizer has moved them; then `stochastic` rounds up or down by chance.
         """
-        keys = list(self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters))
+        wanted = self._parameters if parameters is None else dict.fromkeys(id(p) for p in parameters)
+        keys = [key for key in wanted if key not in self._frozen]
         for key in self._write_low(keys, stepped=stepped) if keys else ():
             self._versions[key] = self._parameters[key]._version
         if stepped:
@@ -245,6 +280,8 @@ class WeightStore(ABC):
 
         Call `stepped` afterwards.
         """
+        if self.is_frozen(parameter) and parameter.grad is None:
+            return local(parameter), None
         return self._parts(self._key(parameter))
 
     def before_forward(self, module: nn.Module) -> None:
@@ -273,8 +310,18 @@ class WeightStore(ABC):
         return str(self.dtype).removeprefix("torch.")
 
     def data_written(self, name: str, *, copied: bool) -> None:
-        """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since."""
-        if not copied:
+        """Warn, once, of writes through ``.data`` into low weights, or into a copy that saw no fp32 values since.
+
+        Into a frozen one only if weights with fp32 values behind them may have been merged into it.
+        """
+        if not copied and any(self._names[key] == name for key in self._frozen):
+            if self.editing or len(self._frozen) == len(self):
+                return
+            text = (
+                f"the frozen {self._kind} weight {name} was written through .data; if trained weights were merged into "
+                "it, as adapters are, do so inside `with hs.edit_weights(model):`, where they are fp32"
+            )
+        elif not copied:
             text = (
                 f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, its "
                 "fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where they are fp32"
@@ -316,6 +363,12 @@ class WeightStore(ABC):
             low = self._adopt(id(parameter), precise)
             self._add(name, parameter)
             return low
+        if self.is_frozen(parameter):
+            if value.dtype is not self.dtype:
+                self._remove(parameter)
+            elif value.data_ptr() != now.data_ptr() and not torch.equal(value, now.to(value.device)):
+                self.data_written(name, copied=False)
+            return value
         if value.dtype is self.dtype:
             if value.data_ptr() != now.data_ptr() or value.stride() != now.stride() or value.device != now.device:
                 key = self._key(parameter)
@@ -340,7 +393,10 @@ class WeightStore(ABC):
         self._fresh.add(key)
 
     def _remove(self, parameter: nn.Parameter) -> None:
-        self._forget(id(parameter))
+        if self.is_frozen(parameter):
+            self._frozen.remove(id(parameter))
+        else:
+            self._forget(id(parameter))
         self._without_low.clear()
         for entries in (self._names, self._parameters, self._versions):
             entries.pop(id(parameter))
@@ -470,7 +526,7 @@ class WeightStore(ABC):
         for parameter in list(self.parameters() if parameters is None else parameters):
             if parameter in self:
                 parameter.grad = None
-                wide = local(self.value(parameter).detach())
+                wide = local(self.read(parameter) if self.is_frozen(parameter) else self.value(parameter).detach())
                 unwatch(parameter, self)
                 put(parameter, wide)
                 self._remove(parameter)

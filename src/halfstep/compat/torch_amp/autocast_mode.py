@@ -81,9 +81,14 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         bwd: the method; None returns the decorator.
         device_type: as for `custom_fwd`.
     """
+    return backward_in(autocast, bwd, device_type=device_type)
+
+
+def backward_in(region: Callable[..., hs.autocast], bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
+    """Do what `custom_bwd` does, in a region that ``region(device_type, dtype=, enabled=)`` makes."""
     _check_device_type(device_type)
     if bwd is None:
-        return functools.partial(custom_bwd, device_type=device_type)
+        return functools.partial(backward_in, region, device_type=device_type)
 
     @functools.wraps(bwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +98,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
                 f"custom_bwd on {bwd.__qualname__}: its forward is not decorated, so the region it ran in is unknown; "
                 f"put @custom_fwd(device_type={device_type!r}) on forward"
             )
-        with autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
+        with region(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
             return bwd(*args, **kwargs)
 
     return decorated

@@ -15,7 +15,7 @@ class GradScaler(hs.GradScaler):
     """`hs.GradScaler` with exactly torch.amp.GradScaler's arguments; the methods are torch's and more."""
 
     def __init__(
-        self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
+        self, device: str | None = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
         backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
         """Make a scaler; see `hs.GradScaler` for the arguments."""
@@ -32,4 +32,4 @@ class DevicelessGradScaler(GradScaler):
         growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
         """Make a scaler; see `hs.GradScaler` for the arguments."""
-        hs.GradScaler.__init__(self, self.device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(self.device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
