@@ -105,7 +105,8 @@ def test_a_plain_model_with_a_policy_is_lowered_as_a_prepared_one() -> None:
     state = copy.deepcopy(model.state_dict())
     plain = hs.lowered(model, policy=policy("O2"))
     assert torch.equal(plain(x).float(), prepared(model, policy("O2"))(x))
-    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(model.state_dict().values(), state.values()))
+    pairs = zip(model.state_dict().values(), state.values(), strict=True)
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in pairs)
 
 
 def test_shared_weights_stay_shared() -> None:
