@@ -3,6 +3,8 @@
 A weight store needs to notice them: a write into a low weight does not change its fp32 value, and a module that is
 moved to another format or device gives its parameters other data. The class of such a parameter becomes a subclass
 whose ``data`` aliases share one version counter, and which calls its owner (a store) when the data is replaced.
+
+`AveragedModel` of torch reads the parameters of a model by ``detach()``: there it is given the precise values.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.optim.swa_utils import AveragedModel
 
 __all__ = ["Owner", "WatchedParameter", "unwatch", "unwatch_copies", "watch"]
 
 NOTES = "_halfstep_notes"
 MAKING = nn.Parameter.__new__.__code__
+AVERAGING = AveragedModel.update_parameters.__code__
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -32,6 +36,12 @@ class Owner(Protocol):
 
     def data_written(self, name: str, *, copied: bool) -> None:
         """Note that a parameter, or a copy of it, was written through ``.data``, which is read again now."""
+
+    def copied(self, copy: nn.Parameter, memo: dict[Any, Any]) -> None:
+        """Note that a parameter was copied, by the ``copy.deepcopy`` with this `memo`."""
+
+    def averaged(self, parameter: nn.Parameter) -> Tensor:
+        """Return the precise value of `parameter`, to be averaged."""
 
 
 class _Notes:
@@ -84,8 +94,17 @@ class WatchedParameter(nn.Parameter):
             if not notes.copied and owner is not None:
                 notes.replaced = notes.replaced or written
                 value = owner.replaced(self, notes.name, value)
+            elif notes.copied and owner is not None and not written and self._is_other(value):
+                if notes.replaced:
+                    owner.data_written(notes.name, copied=True)
+                notes.replaced = True
             notes.alias, notes.seen = None, 0
         _set(self, value)
+
+    def _is_other(self, value: Tensor) -> bool:
+        """Return whether `value` is new data, and not the present data in another format or on another device."""
+        same = value.dtype is self.dtype and value.device == self.device and value.shape == self.shape
+        return same and value.data_ptr() != self.data_ptr()
 
     def written(self) -> bool:
         """Return whether values were written through ``data`` since this was last called."""
@@ -102,13 +121,19 @@ class WatchedParameter(nn.Parameter):
         self.__dict__[NOTES].replaced = True
 
     def detach(self) -> Tensor:
-        """Return an alias that autograd does not see: a plain tensor, but for `nn.Parameter` when it makes another.
+        """Return an alias that autograd does not see: a plain tensor, but for two callers.
 
-        It requires the class of its argument, sets `_is_param`, and so gets a plain parameter.
+        `nn.Parameter`, when it makes another, requires the class of its argument, sets `_is_param`, and so gets a plain
+        parameter. `AveragedModel` gets the precise value.
         """
         alias = Tensor.detach(self)
-        if not is_dynamo_compiling() and _getframe(1).f_code is MAKING:
-            return alias.as_subclass(WatchedParameter)
+        if not is_dynamo_compiling():
+            caller = _getframe(1).f_code
+            if caller is MAKING:
+                return alias.as_subclass(WatchedParameter)
+            if caller is AVERAGING and (notes := self.__dict__.get(NOTES)) is not None and not notes.copied:
+                if (owner := notes.owner()) is not None:
+                    return owner.averaged(self)
         return alias
 
     @property
@@ -127,6 +152,7 @@ class WatchedParameter(nn.Parameter):
         notes = self.__dict__.get(NOTES)
         if notes is not None and (owner := notes.owner()) is not None:
             watch(made, owner, notes.name, copied=True)
+            owner.copied(made, memo)
         memo[id(self)] = made
         return made
 

@@ -6,6 +6,8 @@ collection of `StepMetrics`.
 
 from halfstep.events import HostStepResult, StepResult
 from halfstep.step.checkpoints.preemption import on_preemption
+from halfstep.step.exported import exported
+from halfstep.step.lowered import lowered
 from halfstep.step.metrics import Metrics, StepMetrics
 from halfstep.step.prepare import edit_weights, prepare, prepared_policy, unprepare
 from halfstep.step.save import Loaded, Saving, load, save
@@ -21,7 +23,9 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "edit_weights",
+    "exported",
     "load",
+    "lowered",
     "on_preemption",
     "prepare",
     "prepared_policy",

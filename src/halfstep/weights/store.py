@@ -13,10 +13,11 @@ Note [frozen parameters]: nothing is kept behind a parameter that is frozen when
 optimizer has (`lower`): its low values are its values, rounded once. If it is trained later, its fp32 value begins as
 these, when an optimizer first asks for it (`_key`).
 
-Note [averages by hand]: reading ``parameter.data`` leaves no trace. But an average is kept in a copy of the model, and
-such loops write into the copy through ``.data``. Its parameters are watched; there is one warning at the second write
-unless fp32 values were shown meanwhile (`edit_weights`, `state_dict`). An average that reads and writes parameters
-under `torch.no_grad` without ``.data`` looks like any other use of a copy, and is not noticed.
+Note [averages by hand]: torch's AveragedModel is given the fp32 values. A loop over parameters reads low weights, which
+leaves no trace. But an average is in a copy of the model. Its parameters are watched: writes through ``.data`` there,
+and after each update whether one parameter of the copy has changed since the last. There is one warning at the second
+change unless fp32 values were shown meanwhile (`edit_weights`, `state_dict`). A copy with gradients is trained, and is
+no average. An average in a list of tensors looks like any other use of the weights, and is not noticed.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class WeightStore(ABC):
     name: ClassVar[str]  # its value of `Policy.master`
     form: ClassVar[str]  # how two tensors store the fp32 value: note [forms] in `kernels.ops`
     keeps_buffers: ClassVar[bool] = False  # fp32 gradient buffers, on CPU, from step to step
+    keeps_more: ClassVar[bool] = True  # fp32 values have bits that the low weights lack
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         if low not in self.low_dtypes:
@@ -83,6 +85,7 @@ class WeightStore(ABC):
         self._warned: set[bool] = set()  # warnings given, each once: of a copy or not
         self.editing = False  # whether the model contains fp32 values in place of low parameters
         self.exposed = 0  # how often fp32 values were shown: copies may have been averaged with them
+        self._copies: list[_Copy] = []
         for name, parameter in pairs:
             self.adopt(name, parameter)
         stores().add(self)
@@ -267,6 +270,8 @@ class WeightStore(ABC):
             self._versions[key] = self._parameters[key]._version
         if stepped:
             self._fresh.clear()
+            if self._copies:
+                self._check_copies()
 
     # ------------------------------------------------------------------ updates in one pass
 
@@ -299,6 +304,8 @@ class WeightStore(ABC):
     def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that both parts of the low ones among `parameters` were changed."""
         self._fresh.clear()
+        if self._copies:
+            self._check_copies()
         for parameter in parameters:
             if id(parameter) in self._versions:
                 self._versions[id(parameter)] = parameter._version
@@ -326,16 +333,45 @@ class WeightStore(ABC):
                 f"the low weight {name} was written through .data: what {self._kind} cannot hold of that is lost, its "
                 "fp32 value lies elsewhere; change weights inside `with hs.edit_weights(model):`, where they are fp32"
             )
-        elif not self.exposed:
-            text = (
-                f"a copy of the model is changed through .data ({name}), as averages of weights are, and the weights "
-                f"of the model are {self._kind}: their fp32 values are to be had inside `with hs.edit_weights(model):`"
-            )
+        elif self.keeps_more and not self.exposed:
+            text = self._average(name, "is changed through .data")
         else:
             return
+        self._warn(copied, text)
+
+    def _average(self, name: str, what: str) -> str:
+        return (
+            f"a copy of the model {what} ({name}), as averages of weights are, and the weights of the model are "
+            f"{self._kind}: their fp32 values are to be had inside `with hs.edit_weights(model):`"
+        )
+
+    def _warn(self, copied: bool, text: str) -> None:
         if copied not in self._warned:
             self._warned.add(copied)
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, stacklevel=4)
+
+    def averaged(self, parameter: nn.Parameter) -> Tensor:
+        """Return the fp32 value of `parameter` as a new tensor, for an average."""
+        if parameter not in self:
+            return Tensor.detach(parameter)
+        self.exposed += 1
+        return self.read(parameter)
+
+    def copied(self, copy: nn.Parameter, memo: dict[Any, Any]) -> None:
+        """Watch `copy`, the first of its ``copy.deepcopy``, for averages; see note [averages by hand]."""
+        if self.keeps_more and memo.setdefault((WeightStore, id(self)), copy) is copy:
+            self._copies.append(_Copy(copy))
+
+    def _check_copies(self) -> None:
+        """Warn, once, of a copy that has changed since the last update, twice, without fp32 values shown between."""
+        for entry in list(self._copies):
+            copy = entry.parameter()
+            if copy is None or type(copy) is not WatchedParameter or copy.grad is not None or copy.is_inference():
+                self._copies.remove(entry)
+            elif entry.changed(copy._version, self.exposed):
+                self._copies.remove(entry)
+                name = self._names[next(iter(self._names))]
+                self._warn(True, self._average(name, "is changed between updates"))
 
     @torch.no_grad()
     def replaced(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
@@ -535,6 +571,24 @@ class WeightStore(ABC):
         for attachment in [] if self._parameters else list(self._attached.values()):
             if (optimizer := attachment.optimizer()) is not None:
                 self.detach(optimizer)
+
+
+class _Copy:
+    """One parameter of a copy of a model, whose changes are counted."""
+
+    __slots__ = ("changes", "exposed", "parameter", "version")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.version = self.exposed = -1  # not known before the first update
+        self.changes = 0
+
+    def changed(self, version: int, exposed: int) -> bool:
+        """Return whether the version changed for the second time while `exposed` stayed; called after each update."""
+        if self.version not in {-1, version} and self.exposed == exposed:
+            self.changes += 1
+        self.version, self.exposed = version, exposed
+        return self.changes == 2
 
 
 def beyond(name: str, values: Tensor, low: torch.dtype) -> str:

@@ -1,0 +1,249 @@
+"""Exporting: a model under its policy as a `torch.export` program, with every cast in its graph.
+
+In: a model, prepared or with a policy, and example inputs. Out: a program whose weights are cast once and which needs
+no halfstep to run: for `torch.onnx`, `torch.compile`, AOTInductor, or as a module.
+
+Note [regions in graphs]: torch.export records a region of autocast as a region: its casts happen at each call, weights
+included, and taken apart such a graph may not run (layouts of attention differ). So regions are resolved here: within
+them each operator of torch.autocast's list, `policy.optable.table("torch")`, gets its casts as nodes, and a cast of a
+weight becomes a weight. Operators that halfstep's rules move have their casts in the graph already.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from halfstep.errors import UnbuiltError
+from halfstep.formats import POLICY_DTYPES
+from halfstep.policy.optable import table
+from halfstep.policy.policy import Policy
+from halfstep.step.lowered import twin
+from halfstep.trees import tensors
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+__all__ = ["exported"]
+
+CASTS = frozenset({"aten::to", "aten::_to_copy"})
+CHECKS = frozenset({"aten::_assert_tensor_metadata"})  # of formats: what they check is computed here
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+Regions = Mapping[str, tuple[torch.dtype, bool]]
+"""Device type -> low format and whether autocast is on."""
+
+
+def exported(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    policy: Policy | str | Path | None = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Return `model` in evaluation under its policy as a `torch.export.ExportedProgram` that needs no halfstep.
+
+    Every operator computes in the format that the policy gives it, so the outputs are those of the model. Weights are
+    stored in the format that their operators take: no cast of a weight is left. ``program.module()`` is a plain torch
+    module; ``torch.export.save``, ``torch.onnx.export(program)`` and AOTInductor take the program. The model stays as
+    it is.
+
+    Args:
+        model: prepared, or a plain model with `policy`.
+        args: example inputs, as `torch.export.export` takes them.
+        kwargs: example inputs by name.
+        policy: for a model that is not prepared, or to export a prepared one under another policy.
+        dynamic_shapes: as `torch.export.export` takes them; without, shapes are those of the example.
+
+    Warns:
+        RuntimeWarning: the outputs of the program differ from those of the model on the example.
+
+    Raises:
+        BindError: no policy is given and the model is not prepared, or it is sharded.
+        UnbuiltError: the graph has control flow inside a region, or an operator whose casts are not known.
+    """
+    named = dict(kwargs or {})
+    copy = twin(model, policy, bound=True)
+    with torch.no_grad():
+        expected = copy(*args, **named)
+        program = torch.export.export(copy, args, named, dynamic_shapes=dynamic_shapes, strict=False)
+        plain = _fold(_resolve(program.module(check_guards=False)))
+        made = torch.export.export(plain, args, named, dynamic_shapes=dynamic_shapes, strict=False)
+        _compare(tensors(expected), tensors(made.module()(*args, **named)))
+    return made
+
+
+def _compare(expected: Sequence[Tensor], got: Sequence[Tensor]) -> None:
+    """Warn where a program computes something else than the model it was made from."""
+    for a, b in zip(expected, got, strict=True):
+        if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+            far = float((a.double() - b.double()).norm() / a.double().norm())
+            warnings.warn(
+                f"hs.exported: an output of the program differs from the model's by {far:.2g} (relative) on the "
+                "example; torch has chosen other kernels, or the model computes something random in evaluation",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+
+
+# ------------------------------------------------------------------ note [regions in graphs]
+
+
+def _resolve(source: GraphModule) -> GraphModule:
+    """Return `source` without regions of autocast and gradient mode: their casts are nodes."""
+    graph = Graph()
+    inputs = [graph.node_copy(node) for node in source.graph.nodes if node.op == "placeholder"]
+    graph.output(_emit(source, inputs, {}, graph))
+    graph.set_codegen(source.graph._codegen)
+    graph.eliminate_dead_code()
+    return GraphModule(source, graph)
+
+
+def _emit(source: GraphModule, inputs: Sequence[Any], regions: Regions, graph: Graph) -> Any:
+    """Copy the nodes of `source` into `graph`, as operators in `regions`; return its outputs.
+
+    Raises:
+        UnbuiltError: control flow inside a region.
+    """
+    given = iter(inputs)
+    known: dict[Node, Any] = {}
+    for node in source.graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: known[n])
+        name = getattr(node.target, "__name__", "")
+        if node.op == "placeholder":
+            known[node] = next(given)
+        elif node.op == "output":
+            return args[0]
+        elif node.op == "get_attr" and isinstance(body := _attribute(source, node.target), nn.Module):
+            known[node] = body
+        elif name == "wrap_with_autocast":
+            device, dtype, on, _, body, *operands = args
+            known[node] = _emit(body, operands, {**regions, device: (dtype, on)}, graph)
+        elif name == "wrap_with_set_grad_enabled":
+            _, body, *operands = args
+            known[node] = _emit(body, operands, regions, graph)
+        elif node.target is operator.getitem and not isinstance(args[0], Node):
+            known[node] = args[0][args[1]]
+        elif any(isinstance(arg, nn.Module) for arg in args):
+            raise UnbuiltError(
+                f"hs.exported: the model has control flow ({name}), whose branches are graphs of their own; export the "
+                "parts of the model around it"
+            )
+        elif not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHECKS):
+            if isinstance(node.target, torch._ops.OpOverload):
+                args, kwargs = _cast(node, args, kwargs, regions, graph)
+            made = graph.create_node(node.op, node.target, tuple(args), dict(kwargs), node.name)
+            made.meta = dict(node.meta)
+            known[node] = made
+    raise AssertionError("a graph without an output")
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _nodes(values: Any) -> Iterator[Node]:
+    """Iterate over the nodes in `values` whose format a policy may change."""
+    found: list[Node] = []
+    map_arg(values, found.append)
+    for node in found:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.dtype in POLICY_DTYPES:
+            yield node
+
+
+def _cast(node: Node, args: Any, kwargs: Any, regions: Regions, graph: Graph) -> tuple[Any, Any]:
+    """Return the arguments of an operator as torch.autocast casts them in `regions`, by nodes added to `graph`.
+
+    Raises:
+        UnbuiltError: torch.autocast has a kernel for it and its list does not name it.
+    """
+    found = list(_nodes((args, kwargs)))
+    device = next((n.meta["val"].device.type for n in found), "")
+    low, on = regions.get(device, (torch.float32, False))
+    if not on:
+        return args, kwargs
+    full = node.target._schema.name  # type: ignore[union-attr]  # an OpOverload
+    row = _rows(device).get(full.partition("::")[2])
+    if row is None:
+        overload = node.target._schema.overload_name  # type: ignore[union-attr]
+        key = KEYS.get(device, "")
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{full}.{overload}".rstrip("."), key):
+            raise UnbuiltError(f"hs.exported: torch.autocast casts {full} on {device}, and how is not known here")
+        return args, kwargs
+    if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+        return args, kwargs  # an explicit dtype wins
+    dtypes = {n.meta["val"].dtype for n in found}
+    target = {"low": low, "fp32": torch.float32, "widest": max(dtypes, key=lambda d: d.itemsize)}.get(row)
+    if target is None:
+        return args, kwargs
+
+    def one(n: Node) -> Node:
+        value = n.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype not in POLICY_DTYPES or value.dtype is target:
+            return n
+        cast = graph.call_function(torch.ops.aten.to.dtype, (n, target))
+        cast.meta = {**n.meta, "val": value.to(target)}
+        return cast
+
+    return map_arg((args, kwargs), one)
+
+
+def _rows(device: str) -> Mapping[str, str]:
+    """Return the rules of torch.autocast's list by the names of torch's dispatcher."""
+    return {name.replace(".", "_"): row.rule for name, row in table("torch", device).items()}
+
+
+# ------------------------------------------------------------------ weights
+
+
+def _fold(module: GraphModule) -> GraphModule:
+    """Make weights of casts of weights, in place, until none is left; a weight that is not used any more goes."""
+    graph = module.graph
+    while found := list(_weight_casts(module)):
+        cast, source = found[0]
+        weight = _attribute(module, source.target)
+        value = cast.target(weight.detach(), *cast.args[1:], **cast.kwargs)
+        same = [c for c, s in found if s is source and c.args[1:] == cast.args[1:] and c.kwargs == cast.kwargs]
+        path = source.target
+        if len(source.users) > len(same):
+            path = f"{path}_{str(value.dtype).removeprefix('torch.')}"
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, nn.Parameter(value, requires_grad=False))
+        with graph.inserting_before(source):
+            node = graph.get_attr(path)
+        node.meta = dict(cast.meta)
+        for each in same:
+            each.replace_all_uses_with(node)
+            graph.erase_node(each)
+        if not source.users:
+            graph.erase_node(source)
+    module.recompile()
+    return module
+
+
+def _weight_casts(module: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """Iterate over (cast, weight or buffer that it casts) where they change a format."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CASTS:
+            source, *rest = node.args
+            if isinstance(source, Node) and source.op == "get_attr" and not list(_all_nodes((rest, node.kwargs))):
+                yield node, source
+
+
+def _all_nodes(values: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(values, found.append)
+    return found
