@@ -6,10 +6,12 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
+from torch import nn
+
 import halfstep as hs
 from halfstep.errors import IntegrationError
 
-__all__ = ["checking", "need"]
+__all__ = ["checking", "need", "region"]
 
 
 def need(library: str, least: str, *, extra: str | None = None, package: str | None = None) -> ModuleType:
@@ -62,3 +64,20 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
         `scaler`, or in place of one that is off a scaler with the scale 1, which changes no bit of a good step.
     """
     return scaler if scaler.is_enabled() else hs.GradScaler(rule=hs.ScaleRule.static(1.0))
+
+
+def region(model: nn.Module) -> hs.autocast:
+    """Return the region of a prepared model, for what a library computes around its calls, such as losses.
+
+    It can be entered again and again, also while it is open.
+
+    Args:
+        model: a prepared model, not wrapped, on the device that it runs on.
+    """
+    wanted = hs.prepared_policy(model)
+    assert wanted is not None
+    plain = hs.Policy()  # the model itself does what is about models
+    about_models = {
+        name: getattr(plain, name) for name in ("params", "norms", "modules", "inputs", "grads", "state", "reduce")
+    }
+    return hs.autocast(policy=hs.resolve(wanted, model).policy.replace(**about_models, master="none", scale="none"))
