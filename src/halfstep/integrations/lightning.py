@@ -33,6 +33,9 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig  # noqa: E402
 
 __all__ = ["Fabric", "HalfstepPrecision"]
 
+AVERAGES = frozenset({"StochasticWeightAveraging", "WeightAveraging"})
+"""Lightning's callbacks that average weights; the second came with 2.6."""
+
 log = logging.getLogger(__name__)
 
 
@@ -63,6 +66,7 @@ class HalfstepPrecision(Precision):
         self.skipped_steps = 0
         self.culprits: tuple[str, ...] = ()
         self._models: list[nn.Module] = []
+        self._own: list[nn.Module] = []  # those that were not prepared before
         self._region: AbstractContextManager[Any] | None = None
         self._attached = WeakSet[Optimizer]()
         self._bad = WeakKeyDictionary[Optimizer, bool]()  # whether the step of an unscaled optimizer is skipped
@@ -82,11 +86,16 @@ class HalfstepPrecision(Precision):
         """
         if _in_trainer(module):
             module.to(module.trainer.strategy.root_device)  # where the Trainer moves it next: rules depend on it
+            self._refuse_averages(module)
+        if hs.prepared_policy(module) is None:
+            self._own.append(module)
         _, _, scaler = hs.prepare(module, [], policy=self.policy)
         if self.scaler is None:
             self.scaler = checking(scaler)
         self.scaler.name_parameters(module.named_parameters())
-        self._region = region(module)
+        # steps by hand run inside the region, and torch's low copies of weights would outlive them
+        by_hand = isinstance(module, LightningModule) and not module.automatic_optimization
+        self._region = region(module, cache_enabled=False if by_hand else None)
         self._models.append(module)
         return module
 
@@ -113,12 +122,33 @@ class HalfstepPrecision(Precision):
                 self._attached.add(optimizer)
 
     def teardown(self) -> None:
-        """Take the policy off the Trainer's model, which has its fp32 weights again; sharded models stay prepared."""
-        models, self._models = self._models, []
-        for model in models:
+        """Take the policy off the model that the Trainer had prepared, unless it is sharded: its weights are fp32 again.
+
+        What was prepared before stays so.
+        """
+        for model in self._own:
             if not any(hasattr(p, "device_mesh") for p in model.parameters()):
                 hs.unprepare(model)
+        self._models, self._own = [], []
         self._attached.clear()
+
+    def _refuse_averages(self, module: LightningModule) -> None:
+        """Refuse callbacks that average low weights, or write averages into them.
+
+        Raises:
+            IntegrationError: there is one; the model was not changed.
+        """
+        trainer = module.trainer
+        if trainer.state.fn != "fit" or hs.resolve(self.policy, module).policy.params != "low":
+            return
+        for callback in trainer.callbacks:
+            if any(kind.__name__ in AVERAGES for kind in type(callback).__mro__):
+                name = type(callback).__name__
+                raise IntegrationError(
+                    f"{name} averages the weights that a model computes with, which are low under policy "
+                    f"{self.policy.name!r}, and would miss updates below their last bit; train under a policy with "
+                    "params='fp32' ('mixed'), or average in a callback of your own, inside hs.edit_weights(model)"
+                )
 
     # ------------------------------------------------------------------ forward
 
@@ -258,6 +288,12 @@ class HalfstepPrecision(Precision):
         """Load what `state_dict` returned, after the model was set up."""
         self._the_scaler().load_state_dict(state_dict["scaler"])
         self.skipped_steps = state_dict["skipped_steps"]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the loss scale from a checkpoint of Lightning's own ``precision="16-mixed"``."""
+        scaler = self._the_scaler()
+        if type(self).__qualname__ not in checkpoint and "MixedPrecision" in checkpoint and not scaler.rule.is_static:
+            scaler.load_state_dict(checkpoint["MixedPrecision"])
 
 
 class _Waiting(LRSchedulerConfig):

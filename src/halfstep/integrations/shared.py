@@ -66,18 +66,19 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
     return scaler if scaler.is_enabled() else hs.GradScaler(rule=hs.ScaleRule.static(1.0))
 
 
-def region(model: nn.Module) -> hs.autocast:
+def region(model: nn.Module, *, cache_enabled: bool | None = None) -> hs.autocast:
     """Return the region of a prepared model, for what a library computes around its calls, such as losses.
 
     It can be entered again and again, also while it is open.
 
     Args:
         model: a prepared model, not wrapped, on the device that it runs on.
+        cache_enabled: as for `hs.autocast`; False where an optimizer steps inside the region.
     """
-    wanted = hs.prepared_policy(model)
+    wanted, plain = hs.prepared_policy(model), hs.Policy()
     assert wanted is not None
-    plain = hs.Policy()  # the model itself does what is about models
-    about_models = {
-        name: getattr(plain, name) for name in ("params", "norms", "modules", "inputs", "grads", "state", "reduce")
-    }
-    return hs.autocast(policy=hs.resolve(wanted, model).policy.replace(**about_models, master="none", scale="none"))
+    # what these fields are about, the model does itself
+    about_models = ("params", "norms", "modules", "inputs", "grads", "state", "reduce")
+    fields = {name: getattr(plain, name) for name in about_models}
+    policy = hs.resolve(wanted, model).policy.replace(**fields, master="none", scale="none")
+    return hs.autocast(policy=policy, cache_enabled=cache_enabled)
