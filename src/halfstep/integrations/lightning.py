@@ -211,7 +211,6 @@ class HalfstepPrecision(Precision):
         Raises:
             ScaleError: an optimizer that calls the closure itself (LBFGS) under a loss scale that moves.
         """
-        self._bad[optimizer] = False
         scaler = self._the_scaler()
         if isinstance(optimizer, LBFGS) and closure is not None:
             if not scaler.rule.is_static:
@@ -221,6 +220,8 @@ class HalfstepPrecision(Precision):
         due = _has_gradients(optimizer)
         if due:
             self.unscale_gradients(optimizer)
+        else:
+            self._bad[optimizer] = False
         if model is not None:
             self._after_closure(model, optimizer)
         if due:
