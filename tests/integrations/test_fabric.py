@@ -19,6 +19,7 @@ import halfstep as hs
 from halfstep.errors import BindError, IntegrationError, WeightsError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
 from halfstep.integrations.shared import checking
+from tests.integrations.ranks import as_torchrun
 from tests.two_processes import in_two_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:gradients are not finite under the static loss scale 1.0")
@@ -262,27 +263,36 @@ def test_a_lightning_module_in_fabric() -> None:
         assert max(float((v - found[k]).abs().max()) for k, v in wanted.state_dict().items()) < 1e-2
 
 
-def _two(rank: int, name: str, dtype: str, port: int) -> Any:
-    torch.distributed.destroy_process_group()
-    import os
-
-    os.environ.update(
-        MASTER_ADDR="localhost", MASTER_PORT=str(port), LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2",
-        NODE_RANK="0", GROUP_RANK="0", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="none",
-    )  # fmt: skip
-    fabric = Fabric(policy=hs.Policy.of(name, dtype=dtype), accelerator="cpu", devices=2, strategy="ddp")
+def _two(rank: int, policy: hs.Policy) -> Any:
+    as_torchrun(rank)
+    fabric = Fabric(policy=policy, accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     inner = network()
     model, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=1e-2))
-    skipped = []
-    for i, (x, y) in enumerate(batches(4)):
-        x = x * math.inf if (i, rank) == (2, 1) else x + rank  # one rank is bad
+    skipped, before = [], {}
+    for i, (x, y) in enumerate(batches(5)):
+        x = x * math.inf if (i, rank) == (2, 1) else x + rank  # bad on one rank
         with fabric.no_backward_sync(model, enabled=i == 0):
             fabric.backward(F.cross_entropy(model(x), y))
         if i == 0:
             continue
+        if i == 2:
+            before = {key: value.clone() for key, value in inner.state_dict().items()}
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if i == 2:
+            assert all(torch.equal(value, before[key]) for key, value in inner.state_dict().items())
         skipped.append(fabric.precision.skipped(optimizer))
-    return skipped, {k: v.clone() for k, v in inner.state_dict().items()}
+    return skipped, {key: value.clone() for key, value in inner.state_dict().items()}
+
+
+def _both(rank: int) -> Any:
+    return [_two(rank, policy) for policy in POLICIES[1:3]]
+
+
+@pytest.mark.dist
+def test_two_processes_skip_together_and_stay_equal(tmp_path: Path) -> None:
+    for (skipped, first), (also, second) in zip(*in_two_processes(_both, tmp_path), strict=True):
+        assert skipped == also == [False, True, False, False]
+        assert all(torch.equal(first[key], second[key]) for key in first)

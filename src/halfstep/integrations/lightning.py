@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.optim import LBFGS, Optimizer
 
 import halfstep as hs
@@ -29,6 +30,7 @@ need("lightning", "2.5", extra="lightning")
 from lightning.fabric import Fabric as LightningFabric  # noqa: E402
 from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
+from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled  # noqa: E402
 from lightning.pytorch.utilities.types import LRSchedulerConfig  # noqa: E402
 
 __all__ = ["Fabric", "HalfstepPrecision"]
@@ -87,9 +89,10 @@ class HalfstepPrecision(Precision):
         if _in_trainer(module):
             module.to(module.trainer.strategy.root_device)  # where the Trainer moves it next: rules depend on it
             self._refuse_averages(module)
-        if hs.prepared_policy(module) is None:
-            self._own.append(module)
-        _, _, scaler = hs.prepare(module, [], policy=self.policy)
+        own = hs.prepared_policy(module) is None
+        with _class_methods(module):
+            _, _, scaler = hs.prepare(module, [], policy=self.policy)
+        self._own += [module] if own else []
         if self.scaler is None:
             self.scaler = checking(scaler)
         self.scaler.name_parameters(module.named_parameters())
@@ -128,7 +131,8 @@ class HalfstepPrecision(Precision):
         """
         for model in self._own:
             if not any(hasattr(p, "device_mesh") for p in model.parameters()):
-                hs.unprepare(model)
+                with _class_methods(model):
+                    hs.unprepare(model)
         self._models, self._own = [], []
         self._attached.clear()
 
@@ -376,6 +380,24 @@ def _inner(optimizer: Any) -> Optimizer:
     while "_strategy" in vars(optimizer) and isinstance(vars(optimizer).get("_optimizer"), Optimizer):
         optimizer = vars(optimizer)["_optimizer"]
     return optimizer
+
+
+@contextmanager
+def _class_methods(module: nn.Module) -> Iterator[None]:
+    """Give `module` the forward of its class meanwhile, where a compiled LightningModule has others on the instance.
+
+    The one that calls redirected through a wrapper (DDP) leave there, that of the class, is deleted for good.
+    """
+    context = getattr(module, "_compiler_ctx", None)
+    if context is not None:
+        to_uncompiled(module)
+    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+        del module.forward
+    try:
+        yield
+    finally:
+        if context is not None:
+            from_compiled(OptimizedModule(module, context["dynamo_ctx"]))
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
