@@ -650,6 +650,7 @@ def test_no_optimizer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @low_and_mixed
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_modules(policy: hs.Policy, whole: bool) -> None:
@@ -683,6 +684,8 @@ def _ddp(rank: int, policy: hs.Policy, folder: str) -> Any:
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     file = Path(folder, f"{policy.name}.ckpt")
     model, whole = Ranked("step"), Ranked("step")
+    for module in (model, whole) if rank else ():
+        nn.init.ones_(module.net[0].weight)  # DDP takes the weights of rank 0
     trainer, _ = trainer_of(policy, **options)
     trainer.fit(model, loader, loader)
     trainer.save_checkpoint(file)

@@ -52,7 +52,7 @@ class HalfstepPrecision(Precision):
 
     Attributes:
         policy: it, as a `Policy`.
-        scaler: the loss scale; None until a model was set up. It has the scale 1 where the policy has no loss scale
+        scaler: the loss scale; None until optimizers were set up. It has the scale 1 where the policy has no loss scale
             (bf16), and skips steps whose gradients are not finite in every format.
         skipped_steps: how many steps were skipped so far.
         culprits: the parameters whose gradients were not finite in the last skipped step, as `GradScaler.culprits`
@@ -67,7 +67,8 @@ class HalfstepPrecision(Precision):
         self.scaler: hs.GradScaler | None = None
         self.skipped_steps = 0
         self.culprits: tuple[str, ...] = ()
-        self._models: list[nn.Module] = []
+        self._modules: list[nn.Module] = []
+        self._models: list[nn.Module] = []  # the same, wrapped
         self._own: list[nn.Module] = []  # those that were not prepared before
         self._region: AbstractContextManager[Any] | None = None
         self._attached = WeakSet[Optimizer]()
@@ -91,11 +92,9 @@ class HalfstepPrecision(Precision):
             self._refuse_averages(module)
         own = hs.prepared_policy(module) is None
         with _class_methods(module):
-            _, _, scaler = hs.prepare(module, [], policy=self.policy)
+            hs.prepare(module, policy=self.policy)
         self._own += [module] if own else []
-        if self.scaler is None:
-            self.scaler = checking(scaler)
-        self.scaler.name_parameters(module.named_parameters())
+        self._modules.append(module)
         # steps by hand run inside the region, and torch's low copies of weights would outlive them
         by_hand = isinstance(module, LightningModule) and not module.automatic_optimization
         self._region = region(module, cache_enabled=False if by_hand else None)
@@ -106,9 +105,17 @@ class HalfstepPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Attach the Trainer's optimizers, and let schedulers of interval "step" wait for steps that are applied."""
+        self.wrapped(model)
         self.attach(*optimizers)
         waiting = [_Waiting(config, self) if config.interval == "step" else config for config in lr_schedulers]
         return super().connect(model, optimizers, waiting)
+
+    def wrapped(self, model: nn.Module) -> None:
+        """Take note of what was put around the model that was set up last.
+
+        DistributedDataParallel makes the low weights of ranks equal, and `attach` through it the precise ones.
+        """
+        self._models[-1] = getattr(model, "_forward_module", model)  # Fabric's
 
     def attach(self, *optimizers: Optimizer) -> None:
         """Let optimizers step the precise weights of the models that were set up; those attached before stay so.
@@ -116,6 +123,8 @@ class HalfstepPrecision(Precision):
         Raises:
             BindError: an optimizer holds parameters of these models and others.
         """
+        for module in self._modules if optimizers else ():  # not before: DTensors with weak references cannot move
+            self._the_scaler().name_parameters(module.named_parameters())
         for optimizer in optimizers:
             optimizer = _inner(optimizer)
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -133,7 +142,7 @@ class HalfstepPrecision(Precision):
             if not any(hasattr(p, "device_mesh") for p in model.parameters()):
                 with _class_methods(model):
                     hs.unprepare(model)
-        self._models, self._own = [], []
+        self._modules, self._models, self._own = [], [], []
         self._attached.clear()
 
     def _refuse_averages(self, module: LightningModule) -> None:
@@ -189,7 +198,10 @@ class HalfstepPrecision(Precision):
 
     def _the_scaler(self) -> hs.GradScaler:
         if self.scaler is None:
-            raise IntegrationError(f"{self!r}: no model was set up yet; call fabric.setup(model, optimizer) first")
+            if not self._models:
+                raise IntegrationError(f"{self!r}: no model was set up yet; call fabric.setup(model, optimizer) first")
+            _, _, scaler = hs.prepare(self._models, [], policy=self.policy)
+            self.scaler = checking(scaler)
         return self.scaler
 
     # ------------------------------------------------------------------ step
@@ -349,6 +361,7 @@ class Fabric(LightningFabric):
         if move_to_device:
             self.to_device(module)
         result = super().setup(module, *optimizers, move_to_device=move_to_device, **kwargs)
+        self.precision.wrapped(result[0] if optimizers else result)
         self.precision.attach(*optimizers)
         return result
 
@@ -356,7 +369,9 @@ class Fabric(LightningFabric):
         """Set up a model, as `lightning.Fabric.setup_module`."""
         if move_to_device:
             self.to_device(module)
-        return super().setup_module(module, move_to_device=move_to_device, **kwargs)
+        model = super().setup_module(module, move_to_device=move_to_device, **kwargs)
+        self.precision.wrapped(model)
+        return model
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Set up optimizers, as `lightning.Fabric.setup_optimizers`."""
