@@ -6,10 +6,12 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
+from torch import nn
+
 import halfstep as hs
 from halfstep.errors import IntegrationError
 
-__all__ = ["checking", "need"]
+__all__ = ["checking", "need", "region"]
 
 
 def need(library: str, least: str, *, extra: str | None = None, package: str | None = None) -> ModuleType:
@@ -66,3 +68,21 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
     found = hs.GradScaler(rule=hs.ScaleRule.static(1.0))
     found.name_parameters(scaler.named_parameters())
     return found
+
+
+def region(model: nn.Module, *, cache_enabled: bool | None = None) -> hs.autocast:
+    """Return the region of a prepared model, for what a library computes around its calls, such as losses.
+
+    It can be entered again and again, also while it is open.
+
+    Args:
+        model: a prepared model, not wrapped, on the device that it runs on.
+        cache_enabled: as for `hs.autocast`; False where an optimizer steps inside the region.
+    """
+    wanted, plain = hs.prepared_policy(model), hs.Policy()
+    assert wanted is not None
+    # what these fields are about, the model does itself
+    about_models = ("params", "norms", "modules", "inputs", "grads", "state", "reduce")
+    fields = {name: getattr(plain, name) for name in about_models}
+    policy = hs.resolve(wanted, model).policy.replace(**fields, master="none", scale="none")
+    return hs.autocast(policy=policy, cache_enabled=cache_enabled)

@@ -214,6 +214,8 @@ class GradScaler(StoredScale):
                 "every iteration"
             )
         work.found = self._unscaled(optimizer, finite.gradients(optimizer), state)
+        if work.found is not None:
+            self._found[optimizer] = work.found
         work.mark_unscaled(self._unfollowed)
         self._followed.hook()
 
@@ -308,7 +310,8 @@ class GradScaler(StoredScale):
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return whether the last `step` of `optimizer` was skipped, as a 0-dim bool tensor on the scale's device.
 
-        Valid from `step` until the next `step`, also after `update`. Reading it (``bool(...)``) waits for the device.
+        Valid from `step` until the next one, also after `update`; from `unscale_` on, whether the `step` to come is
+        skipped. Reading it (``bool(...)``) waits for the device.
         """
         found = self._found.get(optimizer)
         if found is not None:

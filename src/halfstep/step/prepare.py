@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -94,6 +95,10 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
 
     fresh = [(unwrap(m), plan) for m, plan in zip(model_list, plans, strict=True) if not is_done(m, wanted, concrete)]
     trained = {id(p) for o in optimizer_list for group in o.param_groups for p in group["params"]}
+    known = [s for m in model_list if (s := store_of(m)) is not None]
+    for optimizer, before in product(optimizer_list, known):
+        if not before.attached(optimizer):
+            before.refuse_rounded(optimizer)
     store = _lower(fresh, concrete, trained)  # raises before it changes anything
     for model, plan in fresh:
         unwatch_copies(model.parameters())

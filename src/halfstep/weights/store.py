@@ -484,11 +484,19 @@ class WeightStore(ABC):
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._without_low.get(optimizer) == count:  # checked before
             return
-        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self]
-        if not mine:
+        if not any(p in self for group in optimizer.param_groups for p in group["params"]):
             self._without_low[optimizer] = count
             return
-        for parameter in mine:
+        self.refuse_rounded(optimizer)
+        self.attach(optimizer)
+
+    def refuse_rounded(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that was not attached when it loaded its state.
+
+        Raises:
+            WeightsError: it has loaded its state into low parameters, which rounded it.
+        """
+        for parameter in [p for group in optimizer.param_groups for p in group["params"] if p in self]:
             state = optimizer.state.get(parameter, {})
             if float(state.get("step", 1)) > 0 and any(is_low(value) for value in state.values()):
                 raise WeightsError(
@@ -496,7 +504,6 @@ class WeightStore(ABC):
                     f"{self.dtype}, as torch does when it is loaded for low parameters; call hs.prepare(model, "
                     "optimizer) first, then optimizer.load_state_dict"
                 )
-        self.attach(optimizer)
 
     def attached(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` steps these masters."""

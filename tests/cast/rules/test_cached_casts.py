@@ -208,3 +208,14 @@ def test_an_activation_is_not_held_for_the_next_layer() -> None:
 
     hs.prepare(Net(), policy=hs.Policy.of("mixed", dtype="bf16"))(torch.randn(1024, 64, requires_grad=True))
     assert gone == [True]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_weight_that_is_frozen_for_a_while_gets_its_gradient(dtype: str) -> None:
+    """As a GAN's loop freezes each network for the other's turn."""
+    layer = frozen_layer()
+    with hs.autocast(policy=hs.Policy.of("mixed", dtype=dtype)):
+        assert not layer(torch.randn(4, 5)).requires_grad
+        layer.requires_grad_(True)
+        layer(torch.randn(4, 5)).sum().backward()
+    assert layer.weight.grad is not None

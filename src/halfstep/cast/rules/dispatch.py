@@ -232,9 +232,9 @@ def _cast_weight(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     inference = torch.is_inference_mode_enabled()
     if inference and weight.is_inference():  # it has no version that would show a change
         return value.to(dtype)
-    key: Hashable = (id(weight), dtype, inference)
+    key: Hashable = (id(weight), dtype, inference, value.requires_grad)  # which a GAN's loop changes for its turns
     if value is not weight:
-        key = (key, value.storage_offset(), value.shape, value.stride(), value.requires_grad)
+        key = (key, value.storage_offset(), value.shape, value.stride())
     casts = STATE.casts
     known = casts.get(key)
     if known is not None and known[0] is weight and known[1] == _witness(weight, known[2]):
