@@ -81,12 +81,18 @@ class Metrics:
         self._losses += 1
         first = next(iter(tensors(batch)), None)
         self._samples += 1 if first is None or not first.dim() else first.shape[0]
-        if not updated:
-            return
+        if updated:
+            self._count(result)
+
+    def see_flush(self, result: StepResult) -> None:
+        """Take in the update of an unfinished window, whose micro-batches it has seen."""
+        self._count(result)
+
+    def _count(self, result: StepResult) -> None:
         skipped = result.skipped.to(torch.float32)
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._updates += 1
-        if self._updates % self.every == 0:
+        if self._updates % self.every == 0 and self._losses:  # 0: a flush in which only other ranks had micro-batches
             self._send(result)
 
     def _send(self, result: StepResult) -> None:
