@@ -1,4 +1,4 @@
-"""Actor and critic on a small game: two networks, two optimizers, the advantage of one in the loss of the other; fp32."""
+"""Actor and critic on a small game: two networks and two optimizers, one uses what the other gives; in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DCGAN on 8x8 pictures of a bright spot: two networks and three losses, a TrainStep for each optimizer."""
+"""A DCGAN on 8x8 pictures of a bright spot: a TrainStep for each network; the pictures of one go to the other."""
 
 from __future__ import annotations
 
@@ -57,23 +57,22 @@ def main(seed: int = 0, policy: hs.Policy | str = "mixed") -> float:
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
 
-    def loss_d(model: nn.Module, real: Tensor, noise: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        with torch.no_grad():
-            fake = generator(noise)
+    def loss_g(model: nn.Module, noise: Tensor) -> tuple[Tensor, Tensor]:
+        fake = model(noise)
+        return judge(discriminator(fake), 1.0), fake
+
+    def loss_d(model: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         loss_real, loss_fake = judge(model(real), 1.0), judge(model(fake), 0.0)
         return loss_real + loss_fake, (loss_real, loss_fake)
 
-    def loss_g(model: nn.Module, noise: Tensor) -> Tensor:
-        return judge(discriminator(model(noise)), 1.0)
-
-    step_d = hs.TrainStep(discriminator, optimizer_d, loss_d, policy=policy)
-    step_g = hs.TrainStep(generator, optimizer_g, loss_g, policy=policy, scaler=step_d.scaler)
+    step_g = hs.TrainStep(generator, optimizer_g, loss_g, policy=policy)
+    step_d = hs.TrainStep(discriminator, optimizer_d, loss_d, policy=policy, scaler=step_g.scaler)
     for update in range(UPDATES):
         real, noise = make_pictures(BATCH), torch.randn(BATCH, NOISE, 1, 1)
-        loss_real, loss_fake = step_d(real, noise).aux
-        loss = step_g(noise).loss
+        made = step_g(noise)
+        loss_real, loss_fake = step_d(real, made.aux).aux
         if update % 20 == 0:
-            print(f"{update:4}: real {loss_real:.3f}, fake {loss_fake:.3f}, generator {loss:.3f}")
+            print(f"{update:4}: real {loss_real:.3f}, fake {loss_fake:.3f}, generator {made.loss:.3f}")
     return distance(generator)
 
 

@@ -56,18 +56,18 @@ def main(seed: int = 0) -> float:
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     for update in range(UPDATES):
         real, noise = make_pictures(BATCH), torch.randn(BATCH, NOISE, 1, 1)
-        optimizer_d.zero_grad()
-        loss_real = judge(discriminator(real), 1.0)
-        loss_real.backward()
         fake = generator(noise)
-        loss_fake = judge(discriminator(fake.detach()), 0.0)
-        loss_fake.backward()
-        optimizer_d.step()
-
         optimizer_g.zero_grad()
         loss_g = judge(discriminator(fake), 1.0)
         loss_g.backward()
         optimizer_g.step()
+
+        optimizer_d.zero_grad()
+        loss_real = judge(discriminator(real), 1.0)
+        loss_real.backward()
+        loss_fake = judge(discriminator(fake.detach()), 0.0)
+        loss_fake.backward()
+        optimizer_d.step()
         if update % 20 == 0:
             print(f"{update:4}: real {loss_real:.3f}, fake {loss_fake:.3f}, generator {loss_g:.3f}")
     return distance(generator)

@@ -1,4 +1,4 @@
-"""A siamese network: one network looks at both pictures of a pair and tells whether they show the same; with accuracy."""
+"""A siamese network: one network looks at both pictures of a pair and tells whether they show the same."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def check_arguments(
     if inspect.signature(optimizer.step).parameters.get("closure", NOTHING).default is inspect.Parameter.empty:
         raise StepError(
             f"{type(optimizer).__name__} evaluates the loss itself, through a closure, and TrainStep hands it "
-            "gradients; prepare the model with hs.prepare(model, optimizer, policy=...) in bf16 or fp32, under a policy "
+            "gradients; prepare the model with hs.prepare(model, optimizer, policy=...) in bf16 or fp32, by a policy "
             "with params='fp32' such as 'mixed', and call optimizer.step(closure) yourself"
         )
     check_rates(optimizer)

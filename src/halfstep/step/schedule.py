@@ -1,6 +1,6 @@
 """The learning-rate scheduler of a training step: it advances after an update that was applied, or stays where it is.
 
-In: a scheduler of torch, or any object with its methods. A ``step()`` that raises leaves scheduler and groups unchanged.
+In: a scheduler of torch, or any object with its methods. If its `step` raises, scheduler and groups stay unchanged.
 """
 
 from __future__ import annotations
