@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 
-NOISE, BATCH, UPDATES = 8, 32, 100
+NOISE, BATCH, UPDATES = 8, 32, 80
 
 
 def make_pictures(count: int) -> Tensor:

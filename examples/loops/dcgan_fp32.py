@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NOISE, BATCH, UPDATES = 8, 32, 100
+NOISE, BATCH, UPDATES = 8, 32, 80
 
 
 def make_pictures(count: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 
-TIMES, BATCH, BATCHES, EPOCHS, WINDOW = 20, 128, 10, 50, 4
+TIMES, BATCH, BATCHES, EPOCHS, WINDOW = 20, 256, 10, 32, 4
 BETAS = torch.linspace(1e-3, 0.3, TIMES)
 KEPT = torch.cumprod(1 - BETAS, dim=0)  # how much of a point is left at each time
 
@@ -65,7 +65,7 @@ def main(seed: int = 0, policy: hs.Policy | str = "mixed") -> float:
         for points in make_points(BATCH * BATCHES).split(BATCH):
             result = step(points)
         step.flush()  # the last window of an epoch has two batches
-        if epoch % 20 == 0:
+        if epoch % 8 == 0:
             print(f"{epoch:4}: loss {result.loss:.3f}")
     return float((sample(model, 2000).norm(dim=1) - 1).abs().mean())
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TIMES, BATCH, BATCHES, EPOCHS, WINDOW = 20, 128, 10, 50, 4
+TIMES, BATCH, BATCHES, EPOCHS, WINDOW = 20, 256, 10, 32, 4
 BETAS = torch.linspace(1e-3, 0.3, TIMES)
 KEPT = torch.cumprod(1 - BETAS, dim=0)  # how much of a point is left at each time
 
@@ -67,7 +67,7 @@ def main(seed: int = 0) -> float:
                 loss = loss_fn(model, points)
                 (loss / len(window)).backward()
             optimizer.step()
-        if epoch % 20 == 0:
+        if epoch % 8 == 0:
             print(f"{epoch:4}: loss {loss:.3f}")
     return float((sample(model, 2000).norm(dim=1) - 1).abs().mean())
 

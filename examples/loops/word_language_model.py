@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 
-WORDS, BATCH, LENGTH = 16, 16, 12
+WORDS, BATCH, LENGTH = 16, 16, 6
 Hidden = tuple[Tensor, Tensor]
 
 
@@ -57,7 +57,7 @@ def evaluate(step: hs.TrainStep, text: Tensor) -> float:
 def main(seed: int = 0, policy: hs.Policy | str = "mixed") -> float:
     """Train for a few epochs; return the cross entropy on another text (nats a word; chance is 2.77)."""
     torch.manual_seed(seed)
-    text, other = make_text(481), make_text(97)
+    text, other = make_text(361), make_text(121)
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     step = hs.TrainStep(model, optimizer, loss_fn, policy=policy, clip_norm=0.25)
