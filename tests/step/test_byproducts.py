@@ -182,6 +182,7 @@ def test_a_compiled_step_detaches_too() -> None:
 
     step = hs.TrainStep(model, adam(model), both, compile={"backend": "aot_eager"})
     assert not step(*make_batch()).aux["out"].requires_grad
+    assert torch.equal(step.evaluate(*make_batch())[0], step(*make_batch()).loss)
     torch._dynamo.reset()
 
 
@@ -190,10 +191,10 @@ def test_a_hidden_state_that_is_not_finite_is_named_as_the_cause() -> None:
     model = Reader()
     step = hs.TrainStep(model, adam(model), read)
     x, y = torch.randn(5, 3, 4), torch.randint(0, 2, (5, 3))
-    bad = step(x * float("inf"), y, None)
+    bad = step(x * float("nan"), y, None)
     again = step(x, y, bad.aux)
     assert bad.host().skipped and again.host().skipped
-    assert step.explain().kind == "bad_batch" and "input 2" in step.explain().parameter
+    assert (step.explain().kind, step.explain().parameter) == ("bad_batch", "input 2")  # x, y, the first of its two
     assert not step(x, y, None).host().skipped
 
 
@@ -290,6 +291,18 @@ def test_one_loss_and_two_optimizers_are_prepared_together(policy: hs.Policy) ->
         scaler.update()
         found.append(float(loss.detach()))
     assert found[-1] < 0.7 * found[0]
+
+
+def test_of_two_optimizers_after_one_loss_each_is_skipped_by_its_own_gradients() -> None:
+    model, (x, y) = make_model(), make_batch()
+    optimizers = [torch.optim.SGD(model[at].parameters(), lr=0.1) for at in (0, 4)]
+    model, optimizers, scaler = hs.prepare(model, optimizers, policy=POLICIES[3])
+    scaler.scale(loss_fn(model, x, y)).backward()
+    model[0].weight.grad.fill_(float("inf"))
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [bool(scaler.skipped(optimizer)) for optimizer in optimizers] == [True, False]
 
 
 def test_several_optimizers_in_one_step_are_refused_with_both_ways() -> None:
