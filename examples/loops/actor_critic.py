@@ -61,7 +61,8 @@ def loss_c(critic: nn.Module, states: Tensor, returns: Tensor) -> tuple[Tensor, 
 def loss_a(actor: nn.Module, states: Tensor, actions: Tensor, advantage: Tensor) -> Tensor:
     """Return the actor's loss."""
     chances = Categorical(logits=actor(states))
-    return -(chances.log_prob(actions) * advantage).mean() - 0.01 * chances.entropy().mean()
+    gain: Tensor = (chances.log_prob(actions) * advantage).mean() + 0.01 * chances.entropy().mean()
+    return -gain
 
 
 def main(seed: int = 0, policy: hs.Policy | str = "mixed") -> float:

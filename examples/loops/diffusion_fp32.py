@@ -31,7 +31,8 @@ class Denoiser(nn.Module):
 
     def forward(self, points: Tensor, times: Tensor) -> Tensor:
         """Map noisy points (batch, 2) and their times (batch,) to the noise in them."""
-        return self.rest(self.enter(points) + self.time(times))
+        noise: Tensor = self.rest(self.enter(points) + self.time(times))
+        return noise
 
 
 def loss_fn(model: nn.Module, points: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class Siamese(nn.Module):
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         """Map pairs of pictures to one logit each."""
-        return self.head((self.look(left) - self.look(right)).abs()).squeeze(-1)
+        logits: Tensor = self.head((self.look(left) - self.look(right)).abs())
+        return logits.squeeze(-1)
 
 
 def loss_fn(model: nn.Module, left: Tensor, right: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.cast.state import STATE
+from halfstep.step.wrappers import unwrap
 
 __all__ = ["evaluate"]
 
@@ -24,8 +25,10 @@ def evaluate(
 ) -> Any:
     """Return ``loss_fn(model, *batch, **named)`` in the region of `recipe`, with `model` in evaluation mode.
 
-    Afterwards each module is in the mode it was in, also if `loss_fn` raises.
+    A wrapper (DistributedDataParallel, torch.compile) is left out: its forward may wait for other ranks. Afterwards
+    each module is in the mode it was in, also if `loss_fn` raises.
     """
+    model = unwrap(model)
     modes = [(module, module.training) for module in model.modules()]
     try:
         if any(training for _, training in modes):
@@ -39,7 +42,6 @@ def evaluate(
         raise better from error
     finally:
         if any(training for _, training in modes):
-            model.train(model_mode := modes[0][1])  # by its own method, which may do more than set the mode
+            model.train(modes[0][1])  # by its own method, which may do more than set the mode
             for module, training in modes:
-                if training is not model_mode:
-                    module.training = training
+                module.training = training
