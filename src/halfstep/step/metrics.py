@@ -82,13 +82,10 @@ class Metrics:
         first = next(iter(tensors(batch)), None)
         self._samples += 1 if first is None or not first.dim() else first.shape[0]
         if updated:
-            self._count(result)
+            self.count(result)
 
-    def see_flush(self, result: StepResult) -> None:
-        """Take in the update of an unfinished window, whose micro-batches it has seen."""
-        self._count(result)
-
-    def _count(self, result: StepResult) -> None:
+    def count(self, result: StepResult) -> None:
+        """Take in an update, also that of an unfinished window."""
         skipped = result.skipped.to(torch.float32)
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._updates += 1

@@ -443,7 +443,7 @@ class TrainStep:
         again = 0 if self._retry is None else self._retry.retries
         result = StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits, again)
         if self._metrics is not None:
-            self._metrics.see_flush(result)
+            self._metrics.count(result)
         return result
 
     def join(self) -> AbstractContextManager[None]:
@@ -459,6 +459,14 @@ class TrainStep:
                 static graph or a communication hook.
         """
         return join(self._ranks, self.model, self.flush)
+
+    def evaluate(self, *batch: Any, **named: Any) -> Any:
+        """Return what `loss_fn` returns for a batch, as the step computes it, without gradients.
+
+        The step's model is in evaluation mode meanwhile. Nothing is trained or counted, also between micro-batches. One
+        rank may call it alone, except under fully_shard.
+        """
+        return evaluate(self.model, self.loss_fn, self._recipe, batch, named)
 
     def _update(self, count: float) -> tuple[Tensor, Tensor, Culprits]:
         """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits.
@@ -502,13 +510,6 @@ class TrainStep:
             if not bool(record.bad):
                 advance(self.scheduler, self.optimizer, self._moments, record)
         record.bad = None
-
-    def evaluate(self, *batch: Any, **named: Any) -> Any:
-        """Return what `loss_fn` returns for a batch, as the step computes it, without gradients.
-
-        The step's model is in evaluation mode meanwhile. Nothing is trained or counted, also between micro-batches.
-        """
-        return evaluate(self.model, self.loss_fn, self._recipe, batch, named)
 
     # ------------------------------------------------------------------ explanations
 
