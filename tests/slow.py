@@ -56,6 +56,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_rank_that_is_killed_while_the_others_wait_for_it_does_not_stop_them",
     ),
     "tests/scale/test_ranks.py": ("test_ranks_agree_on_a_skip",),
+    "tests/step/test_byproducts.py": ("test_a_compiled_step_detaches_too",),
     "tests/step/test_save_ranks.py": (
         "test_two_processes_and_one_read_what_the_other_wrote",
         "test_a_signal_to_one_rank_ends_both_and_one_process_goes_on",

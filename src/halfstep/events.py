@@ -50,7 +50,7 @@ class StepResult:
     Attributes:
         step: number of micro-batches seen by this TrainStep, from 1.
         loss: 0-dim tensor, detached, unscaled, undivided.
-        aux: whatever loss_fn returned beside the loss, or None.
+        aux: what loss_fn returned beside the loss, a tree in its type with its tensors detached, or None.
         scale: 0-dim fp32 tensor, the loss scale of this backward pass.
         grad_norm: 0-dim fp32 tensor, unscaled, before clipping; nan while accumulating.
         skipped: 0-dim bool tensor: an update was due and was not applied.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ __all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_fo
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
+SEVERAL = (
+    "; build one TrainStep for each optimizer with its loss (they may share model and scaler=), or give all of them to "
+    "hs.prepare(model, [one, other], policy=...) and step them in your own loop"
+)
 
 RATES = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "rho", "lambd", "lr_decay")
 """Names under which torch's optimizers keep numbers that enter every update; other names may hold infinities."""
@@ -53,7 +57,8 @@ def check_arguments(
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
     if not isinstance(optimizer, Optimizer):
-        raise StepError(f"optimizer must be a torch optimizer and is {_shown(optimizer)}")
+        several = isinstance(optimizer, (list, tuple)) and len(optimizer) > 1
+        raise StepError(f"optimizer must be a torch optimizer and is {_shown(optimizer)}{SEVERAL if several else ''}")
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise StepError(
             f"{type(optimizer).__name__}(overlap_with_ddp=True) updates parameters in the backward pass, before "
@@ -62,8 +67,8 @@ def check_arguments(
     if inspect.signature(optimizer.step).parameters.get("closure", NOTHING).default is inspect.Parameter.empty:
         raise StepError(
             f"{type(optimizer).__name__} evaluates the loss itself, through a closure, and TrainStep hands it "
-            "gradients; prepare the model with hs.prepare(model, optimizer, policy=...) in bf16 or fp32 and call "
-            "optimizer.step(closure) yourself"
+            "gradients; prepare the model with hs.prepare(model, optimizer, policy=...) in bf16 or fp32, by a policy "
+            "with params='fp32' such as 'mixed', and call optimizer.step(closure) yourself"
         )
     check_rates(optimizer)
     if scheduler is not None:
@@ -78,13 +83,18 @@ def check_loss(loss: Any) -> None:
         StepError: what it is, and what to return instead.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got, remedy = type(loss).__name__, "return its loss"
+        got, remedy = type(loss).__name__, "return the loss, or (loss, what else there is)"
         if isinstance(loss, Tensor):
             got, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it with .mean() or .sum()"
         elif isinstance(loss, (int, float)):
             remedy = "return the tensor, without .item()"
+        elif isinstance(loss, (tuple, list)):
+            got = f"{type(loss).__name__} of {len(loss)}"
+            remedy = "return (loss, (...)), a tuple of the loss and one tree with all the rest"
         elif hasattr(loss, "loss"):
-            remedy = "return its .loss"
+            remedy = "return (out.loss, out)"
+        elif isinstance(loss, Mapping) and "loss" in loss:
+            remedy = "return (out['loss'], out)"
         raise StepError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), and returned {got}; {remedy}")
     if loss.is_complex():
         raise StepError(

@@ -81,12 +81,15 @@ class Metrics:
         self._losses += 1
         first = next(iter(tensors(batch)), None)
         self._samples += 1 if first is None or not first.dim() else first.shape[0]
-        if not updated:
-            return
+        if updated:
+            self.count(result)
+
+    def count(self, result: StepResult) -> None:
+        """Take in an update, also that of an unfinished window."""
         skipped = result.skipped.to(torch.float32)
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._updates += 1
-        if self._updates % self.every == 0:
+        if self._updates % self.every == 0 and self._losses:  # 0: a flush in which only other ranks had micro-batches
             self._send(result)
 
     def _send(self, result: StepResult) -> None:

@@ -40,22 +40,24 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step import optimizer_step, update
 from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries
 from halfstep.step.bind import binding_of
+from halfstep.step.byproducts import detached
 from halfstep.step.checkpoint import load_step, rebuild, refuse_window, rounding, save_step
 from halfstep.step.compiled import CompiledLoss, compile_options, refuse_untraceable
 from halfstep.step.construct import unchanged_on_failure
+from halfstep.step.evaluate import evaluate
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
 from halfstep.step.metrics import Metrics
-from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, Moments, Watchers
+from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.ranks import join, ranks_of
 from halfstep.step.record import Record
 from halfstep.step.retry import ENOUGH, Retry
 from halfstep.step.scaling import Scaling
+from halfstep.step.schedule import advance
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
-from halfstep.step.undo import SchedulerCopy
 from halfstep.step.update import Culprits, Updater
 from halfstep.step.wrappers import unwrap_optimizer
 
@@ -86,7 +88,7 @@ class TrainStep:
     Args:
         model: the model, prepared or not; DistributedDataParallel, DataParallel or torch.compile around a prepared one.
         optimizer: a torch optimizer over the model's parameters.
-        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; loss a 0-dim tensor.
+        loss_fn: ``loss_fn(model, *batch, **batch) -> loss`` or ``(loss, aux)``; loss a 0-dim tensor, aux any tree.
         policy: preset name, TOML path or Policy; default: what the model was prepared with, else "mixed".
         clip_norm: largest 2-norm of the (unscaled, accumulated) gradient; None: no clipping.
         clip_value: largest absolute value of a gradient element; None: no clipping.
@@ -248,6 +250,8 @@ class TrainStep:
         last = record.micro_batches + 1 == self.accumulate
         with WHOLE if self._no_sync is None else self._gradient_sync(last=last):
             loss, aux = self.run_forward(self.model, batch, named)
+            if aux is not None:
+                aux = detached(aux, loss, check=not record.done)
             scale, seed = self.run_backward(loss)
         shown = loss.detach()
         if kept is not None:
@@ -437,7 +441,10 @@ class TrainStep:
             self.preemption.after_update()
         loss = torch.full((), float("nan"), device=norm.device)
         again = 0 if self._retry is None else self._retry.retries
-        return StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits, again)
+        result = StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits, again)
+        if self._metrics is not None:
+            self._metrics.count(result)
+        return result
 
     def join(self) -> AbstractContextManager[None]:
         """Return a context for a loop over batches of which some ranks have fewer: ``with step.join(): ...``.
@@ -452,6 +459,14 @@ class TrainStep:
                 static graph or a communication hook.
         """
         return join(self._ranks, self.model, self.flush)
+
+    def evaluate(self, *batch: Any, **named: Any) -> Any:
+        """Return what `loss_fn` returns for a batch, as the step computes it, without gradients.
+
+        The step's model is in evaluation mode meanwhile. Nothing is trained or counted, also between micro-batches. One
+        rank may call it alone, except under fully_shard.
+        """
+        return evaluate(self.model, self.loss_fn, self._recipe, batch, named)
 
     def _update(self, count: float) -> tuple[Tensor, Tensor, Culprits]:
         """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits.
@@ -493,26 +508,8 @@ class TrainStep:
         if record.bad is not None and self.scheduler is not None:
             record.host_reads += 1
             if not bool(record.bad):
-                self._advance_scheduler(self.scheduler)
+                advance(self.scheduler, self.optimizer, self._moments, record)
         record.bad = None
-
-    def _advance_scheduler(self, scheduler: LRScheduler) -> None:
-        moments, record = self._moments, self.record
-        try:
-            moments.scheduler = SchedulerCopy(scheduler, self.optimizer)
-            moments.phase = ADVANCE
-            scheduler.step()
-            record.bad = None
-            moments.phase = REST
-        except BaseException as error:
-            moments.abort()
-            if isinstance(error, MemoryError) or not isinstance(error, Exception):
-                raise  # the next call tries again
-            record.bad = None
-            raise StepError(
-                f"{type(scheduler).__name__}.step() raised {type(error).__name__}: {error}. It is where it was before, "
-                "one update behind; leave it out: step.scheduler = None"
-            ) from error
 
     # ------------------------------------------------------------------ explanations
 
