@@ -1,1 +1,432 @@
-"""accelerate."""
+"""accelerate: a policy in a loop with `accelerate.Accelerator`.
+
+`Accelerator` takes the place of accelerate's own and has one argument more, `policy`. Its `prepare` binds the policy
+to models, lets optimizers step precise weights, and gives them a scaler that skips steps whose gradients are not
+finite. `follow` makes an Accelerator that exists already, such as that of transformers' Trainer, follow a policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import halfstep as hs
+from halfstep.errors import IntegrationError
+from halfstep.integrations.shared import checking, need
+from halfstep.policy import Policy, resolve
+
+need("accelerate", "1.10", extra="accelerate")
+
+import accelerate  # noqa: E402  # its version is checked first
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import AutocastKwargs, DistributedType  # noqa: E402
+
+__all__ = ["AcceleratedScaler", "Accelerator", "PolicyOptimizer", "follow"]
+
+LOG = logging.getLogger("halfstep")
+
+OTHER_ENGINES = {
+    DistributedType.DEEPSPEED: "DeepSpeed casts weights and scales losses itself: set bf16 or fp16 in its configuration",
+    DistributedType.MEGATRON_LM: "Megatron-LM has a precision of its own: set bf16 or fp16 in its configuration",
+    DistributedType.XLA: "torch_xla compiles the whole step, where a policy's casts and skips are not carried out",
+}
+"""What carries out no policy, and what to do."""
+
+OF_A_MODEL = {
+    "params": "fp32",
+    "norms": "fp32",
+    "master": "auto",
+    "grads": "param",
+    "modules": (),
+    "inputs": "keep",
+    "reduce": "grad",
+    "state": "fp32",
+    "scale": "auto",
+}
+"""Fields of a policy that a region without a model cannot carry out, at their defaults."""
+
+
+class AcceleratedScaler(hs.GradScaler):
+    """A scaler for several optimizers of one loss, where `update` is called after the step of each.
+
+    The gradients of the others still have the scale of the loss. So `update` takes effect when the next loss is scaled,
+    or the scale is read: once for all optimizers that have been stepped.
+
+    Args:
+        rule: the numbers.
+    """
+
+    _due = False
+
+    def __init__(self, rule: hs.ScaleRule) -> None:
+        super().__init__(rule=rule)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale by its rule before the next loss is scaled; set it at once to `new_scale`."""
+        if new_scale is None:
+            self._due = True
+        else:
+            self._due = False
+            super().update(new_scale)
+
+    def settle(self) -> None:
+        """Carry out an `update` that waits."""
+        if self._due:
+            self._due = False
+            super().update()
+
+    def scale(self, outputs: Any) -> Any:
+        """Return `outputs` multiplied by the scale: `hs.GradScaler.scale`."""
+        self.settle()
+        return super().scale(outputs)
+
+    def get_scale(self) -> float:
+        """Return the scale of the next loss; waits for the device."""
+        self.settle()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after all updates: `hs.GradScaler.state_dict`."""
+        self.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state in the place of updates that wait: `hs.GradScaler.load_state_dict`."""
+        self.forget()
+        super().load_state_dict(state_dict)
+
+    def forget(self) -> None:
+        """Discard what has been unscaled or stepped since the last update."""
+        self._due = False
+        super().forget()
+
+    def _lazy_init_scale_growth_tracker(self, device: torch.device | str | None) -> None:
+        """Make the tensors before the first loss: accelerate calls torch's method of this name under FSDP2."""
+        self.scale_on(device or "cpu")
+
+
+class PolicyOptimizer(AcceleratedOptimizer):
+    """accelerate's wrapper around an optimizer, with the verdict of the scaler.
+
+    accelerate takes a step for skipped if ``optimizer.step`` was not called, but torch's fused optimizers are called
+    and skip on the device.
+    """
+
+    _skipped = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step the optimizer at the end of an accumulation window, unless a gradient is not finite.
+
+        Raises:
+            ScaleError: with a closure.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+        self._skipped = bool(self.scaler.skipped(self.optimizer))
+        if self._skipped:
+            found = ", ".join(self.scaler.culprits(self.optimizer))
+            LOG.warning("%s: step skipped, gradients are not finite: %s", type(self.optimizer).__name__, found)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step` was skipped."""
+        return self._skipped
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Register `hook` with the optimizer inside, which `hs.BlackBox` does."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """accelerate.Accelerator, with models, optimizers and scaler that follow a policy.
+
+    Example:
+        >>> accelerator = hs.integrations.accelerate.Accelerator(policy="O2", gradient_accumulation_steps=2)
+        >>> model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+
+    Args:
+        *args: as accelerate's.
+        policy: a preset's name, the path of a TOML file or a `Policy`.
+        **kwargs: as accelerate's; `mixed_precision` and handlers for autocast and GradScaler are refused.
+
+    Attributes:
+        policy: the policy.
+        scaler: skips steps whose gradients are not finite, also where the policy has no loss scale (then it is 1).
+
+    Raises:
+        IntegrationError: accelerate's mixed precision is set too, or an engine is asked for that carries out no policy.
+        PolicyError, UnbuiltError: as `hs.prepare`.
+    """
+
+    policy: Policy
+    scaler: AcceleratedScaler
+    _waiting: list[Optimizer]
+    _clipped: list[Tensor] | None
+
+    def __init__(self, *args: Any, policy: Policy | str | Path = "mixed", **kwargs: Any) -> None:
+        wanted = Policy.of(policy)
+        given = inspect.signature(accelerate.Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
+        chosen = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        _refuse_precision(str(chosen), wanted)
+        super().__init__(*args, **kwargs)
+        self._follow(wanted)
+
+    def _follow(self, policy: Policy) -> None:
+        """Check that `policy` can be followed here, and make the scaler."""
+        _refuse_precision(self.mixed_precision, policy)
+        engine = OTHER_ENGINES.get(self.distributed_type)
+        if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
+            engine = (
+                "FSDP1 makes parameters pieces of one flat tensor, which have no norms and no precise weights of their "
+                "own: pass FullyShardedDataParallelPlugin(fsdp_version=2)"
+            )
+        if engine:
+            raise IntegrationError(f"hs.integrations.accelerate, policy {policy.name!r}: {engine}")
+        for name, remedy in (("scaler_handler", "scale="), ("autocast_handler", "its rules")):
+            if (handler := getattr(self, name, None)) is not None:
+                raise IntegrationError(
+                    f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]) beside policy {policy.name!r} has "
+                    f"no effect: leave it out, and change the policy ({remedy})"
+                )
+        if self.is_fsdp2 and self.state.fsdp_plugin.mixed_precision_policy is not None:
+            raise IntegrationError(
+                f"FullyShardedDataParallelPlugin(mixed_precision_policy=...) beside policy {policy.name!r}: leave it "
+                "out; formats follow from the policy"
+            )
+        concrete = resolve(policy.replace(modules=()), nn.Identity(), self.device.type).policy
+        rule = checking(hs.GradScaler.from_policy(concrete.scale, concrete.dtype)).rule
+        self.policy, self.scaler = policy, AcceleratedScaler(rule)
+        self._waiting, self._clipped = [], None
+
+    # ------------------------------------------------------------------ preparing
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Do what accelerate's `prepare` does, and bind the policy to models and optimizers, in any order of `args`.
+
+        Models and optimizers that `hs.prepare` was given before, with the same policy, stay as they are.
+
+        Raises:
+            BindError, PolicyError, UnbuiltError: as `hs.prepare`; nothing was prepared.
+        """
+        models = [a for a in args if isinstance(a, nn.Module)]
+        optimizers = [a for a in args if isinstance(a, Optimizer)]
+        if not self.is_fsdp2:
+            for value, where in zip(args, device_placement or [None] * len(args), strict=False):
+                if isinstance(value, nn.Module):
+                    self._place(value, where)
+            self._bind(models, optimizers)
+            return super().prepare(*args, device_placement=device_placement)
+        # fully_shard replaces parameters, and low ones must be sharded before they are lowered
+        sharded = any(hs.prepared_policy(model) is not None for model in models)
+        kept = [list(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        result = super().prepare(*args, device_placement=device_placement)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, parameters in zip(groups, kept, strict=True):
+            if sharded:  # by hs.shard; accelerate's exchange of parameters confuses those without a part on this rank
+                group["params"][:] = parameters
+        self._bind(models, optimizers)
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Do what accelerate's `prepare_model` does, and bind the policy."""
+        if not self.is_fsdp2:
+            self._place(model, device_placement)
+            self._bind([model], [])
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Do what accelerate's `prepare_optimizer` does, with precise weights and the verdict of the scaler."""
+        if any(kind.__name__ in ("Lomo", "AdaLomo") for kind in type(optimizer).__mro__):
+            raise IntegrationError(
+                f"{type(optimizer).__name__} updates weights inside the backward pass, before gradients can be checked "
+                "or unscaled; train it without a policy"
+            )
+        if not self.is_fsdp2:
+            self._bind([], [optimizer])
+        if isinstance(optimizer, AcceleratedOptimizer):
+            if type(optimizer) is AcceleratedOptimizer:
+                raise IntegrationError(
+                    "prepare() was given an optimizer that another Accelerator has prepared, and that steps with the "
+                    "scaler of that one; give it the optimizer itself (optimizer.optimizer)"
+                )
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        place = self.device_placement if device_placement is None else device_placement
+        wrapped = PolicyOptimizer(optimizer, device_placement=place, scaler=self.scaler)
+        wrapped._is_accelerate_prepared = True
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def _place(self, model: nn.Module, wanted: bool | None) -> None:
+        """Move a model where accelerate will, before the policy is resolved for its device."""
+        placed = getattr(model, "_is_accelerate_prepared", False) or self.verify_device_map(model)
+        if (self.device_placement if wanted is None else wanted) and not placed:
+            model.to(self.device)
+
+    def _bind(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Bind the policy to `models`, and let optimizers step precise weights as soon as all their models are known.
+
+        Raises:
+            BindError, PolicyError, UnbuiltError: as `hs.prepare`.
+        """
+        if models:
+            hs.prepare(models, policy=self.policy)
+        for model in models:
+            self.scaler.name_parameters(self.unwrap_model(model).named_parameters())
+        known = {id(p): m for m in [*self._models, *models] for p in m.parameters()}
+        waiting = []
+        for optimizer in [*self._waiting, *optimizers]:
+            stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            if all(p in known for p in stepped):
+                hs.prepare(list(dict.fromkeys(known[p] for p in stepped)), optimizer, policy=self.policy)
+            else:
+                waiting.append(optimizer)
+        self._waiting = waiting
+
+    # ------------------------------------------------------------------ the loop
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward pass of ``loss / gradient_accumulation_steps``, scaled.
+
+        Raises:
+            BindError: an optimizer was prepared with parameters of a model that was not.
+        """
+        for optimizer in self._waiting:
+            hs.prepare(list(self._models), optimizer, policy=self.policy)  # raises
+        super().backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss scale, once before each step; gradients of low weights become fp32.
+
+        Args:
+            optimizer: an optimizer or several; default all, or inside a method that clips those of its parameters.
+        """
+        if optimizer is None:
+            clipped = None if self._clipped is None else {id(p) for p in self._clipped}
+            chosen = [o for o in self._optimizers if clipped is None or _has_any(o, clipped)]
+        else:
+            chosen = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for one in chosen:
+            inner = one.optimizer if isinstance(one, AcceleratedOptimizer) else one
+            if not self.scaler.is_unscaled(inner):
+                self.scaler.unscale_(inner)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Unscale the gradients of `parameters`, clip their norm, and return it."""
+        with self._clipping(parameters) as listed:
+            norm: Tensor = super().clip_grad_norm_(listed, max_norm, norm_type)
+        return norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Unscale the gradients of `parameters` and clip their values."""
+        with self._clipping(parameters) as listed:
+            super().clip_grad_value_(listed, clip_value)
+
+    @contextmanager
+    def _clipping(self, parameters: Tensor | Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Let accelerate's methods that clip unscale the optimizers of `parameters` only.
+
+        Gradients of another optimizer may still be added to; then they must stay scaled.
+        """
+        self._clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        try:
+            yield self._clipped
+        finally:
+            self._clipped = None
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Open a region of the policy, for operators outside of models; models open their own.
+
+        Args:
+            autocast_handler: accelerate's AutocastKwargs, in which ``enabled=False`` opens a region that casts nothing.
+        """
+        handler = autocast_handler or AutocastKwargs()
+        region = self.policy.replace(**OF_A_MODEL)
+        with hs.autocast(policy=region, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
+            yield
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release models, optimizers and what the scaler refers to: accelerate's `free_memory`."""
+        self.scaler.forget()
+        self._waiting = []
+        return super().free_memory(*objects)
+
+
+def follow(accelerator: accelerate.Accelerator, policy: Policy | str | Path = "mixed") -> Accelerator:
+    """Make an Accelerator follow a policy, in place; call it before `prepare`.
+
+    The class of `accelerator` becomes `Accelerator`, or a class derived from it and from the present one.
+
+    Args:
+        accelerator: one that has prepared no model and no optimizer, such as that of a Trainer.
+        policy: a preset's name, the path of a TOML file or a `Policy`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        IntegrationError: it has prepared something, follows another policy, or is set up as `Accelerator` refuses it;
+            it is as it was before.
+        PolicyError, UnbuiltError: as `hs.prepare`.
+    """
+    wanted = Policy.of(policy)
+    if isinstance(accelerator, Accelerator):
+        if accelerator.policy != wanted:
+            raise IntegrationError(
+                f"this Accelerator follows policy {accelerator.policy.name!r} already and was given {wanted.name!r}; "
+                f"they differ:\n{accelerator.policy.diff(wanted)}"
+            )
+        return accelerator
+    if accelerator._models or accelerator._optimizers:
+        raise IntegrationError(
+            f"this Accelerator has prepared {len(accelerator._models)} models and {len(accelerator._optimizers)} "
+            "optimizers without a policy; call follow(accelerator, policy) before accelerator.prepare"
+        )
+    before = type(accelerator)
+    accelerator.__class__ = _following(before)
+    try:
+        accelerator._follow(wanted)
+    except BaseException:
+        accelerator.__class__ = before
+        raise
+    return accelerator  # type: ignore[return-value]  # its class is another now
+
+
+@cache
+def _following(kind: type[accelerate.Accelerator]) -> type[Accelerator]:
+    """Return the class that an Accelerator of class `kind` gets."""
+    return Accelerator if kind is accelerate.Accelerator else type(kind.__name__, (Accelerator, kind), {})
+
+
+def _refuse_precision(chosen: str, policy: Policy) -> None:
+    """Refuse accelerate's own mixed precision beside a policy.
+
+    Raises:
+        IntegrationError: `chosen` is not "no".
+    """
+    if chosen.lower() != "no":
+        raise IntegrationError(
+            f"accelerate's mixed precision is {chosen!r} (mixed_precision=, `accelerate launch`, or an Accelerator made "
+            f"before), beside policy {policy.name!r}; leave it out (mixed_precision='no'): the policy has the formats"
+        )
+
+
+def _has_any(optimizer: Any, parameters: set[int]) -> bool:
+    return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])

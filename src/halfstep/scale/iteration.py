@@ -217,6 +217,10 @@ class Iteration:
             )
         return self._work.setdefault(id(optimizer), OptimizerWork(optimizer))
 
+    def known(self, optimizer: torch.optim.Optimizer) -> OptimizerWork | None:
+        """Return what `optimizer` has done, or None."""
+        return self._work.get(id(optimizer))
+
     def current(
         self, optimizer: torch.optim.Optimizer, method: str, *, unfollowed: int, names: Mapping[Tensor, str] | None
     ) -> OptimizerWork:

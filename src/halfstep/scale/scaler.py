@@ -217,6 +217,11 @@ class GradScaler(StoredScale):
         work.mark_unscaled(self._unfollowed)
         self._followed.hook()
 
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether all gradients of `optimizer` are as `unscale_` left them; `step` and `update` end that."""
+        work = self._iteration.known(optimizer)
+        return work is not None and work.stage is Stage.UNSCALED and work.is_as_unscaled(self._unfollowed)
+
     def _unscaled(
         self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState
     ) -> Tensor | None:
