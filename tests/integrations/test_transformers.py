@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 ours = hs.integrations.transformers
 
 VOCABULARY, LENGTH = 31, 12
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 POLICIES = {
     f"{name}-{dtype}": hs.Policy.of(name, dtype=dtype) for name in ("mixed", "O2", "pure") for dtype in ("bf16", "fp16")
@@ -272,13 +273,13 @@ def test_a_step_with_nan_changes_nothing(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_resumed_run_is_bit_equal(tmp_path: Path, name: str, low: bool) -> None:
-    """With dropout, accumulation, a partial window, and a scale that moves; `low`: the model comes in bf16."""
+    """With dropout, accumulation, a partial window, and a scale that moves; `low`: the model comes in the low format."""
     policy = POLICIES[name]
     if policy.dtype == "fp16":
         policy = policy.replace(scale=hs.ScaleRule(init=2.0**21, interval=3))
 
     def run(folder: Path, **resume: Any) -> Any:
-        model = gpt2().bfloat16() if low else gpt2()
+        model = gpt2().to(getattr(torch, DTYPES[policy.dtype])) if low else gpt2()
         ran = trainer(
             folder, policy, model=model, train_dataset=sequences(7 * 8), gradient_accumulation_steps=2,
             per_device_train_batch_size=8, max_steps=7, save_strategy="steps", save_steps=3, lr_scheduler_type="cosine",
@@ -290,7 +291,7 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path, name: str, low: bool) -> Non
     again = run(tmp_path / "again", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert_equal(parts(again), parts(whole))
     for key in ("loss", "grad_norm", "learning_rate", "skipped_steps", "loss_scale", "culprits"):
-        assert logged(again, key) == logged(whole, key), key
+        assert repr(logged(again, key)) == repr(logged(whole, key)), key  # nan too
     if policy.dtype == "fp16":
         scales = logged(whole, "loss_scale")
         assert min(scales[:3]) < 2.0**21 and len(set(scales[3:])) > 1  # moved before and after the checkpoint

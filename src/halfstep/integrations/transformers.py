@@ -1,133 +1,214 @@
 """Hugging Face Trainer under a policy: ``Trainer(..., policy="O2")`` in the place of ``transformers.Trainer(...)``.
 
-The loop stays Trainer's. `PolicyMixin` makes its Accelerator follow the policy, prepares the model before a checkpoint
-is loaded into it, gives `compute_loss` a black box, and writes skipped steps, their culprits and the loss scale into
-the log.
+The loop stays Trainer's. `PolicyMixin` makes its Accelerator follow the policy (`integrations.accelerate`), prepares
+the model before a checkpoint is loaded into it, lets a black box explain steps that are not finite, and writes skipped
+steps, their culprits and the loss scale into the log.
+
+Note [moments]: Trainer gives model and optimizer to ``accelerator.prepare`` after the optimizer was created, from
+default or custom code, and before a wrapper is put around the model; there they are prepared. Two moments are earlier:
+weights of a checkpoint are loaded before the optimizer is there, where a model that comes in a low format would round
+them; and DataParallel, which Trainer takes for several GPUs in one process, wraps the model without accelerate.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+
 import halfstep as hs
-from halfstep.errors import PolicyError
-from halfstep.integrations.shared import checking, need
+from halfstep.errors import IntegrationError
+from halfstep.integrations.shared import need
 from halfstep.policy import Policy
 
 need("transformers", "4.57", extra="transformers")
 need("accelerate", "1.10", extra="transformers")
 
-import accelerate  # noqa: E402
-import transformers  # noqa: E402
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+import transformers  # noqa: E402  # its version is checked first
+from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
 
-__all__ = ["PolicyMixin", "Seq2SeqTrainer", "Trainer"]
+from halfstep.integrations.accelerate import follow  # noqa: E402
 
+__all__ = ["PolicyMixin", "Seq2SeqTrainer", "SkippedSteps", "Trainer"]
 
-class _Optimizer(AcceleratedOptimizer):
-    @property
-    def step_was_skipped(self):
-        return bool(self.scaler.skipped(self.optimizer))
+LOG = logging.getLogger("halfstep")
 
-
-class _Accelerator(accelerate.Accelerator):
-    def unscale_gradients(self, optimizer=None):
-        for opt in self._optimizers if optimizer is None else [optimizer]:
-            while isinstance(opt, AcceleratedOptimizer):
-                opt = opt.optimizer
-            self.scaler.unscale_(opt)
-
-    def prepare(self, *args, **kwargs):
-        model = next((a for a in args if isinstance(a, hs.step.prepare.__globals__["nn"].Module)), None)
-        opt = next((a for a in args if isinstance(a, hs.step.prepare.__globals__["Optimizer"])), None)
-        if model is not None and opt is not None and not isinstance(opt, AcceleratedOptimizer):
-            *_, scaler = hs.prepare(model, opt, policy=self.policy)
-            self.scaler = checking(scaler)
-        result = super().prepare(*args, **kwargs)
-        for opt in self._optimizers:
-            opt.__class__ = _Optimizer
-        return result
-
-    def prepare_model(self, model, **kwargs):
-        hs.prepare(model, policy=self.policy)
-        return super().prepare_model(model, **kwargs)
+PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
+"""Arguments that set a precision of Trainer's own."""
 
 
-def follow(accelerator, policy):
-    accelerator.__class__ = _Accelerator
-    accelerator.policy = policy
+class SkippedSteps(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types here
+    """Counts skipped steps for the log; saved in trainer_state.json, so that a resumed run goes on counting.
 
-
-class SkippedSteps(transformers.TrainerCallback):
-    """Counts the updates that were skipped, and keeps the culprits of the last one for the next record of the log."""
+    Attributes:
+        count: how many steps of the run were skipped.
+        culprits: the parameters whose gradients were not finite at the last one, until they are logged.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self.culprits: tuple[str, ...] = ()
+        self.culprits: list[str] = []
+
+    def state(self) -> dict[str, Any]:
+        """Return what Trainer saves."""
+        return {"args": {}, "attributes": {"count": self.count, "culprits": self.culprits}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin anew, or go on counting from a checkpoint."""
+        saved = state.stateful_callbacks.get(type(self).__name__, {}) if state.global_step else {}
+        attributes = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {})
+        self.count = attributes.get("count", 0)
+        self.culprits = attributes.get("culprits", [])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at an update, while the gradients are still there."""
+        """Look at an update while its gradients are there."""
         optimizer = kwargs["optimizer"]
         if optimizer.step_was_skipped:
             self.count += 1
-            self.culprits = optimizer.scaler.culprits(optimizer.optimizer)
+            self.culprits = list(optimizer.scaler.culprits(optimizer.optimizer))
 
 
 class PolicyMixin:
-    """Makes a Trainer follow a policy; for subclasses of `transformers.Trainer`."""
+    """Makes a subclass of transformers' Trainer follow a policy; it comes first among the bases.
 
-    def __init__(self, *args: Any, policy: Any = "mixed", black_box: bool = True, **kwargs: Any) -> None:
+    Example:
+        >>> class MyTrainer(hs.integrations.transformers.PolicyMixin, trl.SFTTrainer):
+        ...     pass
+        >>> trainer = MyTrainer(..., policy="O2")
+
+    Records of the log with the training loss have also ``skipped_steps``, how many steps were skipped so far;
+    ``culprits`` after one was, the names of parameters whose gradients were not finite; and ``loss_scale``, where it
+    can move.
+
+    Args:
+        *args: as the Trainer's.
+        policy: a preset's name, the path of a TOML file or a `Policy`.
+        black_box: whether steps that are not finite are explained: `hs.BlackBox` around `compute_loss`.
+        **kwargs: as the Trainer's.
+
+    Attributes:
+        policy: the policy.
+        black_box: the box of the present run, once it has begun, or None.
+
+    Raises:
+        IntegrationError: arguments set a precision too (bf16, fp16), or an engine that carries out no policy.
+        PolicyError, UnbuiltError, BindError: as `hs.prepare`; some when training begins.
+    """
+
+    policy: Policy
+    black_box: hs.BlackBox | None
+
+    def __init__(self, *args: Any, policy: Policy | str | Path = "mixed", black_box: bool = True, **kwargs: Any) -> None:
         self.policy = Policy.of(policy)
-        self.black_box: hs.BlackBox | None = None
-        self._boxed = black_box
-        self._skipped_steps = SkippedSteps()
+        self.black_box = None
+        self._explains = black_box
         super().__init__(*args, **kwargs)
-        self.add_callback(self._skipped_steps)
+        self.add_callback(SkippedSteps())
+
+    # ------------------------------------------------------------------ preparing
 
     def create_accelerator_and_postprocess(self) -> None:
-        for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"):
+        """Create the Accelerator, and make it follow the policy."""
+        for name in PRECISION:
             if getattr(self.args, name, False):
-                raise PolicyError(
-                    f"TrainingArguments({name}=True) and policy={self.policy.name!r} both set the precision; leave "
-                    f"out {name}, and choose the format by the policy: hs.Policy.of({self.policy.name!r}, dtype='bf16')"
+                raise IntegrationError(
+                    f"TrainingArguments({name}=True) beside policy {self.policy.name!r} would set the precision twice: "
+                    f"leave out {name}; policy=hs.Policy.of({self.policy.name!r}, dtype={name[:4]!r}) has the format"
                 )
         super().create_accelerator_and_postprocess()
         follow(self.accelerator, self.policy)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer.
+
+        Raises:
+            IntegrationError: one that updates weights in the backward pass, before gradients are unscaled and checked.
+        """
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
+            raise IntegrationError(
+                f"TrainingArguments(optim={str(self.args.optim)!r}) updates each layer in the backward pass, before "
+                "gradients can be checked or unscaled; take the optimizer without '_layerwise'"
+            )
+        return optimizer
+
+    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.args.n_gpu > 1:  # note [moments]
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        return super()._wrap_model(model, *args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.is_fsdp_enabled:
-            hs.prepare(self.model, policy=self.policy)  # before: a low model would round the fp32 weights of the file
+            hs.prepare(self.model, policy=self.policy)  # note [moments]
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's `compute_loss`, in training by way of the black box."""
-        if not (self._boxed and model.training):
-            return super().compute_loss(model, inputs, *args, **kwargs)
+    def _save_scaler(self, output_dir: str) -> None:
+        if not self.accelerator.scaler.rule.is_static:  # a run in another format would go on with a scale that is fixed
+            super()._save_scaler(output_dir)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if not self.accelerator.scaler.rule.is_static:
+            super()._load_scaler(checkpoint)
+
+    # ------------------------------------------------------------------ training
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do the forward and backward pass of a batch, with the black box around `compute_loss`."""
+        with self._boxed(model):
+            return super().training_step(model, *args, **kwargs)
+
+    @contextmanager
+    def _boxed(self, model: Any) -> Iterator[None]:
+        """Put the box in the place of `compute_loss` for one batch, also of one that a subclass defines."""
+        if not self._explains:
+            yield
+            return
         if self.black_box is None or self.black_box.model is not model:
-            own = super().compute_loss
+            self.black_box = self._box(model)
+        if self.black_box is None:
+            yield
+            return
+        self.compute_loss = lambda _, *args, **kwargs: self.black_box(*args, **kwargs)
+        try:
+            yield
+        finally:
+            del self.compute_loss
 
-            def loss_fn(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-                return own(model, copy.copy(inputs), *args, **kwargs)  # label smoothing takes the labels out
+    def _box(self, model: Any) -> hs.BlackBox | None:
+        """Return the box of `model`, or None where its replays could not end."""
+        own = self.compute_loss
 
-            self.black_box = hs.BlackBox(model, loss_fn, self.optimizer.optimizer)
-        return self.black_box(inputs, *args, **kwargs)
+        def loss_fn(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(model, copy.copy(inputs), *args, **kwargs)  # label smoothing takes the labels out of it
+
+        if self.args.world_size > 1 and type(self).compute_loss is not transformers.Trainer.compute_loss:
+            LOG.info("no black box: compute_loss of %s may wait for other ranks, which replay nothing", type(self))
+            self._explains = False
+            return None
+        return hs.BlackBox(model, loss_fn, self.optimizer)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:
-            logs["skipped_steps"] = self._skipped_steps.count
+        """Log `logs`, those of training with skipped steps, culprits and the loss scale."""
+        callbacks = self.callback_handler.callbacks
+        skipped = next((c for c in callbacks if isinstance(c, SkippedSteps)), None)
+        if skipped is not None and not logs.keys().isdisjoint(("loss", "train_loss")):
+            logs["skipped_steps"] = skipped.count
             if not self.accelerator.scaler.rule.is_static:
                 logs["loss_scale"] = self.accelerator.scaler.get_scale()
-            if self._skipped_steps.culprits:
-                logs["culprits"] = ", ".join(self._skipped_steps.culprits)
-                self._skipped_steps.culprits = ()
+            if skipped.culprits:
+                logs["culprits"] = ", ".join(skipped.culprits)
+                skipped.culprits = []
         super().log(logs, *args, **kwargs)
 
 
-class Trainer(PolicyMixin, transformers.Trainer):
-    """`transformers.Trainer` under a policy."""
+class Trainer(PolicyMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers.Trainer under a policy: see `PolicyMixin`."""
 
 
-class Seq2SeqTrainer(PolicyMixin, transformers.Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer` under a policy."""
+class Seq2SeqTrainer(PolicyMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """transformers.Seq2SeqTrainer under a policy: see `PolicyMixin`."""
