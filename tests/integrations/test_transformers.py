@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.errors import HalfstepError, PolicyError
+from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking
 
 pytest.importorskip("accelerate")
@@ -244,6 +245,11 @@ def test_a_skipped_step_advances_no_scheduler_and_is_in_the_log(tmp_path: Path, 
     assert len(culprits) == skipped[-1] and "transformer." in culprits[0] and " values)" in culprits[0]
 
 
+def alarm(dtype: str) -> Any:
+    """Expect the scaler's warning of gradients that no scale can make finite."""
+    return pytest.warns(UserWarning, match="gradients are not finite; ") if dtype == "bf16" else nullcontext()
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_step_with_nan_changes_nothing(tmp_path: Path, dtype: str) -> None:
     class Poisoned(ours.Trainer):  # type: ignore[misc]
@@ -257,12 +263,12 @@ def test_a_step_with_nan_changes_nothing(tmp_path: Path, dtype: str) -> None:
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
             seen.append({key: value.clone() for key, value in model.state_dict().items()})
 
-    policy = hs.Policy.of("O2", dtype=dtype)
-    ran = trainer(tmp_path, policy, kind=Poisoned, callbacks=[Look()], max_steps=4, black_box=False)
-    ran.train()
+    ran = trainer(tmp_path, POLICIES[f"O2-{dtype}"], kind=Poisoned, callbacks=[Look()], max_steps=4, black_box=False)
+    with alarm(dtype):
+        assert ran.train().metrics["skipped_steps"] == 1
     assert_equal(seen[2], seen[3])
     assert not torch.equal(seen[1]["lm_head.weight"], seen[2]["lm_head.weight"])
-    assert logged(ran, "skipped_steps") == [0, 0, 1, 1]
+    assert logged(ran, "skipped_steps") == [0, 0, 1, 1, 1]  # the last: the record of the whole run
     assert len(logged(ran, "culprits")) == 1
     assert ran.lr_scheduler.last_epoch == 3
 
@@ -334,3 +340,300 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, name: str) -> None:
     fresh = trainer(tmp_path, POLICIES[name], eval_dataset=sequences(16))
     fresh.model.load_state_dict(seen[1])
     assert fresh.evaluate()["eval_loss"] == before  # the low weights too
+
+
+@pytest.mark.parametrize("name", ["mixed-fp16", "pure-bf16"])
+def test_a_second_run_goes_on_and_counts_anew(tmp_path: Path, name: str) -> None:
+    """Also after an evaluation before any training."""
+    ran = trainer(tmp_path, POLICIES[name], eval_dataset=sequences(16), max_steps=3)
+    assert 3.0 < ran.evaluate()["eval_loss"] < 3.5
+    assert hs.prepared_policy(ran.model) == POLICIES[name]
+    ran.train()
+    first = losses(ran)
+    ran.train()
+    assert losses(ran)[0] < first[0] and logged(ran, "skipped_steps") == [0] * 4
+
+
+def test_a_checkpoint_of_bf16_does_not_fix_the_scale_of_fp16(tmp_path: Path) -> None:
+    trainer(tmp_path, POLICIES["O2-bf16"], save_strategy="steps", save_steps=3, max_steps=3).train()
+    assert not (tmp_path / "checkpoint-3" / "scaler.pt").exists()
+    fp16 = trainer(tmp_path, POLICIES["O2-fp16"], save_strategy="steps", save_steps=6, max_steps=6)
+    fp16.train(resume_from_checkpoint=True)
+    assert fp16.accelerator.scaler.state_dict()["_growth_tracker"] == 3
+    bf16 = trainer(tmp_path, POLICIES["O2-bf16"], max_steps=7)
+    bf16.train(resume_from_checkpoint=True)
+    assert bf16.accelerator.scaler.get_scale() == 1.0
+
+
+def test_checkpoints_of_plain_trainer_and_of_torch_amp_are_continued(tmp_path: Path) -> None:
+    for settings in ({}, {"bf16": True}):
+        plain = trainer(tmp_path, kind=Plain, save_strategy="steps", save_steps=3, max_steps=3, **settings)
+        plain.train()
+        ran = trainer(tmp_path, "O2", max_steps=4, ignore_data_skip=True)
+        ran.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert losses(ran)[:3] == losses(plain) and losses(ran)[3] < losses(plain)[0]
+
+
+# ---------------------------------------------------------------------- the black box
+
+
+@pytest.mark.parametrize("name", ["mixed-bf16", "pure-fp16"])
+def test_the_black_box_changes_no_bit_of_a_good_run(tmp_path: Path, name: str) -> None:
+    runs = []
+    for black_box in (True, False):
+        settings = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
+        ran = trainer(tmp_path, POLICIES[name], black_box=black_box, max_steps=3, **settings)
+        ran.train()
+        assert (ran.black_box is not None) is black_box
+        assert "compute_loss" not in vars(ran)
+        runs.append(ran)
+    assert_equal(parts(runs[0]), parts(runs[1]))
+    assert losses(runs[0]) == losses(runs[1])
+
+
+class Overflowing(nn.Module):
+    """A model that is not transformers', and overflows in one line when its inputs say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x)
+        hidden = torch.exp(hidden * x.mean())  # the line
+        return {"loss": (self.head(hidden).squeeze(-1) - labels).square().mean()}
+
+
+class OwnLoss(ours.Trainer):  # type: ignore[misc]
+    """A subclass whose loss does not call that of Trainer."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs, labels=labels)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+@pytest.mark.parametrize("kind", [ours.Trainer, OwnLoss])
+def test_the_black_box_names_operator_and_line(
+    tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(1.0)} for _ in range(12)]
+    data[8:] = [{"x": torch.full((4,), 300.0), "labels": torch.tensor(1.0)}] * 4
+
+    class Mine(kind):  # type: ignore[misc]
+        _get_train_sampler = Ordered._get_train_sampler
+
+    settings = {"train_dataset": data, "per_device_train_batch_size": 4, "max_steps": 4, "logging_nan_inf_filter": False}
+    ran = trainer(tmp_path, POLICIES["mixed-bf16"], kind=Mine, model=Overflowing(), **settings)
+    with alarm("bf16"):
+        ran.train()
+    assert "black box: step 3: overflow in forward of exp" in caplog.text
+    verdict = ran.black_box.verdict
+    assert (verdict.kind, verdict.op, verdict.step) == ("overflow", "exp", 3)
+    assert "torch.exp(hidden * x.mean())" in verdict.line
+    assert logged(ran, "skipped_steps")[-1] == 1
+
+
+# ---------------------------------------------------------------------- what Trainer can do besides
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16_full_eval", "fp16_full_eval"])
+def test_a_second_precision_is_an_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(IntegrationError, match=rf"TrainingArguments\({name}=True\) beside policy 'O2'.*leave out {name}"):
+        trainer(tmp_path, "O2", **{name: True})
+
+
+def test_a_second_precision_from_the_launcher_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(IntegrationError, match="mixed precision is 'bf16'"):
+        trainer(tmp_path, "O2")
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("name", ["mixed-bf16", "O2-fp16", "pure-bf16"])
+def test_generation_in_evaluation(tmp_path: Path, name: str) -> None:
+    """The tokens of `generate` are those of the trained model."""
+    seen: dict[str, Any] = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen["tokens"] = prediction.predictions
+        return {"equal": float((prediction.predictions[:, 1:7] == prediction.label_ids[:, :6]).mean())}
+
+    folder = str(tmp_path)
+    settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+    args = transformers.Seq2SeqTrainingArguments(
+        folder, max_steps=4, predict_with_generate=True, generation_max_length=8, save_strategy="no", **settings
+    )
+    data = sequences(16)
+    ran = ours.Seq2SeqTrainer(
+        t5(), args, train_dataset=data, eval_dataset=data[:4], compute_metrics=metrics, policy=POLICIES[name]
+    )
+    ran.train()
+    found = ran.evaluate()
+    assert 0.0 <= found["eval_equal"] <= 1.0 and math.isfinite(found["eval_loss"])
+    plain = t5()
+    plain.load_state_dict(ran.model.state_dict())
+    hs.prepare(plain.eval(), policy=POLICIES[name])
+    prompt = torch.stack([one["input_ids"] for one in data[:4]])
+    expected = plain.generate(input_ids=prompt, max_length=8)
+    assert seen["tokens"][:, : expected.shape[1]].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["mixed-bf16", "O2-bf16", "O2-fp16"])
+def test_compiled_by_torch(tmp_path: Path, name: str) -> None:
+    settings = {"max_steps": 3, "torch_compile": True, "torch_compile_backend": "eager", "eval_dataset": sequences(16)}
+    ran = trainer(tmp_path, POLICIES[name], model=gpt2(**STILL), **settings)
+    ran.train()
+    eager = trainer(tmp_path, POLICIES[name], model=gpt2(**STILL), max_steps=3)
+    eager.train()
+    assert losses(ran) == pytest.approx(losses(eager), rel=1e-3)
+    ran.save_model(str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text()).get("dtype", "float32") == "float32"
+    assert math.isfinite(ran.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("name", ["mixed-fp16", "O2-bf16", "pure-fp16"])
+def test_an_optimizer_of_ones_own(tmp_path: Path, name: str) -> None:
+    """As an object, and as a class with arguments: the same bits."""
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    one = trainer(tmp_path, POLICIES[name], model=model, optimizers=(optimizer, scheduler), max_steps=3)
+    one.train()
+    assert logged(one, "learning_rate")[-1] == pytest.approx(0.1 if False else 0.01)
+    given = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    two = trainer(tmp_path, POLICIES[name], optimizer_cls_and_kwargs=given, max_steps=3, lr_scheduler_type="constant")
+    two.train()
+    assert losses(one)[:2] == losses(two)[:2] and losses(one)[0] > losses(one)[2]
+
+
+@pytest.mark.parametrize("name", ["mixed-fp16", "pure-bf16"])
+def test_gradient_checkpointing_has_the_bits_of_a_run_without(tmp_path: Path, name: str) -> None:
+    word = "activation" if "activation_checkpointing" in vars(arguments(tmp_path)) else "gradient"
+    runs = []
+    for on in (True, False):
+        settings = {f"{word}_checkpointing": on, f"{word}_checkpointing_kwargs": {"use_reentrant": False}}
+        runs.append(trainer(tmp_path, POLICIES[name], max_steps=3, **settings))
+        runs[-1].train()
+    assert_equal(parts(runs[0]), parts(runs[1]))
+
+
+@pytest.mark.parametrize("name", ["mixed-fp16", "O2-fp16", "pure-bf16"])
+def test_a_smaller_batch_is_found(tmp_path: Path, name: str) -> None:
+    """An attempt that fails in the middle of a window leaves nothing behind: bits of a run with the smaller batch."""
+
+    class Small(ours.Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if self.is_in_train and len(inputs["input_ids"]) > 8:
+                self.accelerator.backward(loss)
+                raise RuntimeError("CUDA out of memory.")
+            return loss
+
+    policy, runs = POLICIES[name], []
+    for kind, size, settings in ((Small, 9, {"auto_find_batch_size": True}), (ours.Trainer, 8, {})):
+        ran = trainer(tmp_path, policy, kind=kind, model=gpt2(**STILL), per_device_train_batch_size=size, **settings)
+        ran.train()
+        runs.append(ran)
+    assert runs[0]._train_batch_size == 8
+    assert_equal(parts(runs[0]), parts(runs[1]))
+
+
+def test_a_model_from_model_init_collator_metrics_and_callbacks(tmp_path: Path) -> None:
+    begun: list[Any] = []
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+            begun.append((hs.prepared_policy(model), model.lm_head.weight.dtype))
+
+    def collate(rows: list[Any]) -> dict[str, Tensor]:
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        assert prediction.predictions.dtype == "float32"
+        return {"accuracy": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean())}
+
+    ran = trainer(
+        tmp_path, "O2", model_init=lambda: gpt2(), data_collator=collate, compute_metrics=metrics, callbacks=[Watch()],
+        eval_dataset=sequences(16), max_steps=30, logging_steps=10, eval_strategy="steps", eval_steps=30,
+    )  # fmt: skip
+    ran.train()
+    first = losses(ran)
+    ran.train()  # model_init again: the same run
+    assert losses(ran) == first
+    assert begun == [(hs.Policy.of("O2"), torch.bfloat16)] * 2
+    assert logged(ran, "eval_accuracy")[0] > 0.2
+
+
+def test_data_parallel_of_one_process(tmp_path: Path) -> None:
+    """What Trainer does with several GPUs and no launcher; without GPUs DataParallel calls the model itself."""
+    runs = []
+    for kind, policy in ((Plain, None), (ours.Trainer, "O2"), (ours.Trainer, POLICIES["pure-fp16"])):
+        ran = trainer(tmp_path, policy, kind=kind, model=gpt2(**STILL), max_steps=3, eval_dataset=sequences(16))
+        ran.args._n_gpu = 2
+        ran.train()
+        ran.evaluate()
+        assert isinstance(ran.model_wrapped, nn.DataParallel)
+        runs.append(ran)
+    for ran in runs[1:]:
+        assert hs.prepared_policy(ran.model) is not None
+        assert losses(ran) == pytest.approx(losses(runs[0]), rel=2e-4)  # no loss is rounded to a low format
+
+
+def test_the_count_of_labels_stays_exact(tmp_path: Path) -> None:
+    """It is an input of the model, which O2 casts; as fp16 it would be infinite, and the loss 0."""
+    kept = []
+
+    class Counting(ours.Trainer):  # type: ignore[misc]
+        def _get_num_items_in_batch(self, *args: Any) -> Any:
+            kept.append(super()._get_num_items_in_batch(*args))
+            return kept[-1] + 70000
+
+    ran = trainer(tmp_path, POLICIES["O2-fp16"], kind=Counting, model=gpt2(**STILL), max_steps=1)
+    ran.train()
+    true = 16 * LENGTH * math.log(VOCABULARY) / (70000 + int(kept[0]))
+    assert not kept[0].is_floating_point() and losses(ran)[0] == pytest.approx(true, rel=0.1)
+
+
+def test_a_mixin_over_a_trainer_of_ones_own(tmp_path: Path) -> None:
+    class Theirs(transformers.Trainer):  # type: ignore[misc]
+        def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+            super().create_optimizer_and_scheduler(num_training_steps)
+
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=1e-3)
+            return self.optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    class Mine(ours.PolicyMixin, Theirs):  # type: ignore[misc]
+        pass
+
+    ran = trainer(tmp_path, "pure", kind=Mine, max_steps=3)
+    ran.train()
+    assert ran.model.lm_head.weight.dtype is torch.bfloat16 and ran.black_box is not None
+    assert losses(ran)[-1] < losses(ran)[0]
+
+
+def test_what_updates_in_the_backward_pass_is_refused(tmp_path: Path) -> None:
+    class LayerWiseDummyOptimizer(torch.optim.SGD):
+        pass
+
+    model = gpt2()
+    optimizer = LayerWiseDummyOptimizer(model.parameters(), lr=0.1)
+    ran = trainer(tmp_path, "mixed", model=model, optimizers=(optimizer, None))
+    with pytest.raises(IntegrationError, match="updates each layer in the backward pass"):
+        ran.train()

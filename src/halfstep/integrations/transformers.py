@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
@@ -156,6 +156,14 @@ class PolicyMixin:
             super()._load_scaler(checkpoint)
 
     # ------------------------------------------------------------------ training
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Count labels, in a format that no policy casts: as an input of the model fp16 ends at 65504 of them."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        if isinstance(count, Tensor) and count.is_floating_point():
+            shared = getattr(self.accelerator, "parallelism_config", None) is not None  # then it may be a fraction
+            count = count.double() if shared else count.long()
+        return count
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Do the forward and backward pass of a batch, with the black box around `compute_loss`."""
