@@ -36,7 +36,7 @@ __all__ = ["AcceleratedScaler", "Accelerator", "PolicyOptimizer", "follow"]
 LOG = logging.getLogger("halfstep")
 
 OTHER_ENGINES = {
-    DistributedType.DEEPSPEED: "DeepSpeed casts weights and scales losses itself: set bf16 or fp16 in its configuration",
+    DistributedType.DEEPSPEED: "DeepSpeed casts weights and scales losses; set bf16 or fp16 in its configuration",
     DistributedType.MEGATRON_LM: "Megatron-LM has a precision of its own: set bf16 or fp16 in its configuration",
     DistributedType.XLA: "torch_xla compiles the whole step, where a policy's casts and skips are not carried out",
 }
@@ -135,8 +135,8 @@ class PolicyOptimizer(AcceleratedOptimizer):
         self.scaler.step(self.optimizer, closure)
         self.scaler.update()
         self._skipped = bool(self.scaler.skipped(self.optimizer))
-        if self._skipped:
-            found = ", ".join(self.scaler.culprits(self.optimizer))
+        if self._skipped and self.accelerator_state.is_main_process:
+            found = ", ".join(self.scaler.culprits(self.optimizer)) or "on another rank"
             LOG.warning("%s: step skipped, gradients are not finite: %s", type(self.optimizer).__name__, found)
 
     @property
@@ -247,6 +247,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             self._place(model, device_placement)
             self._bind([model], [])
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        wrapped = getattr(prepared, "_orig_mod", prepared)  # inside torch.compile's wrapper
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            # ranks get the fp32 values of the first one here: a first forward pass under no_sync would round them
+            hs.prepare(wrapped, policy=self.policy)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
@@ -275,7 +279,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def _place(self, model: nn.Module, wanted: bool | None) -> None:
         """Move a model where accelerate will, before the policy is resolved for its device."""
-        placed = getattr(model, "_is_accelerate_prepared", False) or self.verify_device_map(model)
+        placed = getattr(model, "_is_accelerate_prepared", False) or hasattr(model, "hf_device_map")
         if (self.device_placement if wanted is None else wanted) and not placed:
             model.to(self.device)
 
@@ -423,8 +427,8 @@ def _refuse_precision(chosen: str, policy: Policy) -> None:
     """
     if chosen.lower() != "no":
         raise IntegrationError(
-            f"accelerate's mixed precision is {chosen!r} (mixed_precision=, `accelerate launch`, or an Accelerator made "
-            f"before), beside policy {policy.name!r}; leave it out (mixed_precision='no'): the policy has the formats"
+            f"accelerate's mixed precision is {chosen!r} (by mixed_precision=, `accelerate launch` or an Accelerator "
+            f"made before) beside policy {policy.name!r}: set mixed_precision='no'; the policy states the formats"
         )
 
 

@@ -61,4 +61,8 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
     Returns:
         `scaler`, or in place of one that is off a scaler with the scale 1, which changes no bit of a good step.
     """
-    return scaler if scaler.is_enabled() else hs.GradScaler(rule=hs.ScaleRule.static(1.0))
+    if scaler.is_enabled():
+        return scaler
+    found = hs.GradScaler(rule=hs.ScaleRule.static(1.0))
+    found.name_parameters(scaler.named_parameters())
+    return found

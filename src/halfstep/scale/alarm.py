@@ -31,8 +31,6 @@ def alarm_text(rule: ScaleRule, host: Mapping[str, Any], culprits: Sequence[str]
     scale = host["scale"]
     if rule.patience and host["streak"] > rule.patience:
         what = f"{host['streak']} steps in a row had gradients that are not finite (loss scale {scale!r})"
-    elif rule.is_static and scale == 1.0:  # no scale: it only checks
-        what = "gradients are not finite"
     elif rule.is_static:
         what = f"gradients are not finite under the static loss scale {scale!r}"
     else:
@@ -40,7 +38,7 @@ def alarm_text(rule: ScaleRule, host: Mapping[str, Any], culprits: Sequence[str]
     where = f" Not finite: {', '.join(culprits)}." if culprits else ""
     cure = (
         "Use a smaller static scale or a dynamic one"
-        if rule.is_static and scale != 1.0
+        if rule.is_static and scale > 1.0
         else "A smaller scale would not help: look for inf or NaN in the batch, the loss and the parameters, lower the "
         "learning rate, or run the operators that overflow in fp32 or bf16"
     )

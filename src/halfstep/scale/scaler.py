@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -454,6 +454,11 @@ class GradScaler(StoredScale):
             self._names = WeakTensorKeyDictionary()
         for name, parameter in named:
             self._names[parameter] = name
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over what `name_parameters` was given, as far as it lives."""
+        for parameter, name in (self._names or {}).items():
+            yield name, parameter
 
     def check_alarm(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the alarm after an update that the device made without `update`, as a replayed CUDA graph does.

@@ -102,9 +102,8 @@ def prepare_with(models: Any, optimizers: Any, policy: PolicyLike, *, one_pass: 
     if optimizers is None:
         return models
     scaler = GradScaler.from_policy(concrete.scale, concrete.dtype)
-    if scaler.is_enabled():
-        for model in model_list:
-            scaler.name_parameters(unwrap(model).named_parameters())
+    for model in model_list:
+        scaler.name_parameters(unwrap(model).named_parameters())
     return models, optimizers, scaler
 
 
