@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import DistributedType, PartialState
 
 import halfstep as hs
 
+FSDP: Any = "full_shard auto_wrap" if transformers.__version__.startswith("4.") else True
 LENGTH, VOCABULARY = 8, 19
 POLICIES = {
-    "O2-bf16": hs.Policy.of("O2", dtype="bf16"),
+    "pure-bf16": hs.Policy.of("pure", dtype="bf16"),
     "pure-fp16": hs.Policy.of("pure", dtype="fp16", scale=hs.ScaleRule(init=2.0**21)),
     "mixed-bf16": hs.Policy.of("mixed", dtype="bf16"),
 }
@@ -38,19 +40,27 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def run(folder: Path, policy: Any, *, resume: str | None = None, seed: int = 0, **settings: Any) -> Any:
-    args = transformers.TrainingArguments(
-        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=6,
-        logging_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="steps",
-        save_steps=3, learning_rate=3e-3, **{"ddp_backend": "gloo", **settings},
+    defaults: dict[str, Any] = dict(
+        use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=6, logging_steps=1,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="steps", save_steps=3,
+        learning_rate=3e-3, ddp_backend="gloo",
     )  # fmt: skip
+    args = transformers.TrainingArguments(str(folder), **{**defaults, **settings})
+    if args.fsdp:
+        PartialState().distributed_type = DistributedType.MULTI_GPU  # of CPU processes accelerate makes DDP, unasked
     ran = hs.integrations.transformers.Trainer(model(seed), args, train_dataset=data(), policy=policy)
     ran.train(resume_from_checkpoint=resume)
     return ran
 
 
+def full(value: Any) -> torch.Tensor:
+    whole: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
+
+
 def digest(ran: Any) -> list[float]:
     """Return what tells runs apart: logged losses and norms, and the exact sums of the fp32 weights."""
-    state = ran.accelerator.get_state_dict(ran.model) if ran.is_fsdp_enabled else ran.model.state_dict()
+    state = {key: full(value) for key, value in ran.model.state_dict().items()}
     logs = [record for record in ran.state.log_history if "loss" in record]
     numbers = [record[key] for record in logs for key in ("loss", "grad_norm", "skipped_steps")]
     return [*numbers, *(float(value.double().sum()) for value in state.values())]
@@ -60,13 +70,14 @@ def main(folder: Path, way: str) -> None:
     rank = int(os.environ["RANK"])
     settings: dict[str, Any] = {}
     if way == "fsdp":
-        wrap = {"fsdp_version": 2, "version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        settings = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap}
+        wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        settings = {"fsdp": FSDP, "fsdp_config": wrap}
     found = {}
     for name, policy in POLICIES.items():
         place = folder / f"{way}-{name}"
         # under DDP weights of rank 0 count, wherever the others begin
         whole = run(place, policy, seed=rank if way == "ddp" else 0, **settings)
+        assert whole.is_fsdp_enabled is (way == "fsdp")
         again = run(place, policy, resume=str(place / "checkpoint-3"), seed=7, **settings)
         whole.save_model(str(place / "saved"))
         found[name] = {"whole": digest(whole), "again": digest(again)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,22 @@ class PolicyMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.is_fsdp_enabled:
             hs.prepare(self.model, policy=self.policy)  # note [moments]
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with self._precise():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with self._precise():
+            super()._load_best_model()
+
+    def _precise(self) -> AbstractContextManager[Any]:
+        """Return a context in which weights can be loaded under FSDP, where torch casts them as the parameters are."""
+        return hs.edit_weights(self.model) if self.is_fsdp_enabled else nullcontext()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # under FSDP torch makes the optimizer's state by a step of zero gradients, before any loss was scaled
+        self.accelerator.scaler.scale_on(self.args.device)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.accelerator.scaler.forget()
 
     def _save_scaler(self, output_dir: str) -> None:
         if not self.accelerator.scaler.rule.is_static:  # a run in another format would go on with a scale that is fixed
