@@ -15,11 +15,11 @@ from accelerate.state import DistributedType, PartialState
 
 import halfstep as hs
 
-FSDP: Any = "full_shard auto_wrap" if transformers.__version__.startswith("4.") else True
 LENGTH, VOCABULARY = 8, 19
 POLICIES = {
+    "O2-bf16": hs.Policy.of("O2", dtype="bf16"),
     "pure-bf16": hs.Policy.of("pure", dtype="bf16"),
-    "pure-fp16": hs.Policy.of("pure", dtype="fp16", scale=hs.ScaleRule(init=2.0**21)),
+    "pure-fp16": hs.Policy.of("pure", dtype="fp16", scale=hs.ScaleRule(init=2.0**19, interval=2)),
     "mixed-bf16": hs.Policy.of("mixed", dtype="bf16"),
 }
 
@@ -48,9 +48,22 @@ def run(folder: Path, policy: Any, *, resume: str | None = None, seed: int = 0, 
     args = transformers.TrainingArguments(str(folder), **{**defaults, **settings})
     if args.fsdp:
         PartialState().distributed_type = DistributedType.MULTI_GPU  # of CPU processes accelerate makes DDP, unasked
-    ran = hs.integrations.transformers.Trainer(model(seed), args, train_dataset=data(), policy=policy)
+    made = model(seed)
+    if args.fsdp and policy.name == "O2":
+        hs.shard(made, policy)  # accelerate would gather norms, which are fp32, with low weights
+    ran = hs.integrations.transformers.Trainer(made, args, train_dataset=data(), policy=policy)
     ran.train(resume_from_checkpoint=resume)
     return ran
+
+
+def sharding(policy: Any) -> dict[str, Any]:
+    """Return the settings of FSDP2; O2 comes sharded, by groups of one format."""
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    if policy.name == "O2":
+        config = {"version": 2, "auto_wrap_policy": "NO_WRAP"}
+    if transformers.__version__.startswith("4."):
+        return {"fsdp": "full_shard" if policy.name == "O2" else "full_shard auto_wrap", "fsdp_config": config}
+    return {"fsdp": True, "fsdp_config": config}
 
 
 def full(value: Any) -> torch.Tensor:
@@ -68,13 +81,9 @@ def digest(ran: Any) -> list[float]:
 
 def main(folder: Path, way: str) -> None:
     rank = int(os.environ["RANK"])
-    settings: dict[str, Any] = {}
-    if way == "fsdp":
-        wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        settings = {"fsdp": FSDP, "fsdp_config": wrap}
     found = {}
     for name, policy in POLICIES.items():
-        place = folder / f"{way}-{name}"
+        place, settings = folder / f"{way}-{name}", sharding(policy) if way == "fsdp" else {}
         # under DDP weights of rank 0 count, wherever the others begin
         whole = run(place, policy, seed=rank if way == "ddp" else 0, **settings)
         assert whole.is_fsdp_enabled is (way == "fsdp")
