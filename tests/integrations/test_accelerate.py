@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate")
 
 import accelerate
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
 import halfstep as hs
@@ -27,7 +28,7 @@ from halfstep.errors import BindError, IntegrationError, PolicyError, ScaleError
 from halfstep.integrations.accelerate import AcceleratedScaler, Accelerator, PolicyOptimizer, follow
 from halfstep.integrations.shared import checking
 from tests.examples.loading import load
-from tests.two_processes import in_two_processes
+from tests.two_processes import error_of, in_two_processes
 
 POLICIES = [(name, dtype) for name in ("mixed", "O2", "pure") for dtype in ("bf16", "fp16")]
 WINDOW = 2
@@ -570,49 +571,112 @@ def test_updates_wait_for_the_next_loss_and_are_never_lost() -> None:
 # ------------------------------------------------------------------ processes
 
 
-def _alone(rank: int) -> None:
-    """Let accelerate find the group that the test has made."""
-    os.environ.update(
+def _ranks(rank: int, folder: str) -> dict[str, Any]:
+    """Train under DistributedDataParallel and under FSDP2."""
+    os.environ.update(  # let accelerate find the group that the test has made
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", ACCELERATE_USE_CPU="true",
         OMP_NUM_THREADS="1",
     )  # fmt: skip
-
-
-def _ddp(rank: int, folder: str) -> dict[str, Any]:
-    _alone(rank)
     out: dict[str, Any] = {}
-    for name, dtype in (("mixed", "bf16"), ("O2", "fp16"), ("pure", "bf16")):
+    for name, dtype in (("O2", "fp16"), ("pure", "bf16")):
         policy = hs.Policy.of(name, dtype=dtype)
-        accelerator = Accelerator(policy=policy, gradient_accumulation_steps=WINDOW)
         model = network(rank)  # DistributedDataParallel sends those of rank 0
-        optimizer, scheduler = tools(model)
-        model_, wrapped, scheduler_ = accelerator.prepare(model, optimizer, scheduler)
-        data = batches(4)
-        if rank == 1:
-            data[3][0][0, 0] = torch.inf
-        epoch(accelerator, model_, wrapped, data, scheduler_)
-        skipped = accelerator.optimizer_step_was_skipped
-        accelerator.save_state(f"{folder}/{name}")
-        before = epoch(accelerator, model_, wrapped, batches(2), scheduler_)
-        after_run = values(model)
-        accelerator.load_state(f"{folder}/{name}")
-        again = epoch(accelerator, model_, wrapped, batches(2), scheduler_)
-        same = before == again and equal(after_run, values(model))
-        kind, lr = type(model_).__name__, scheduler_.get_last_lr()[0]
-        out[name] = (kind, skipped, same, lr, after_run, accelerator.unwrap_model(model_) is model)
+        accelerator, parts = made(policy), (model, *tools(model))
+        out[f"DDP {name}"] = _skip_and_resume(accelerator, accelerator.prepare(*parts), rank, f"{folder}/DDP{name}")
         accelerator.free_memory()
+    for name, dtype, before in (("mixed", "bf16", False), ("pure", "fp16", False), ("O2", "bf16", True)):
+        policy = hs.Policy.of(name, dtype=dtype)
+        folder_ = f"{folder}/FSDP{name}"
+        accelerator, prepared = _sharded(policy, before=before)
+        out[f"FSDP {name}"] = _skip_and_resume(accelerator, prepared, rank, folder_)
+        accelerator, prepared = _sharded(policy, before=before)  # has no states yet
+        accelerator.load_state(folder_)
+        resumed = epoch(accelerator, *prepared[:2], batches(2), prepared[2])
+        found = out[f"FSDP {name}"]
+        found["fresh"] = resumed == found["losses"] and accelerator.scaler.state_dict() == found["scale"]
+    out["error"] = error_of(lambda: _sharded(hs.Policy.of("O2", dtype="bf16"), before=False))
+    out["mixed precision"] = error_of(lambda: _sharded(hs.Policy.of("O2"), before=False, own=True))
     return out
 
 
+def _skip_and_resume(accelerator: Accelerator, prepared: Any, rank: int, folder: str) -> dict[str, Any]:
+    """Train over a batch that is bad on one rank, save, train on, load, and train on again."""
+    model, optimizer, scheduler = prepared
+    epoch(accelerator, model, optimizer, batches(2), scheduler)
+    before = _gathered(model)
+    epoch(accelerator, model, optimizer, batches(2, bad=1 if rank else None), scheduler)
+    skipped = accelerator.optimizer_step_was_skipped, equal(before, _gathered(model))
+    accelerator.save_state(folder)
+    losses = epoch(accelerator, model, optimizer, batches(2), scheduler)
+    after, scale = _gathered(model), accelerator.scaler.state_dict()
+    accelerator.load_state(folder)
+    again = epoch(accelerator, model, optimizer, batches(2), scheduler)
+    return {
+        "kind": type(model).__name__,
+        "skipped": skipped,
+        "same": losses == again and equal(after, _gathered(model)),
+        "scale": scale,
+        "scale as before": scale == accelerator.scaler.state_dict(),
+        "lr": scheduler.get_last_lr()[0],
+        "weights": after,
+        "losses": losses,
+        "names": list(accelerator.get_state_dict(model)),
+    }
+
+
+def _sharded(policy: hs.Policy, *, before: bool, own: bool = False) -> tuple[Accelerator, Any]:
+    """Prepare a model under FSDP2; accelerate refuses to shard on a CPU, so its state is told otherwise."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plain = accelerate.Accelerator(gradient_accumulation_steps=WINDOW)
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    if own:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fsdp = accelerate.DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = plain.state.distributed_type = fsdp
+    plain.state.fsdp_plugin = plugin
+    accelerator, model = follow(plain, policy), network()
+    if before:
+        hs.shard(model, policy)
+    elif policy.name == "O2":
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), network())  # two norms in one group
+    return accelerator, accelerator.prepare(model, *tools(model))
+
+
+def _gathered(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole fp32 weights by name, without a wrapper's prefix."""
+    state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
+    return {n: v.full_tensor().clone() if isinstance(v, DTensor) else v.clone() for n, v in state.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what two processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return in_two_processes(_ranks, folder, str(folder))
+
+
 @pytest.mark.dist
-@pytest.mark.filterwarnings("ignore:gradients are not finite")
-def test_two_processes_train_and_skip_together(tmp_path: Path) -> None:
-    first, second = in_two_processes(_ddp, tmp_path, str(tmp_path))
-    for name in first:
-        kind, skipped, same, lr, weights, unwrapped = first[name]
-        assert (kind, skipped, same, unwrapped) == ("DistributedDataParallel", True, True, True)
-        assert lr == 1e-2 * 0.5**4  # of three windows one was skipped; accelerate advances once for each process
-        assert second[name][1:4] == (skipped, same, lr) and equal(weights, second[name][4])
+@pytest.mark.parametrize("case", ["DDP O2", "DDP pure", "FSDP mixed", "FSDP pure", "FSDP O2"])
+def test_two_processes_train_skip_and_resume_together(case: str, ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank[case] for rank in ranks)
+    assert first["kind"] == ("DistributedDataParallel" if case.startswith("DDP") else "FSDPSequential")
+    for found in (first, second):
+        assert found["skipped"] == (True, True) and found["same"] and found["scale as before"]
+        assert found["lr"] == 1e-2 * 0.5**4  # of three windows one was skipped; accelerate advances once a process
+        assert equal(found["weights"], first["weights"]) and found.get("fresh", True)
+    assert first["names"] == list(network().state_dict())
+
+
+@pytest.mark.dist
+def test_fsdp2_that_cannot_carry_out_the_policy_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "this group gets two" in rank["error"] and "hs.shard(model, policy)" in rank["error"]
+        assert rank["mixed precision"].startswith(
+            "IntegrationError: FullyShardedDataParallelPlugin(mixed_precision_policy=...) beside policy 'O2'"
+        )
 
 
 # ------------------------------------------------------------------ the example

@@ -218,7 +218,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         Models and optimizers that `hs.prepare` was given before, with the same policy, stay as they are.
 
         Raises:
-            BindError, PolicyError, UnbuiltError: as `hs.prepare`; nothing was prepared.
+            BindError, PolicyError, UnbuiltError: as `hs.prepare`; nothing was prepared, but under FSDP2 the model is
+                sharded.
         """
         models = [a for a in args if isinstance(a, nn.Module)]
         optimizers = [a for a in args if isinstance(a, Optimizer)]
@@ -229,13 +230,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             self._bind(models, optimizers)
             return super().prepare(*args, device_placement=device_placement)
         # fully_shard replaces parameters, and low ones must be sharded before they are lowered
-        sharded = any(hs.prepared_policy(model) is not None for model in models)
-        kept = [list(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        sharded = any(hs.prepared_policy(model) is not None for model in models)  # by hs.shard
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups if sharded]
+        kept = [list(group["params"]) for group in groups]
         result = super().prepare(*args, device_placement=device_placement)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group, parameters in zip(groups, kept, strict=True):
-            if sharded:  # by hs.shard; accelerate's exchange of parameters confuses those without a part on this rank
-                group["params"][:] = parameters
+            group["params"][:] = parameters  # accelerate exchanges them by address, and a rank without a part has none
         self._bind(models, optimizers)
         return result
 
@@ -365,6 +365,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         region = self.policy.replace(**OF_A_MODEL)
         with hs.autocast(policy=region, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
             yield
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` has saved: accelerate's `load_state`."""
+        super().load_state(*args, **kwargs)
+        self.scaler.forget()  # under FSDP2 torch steps an optimizer without state, with zeros, before it loads one
 
     def free_memory(self, *objects: Any) -> Any:
         """Release models, optimizers and what the scaler refers to: accelerate's `free_memory`."""
