@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking
+from tests.examples.loading import load
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -198,7 +203,7 @@ def test_a_run_has_the_bits_of_the_loop_written_by_hand(tmp_path: Path, name: st
             totals.append(total)
     assert_equal(dict(ran.model.state_dict()), dict(model.state_dict()))
     assert logged(ran, "grad_norm") == norms
-    assert losses(ran) == pytest.approx(totals, rel=1e-6)
+    assert losses(ran) == pytest.approx(totals, abs=6e-5)  # the log of transformers 4 has 4 decimals
     assert all(value.dtype is torch.float32 for value in ran.model.state_dict().values())
 
 
@@ -217,6 +222,7 @@ def test_the_loss_is_that_of_fp32_within_seed_noise(
     plain = [last(Plain, seed=seed) for seed in range(3)]
     noise = max(plain) - min(plain)
     amp = last(Plain, bf16=True)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 sets it, for all that comes later
     found = {name: last(ours.Trainer, policy) for name, policy in POLICIES.items()}
     print(make.__name__, plain, "amp", amp, found)
     assert plain[0] < math.log(VOCABULARY if data is sequences else 3)
@@ -490,16 +496,23 @@ def test_generation_in_evaluation(tmp_path: Path, name: str) -> None:
     assert seen["tokens"][:, : expected.shape[1]].tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", ["mixed-bf16", "O2-bf16", "O2-fp16"])
-def test_compiled_by_torch(tmp_path: Path, name: str) -> None:
-    settings = {"max_steps": 3, "torch_compile": True, "torch_compile_backend": "eager", "eval_dataset": sequences(16)}
-    ran = trainer(tmp_path, POLICIES[name], model=gpt2(**STILL), **settings)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("O2-bf16", "eager"),
+        *(pytest.param(name, "inductor", marks=pytest.mark.hours) for name in ("mixed-bf16", "O2-fp16", "pure-bf16")),
+    ],
+)
+def test_compiled_by_torch(tmp_path: Path, name: str, backend: str) -> None:
+    settings = {"torch_compile": True, "torch_compile_backend": backend, "eval_dataset": sequences(16)}
+    ran = trainer(tmp_path, POLICIES[name], model=llama(), max_steps=2, **settings)
     ran.train()
-    eager = trainer(tmp_path, POLICIES[name], model=gpt2(**STILL), max_steps=3)
+    eager = trainer(tmp_path, POLICIES[name], model=llama(), max_steps=2)
     eager.train()
+    assert type(ran.model_wrapped).__name__ == "OptimizedModule"
     assert losses(ran) == pytest.approx(losses(eager), rel=1e-3)
     ran.save_model(str(tmp_path))
-    assert json.loads((tmp_path / "config.json").read_text()).get("dtype", "float32") == "float32"
+    assert transformers.AutoConfig.from_pretrained(tmp_path).dtype is torch.float32
     assert math.isfinite(ran.evaluate()["eval_loss"])
 
 
@@ -511,11 +524,12 @@ def test_an_optimizer_of_ones_own(tmp_path: Path, name: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     one = trainer(tmp_path, POLICIES[name], model=model, optimizers=(optimizer, scheduler), max_steps=3)
     one.train()
-    assert logged(one, "learning_rate")[-1] == pytest.approx(0.1 if False else 0.01)
+    assert logged(one, "learning_rate")[-1] == pytest.approx(0.01)
     given = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     two = trainer(tmp_path, POLICIES[name], optimizer_cls_and_kwargs=given, max_steps=3, lr_scheduler_type="constant")
     two.train()
     assert losses(one)[:2] == losses(two)[:2] and losses(one)[0] > losses(one)[2]
+    assert one.optimizer.optimizer is optimizer
 
 
 @pytest.mark.parametrize("name", ["mixed-fp16", "pure-bf16"])
@@ -637,3 +651,42 @@ def test_what_updates_in_the_backward_pass_is_refused(tmp_path: Path) -> None:
     ran = trainer(tmp_path, "mixed", model=model, optimizers=(optimizer, None))
     with pytest.raises(IntegrationError, match="updates each layer in the backward pass"):
         ran.train()
+
+
+# ---------------------------------------------------------------------- the example
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_example_trains_within_the_noise_of_fp32(name: str) -> None:
+    """The bound: the spread of four seeds in fp32."""
+    plain = example_in_fp32()
+    assert abs(load("frameworks/transformers_trainer").train(POLICIES[name]) - plain[0]) <= max(plain) - min(plain)
+
+
+@cache
+def example_in_fp32() -> list[float]:
+    train = load("frameworks/transformers_trainer").train
+    return [train("O0", seed=seed) for seed in range(4)]
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_processes_by_torchrun(tmp_path: Path, way: str) -> None:
+    """Ranks end alike, wherever they began; a resumed run has the bits of the whole one; O2 over FSDP2 by hs.shard."""
+    script = Path(__file__).with_name("trainer_ranks.py")
+    root = script.parents[2]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path), way],
+        env={**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"},
+        timeout=240, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"{way}-{rank}.json").read_text()) for rank in (0, 1))
+    assert repr(first) == repr(second)
+    for name, runs in first.items():
+        assert repr(runs["again"]) == repr(runs["whole"]), name
+        config = json.loads((tmp_path / f"{way}-{name}" / "saved" / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == "float32"
