@@ -597,7 +597,8 @@ def _ranks(rank: int, folder: str) -> dict[str, Any]:
             found["same"] &= resumed == found["losses"] and accelerator.scaler.state_dict() == found["scale"]
     out["error"] = error_of(lambda: _sharded(hs.Policy.of("O2", dtype="bf16"), before=False))
     out["mixed precision"] = error_of(lambda: _sharded(hs.Policy.of("O2"), before=False, own=True))
-    out["whole"] = error_of(lambda: _sharded(hs.Policy.of("pure", dtype="bf16"), before=False, whole=True))
+    accelerator, _ = _sharded(hs.Policy.of("pure", dtype="bf16"), before=False, whole=True)
+    out["whole"] = error_of(lambda: accelerator.save_state(f"{folder}/whole"))
     return out
 
 
