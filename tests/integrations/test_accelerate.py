@@ -380,7 +380,12 @@ def trained(policy: hs.Policy, passes: int, folder: Path | None = None, *, seed:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "more"),
-    [*((*p, {}) for p in POLICIES), ("O2", "bf16", {"master": "split"}), ("O2", "bf16", {"master": "kahan"})],
+    [
+        *((*p, {}) for p in POLICIES),
+        *(("O2", "bf16", {"master": master}) for master in ("split", "kahan", "stochastic")),
+        ("pure", "bf16", {"master": "split", "state": "low"}),
+        ("mixed", "bf16", {"state": "low"}),
+    ],
 )
 def test_a_run_that_is_saved_and_resumed_has_the_same_bits(
     name: str, dtype: str, more: dict[str, Any], tmp_path: Path
