@@ -249,7 +249,12 @@ class Accelerator(accelerate.Accelerator):
             self._bind(models, optimizers)
             return super().prepare(*args, device_placement=device_placement)
         # fully_shard replaces parameters, and low ones must be sharded before they are lowered
-        sharded = any(hs.prepared_policy(model) is not None for model in models)  # by hs.shard
+        sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())  # by hs.shard
+        if self.policy.params == "low" and not sharded and any(map(hs.prepared_policy, models)):
+            raise IntegrationError(
+                f"the model was given to hs.prepare with policy {self.policy.name!r} and is to be sharded, which "
+                "replaces its low parameters; leave hs.prepare out, or call hs.shard(model, policy) in its place"
+            )
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if sharded]
         kept = [list(group["params"]) for group in groups]
         result = super().prepare(*args, device_placement=device_placement)
@@ -262,9 +267,8 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Do what accelerate's `prepare_model` does, and bind the policy."""
-        if not self.is_fsdp2:
-            self._place(model, device_placement)
-            self._bind([model], [])
+        self._place(model, device_placement)
+        self._bind([model], [])
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         wrapped = getattr(prepared, "_orig_mod", prepared)  # inside torch.compile's wrapper
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
@@ -300,7 +304,9 @@ class Accelerator(accelerate.Accelerator):
     def _place(self, model: nn.Module, wanted: bool | None) -> None:
         """Move a model where accelerate will, before the policy is resolved for its device."""
         placed = getattr(model, "_is_accelerate_prepared", False) or hasattr(model, "hf_device_map")
-        if (self.device_placement if wanted is None else wanted) and not placed:
+        if wanted is None:
+            wanted = self.device_placement and not self.is_fsdp2
+        if wanted and not placed:
             model.to(self.device)
 
     def _bind(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -315,7 +321,7 @@ class Accelerator(accelerate.Accelerator):
             self.scaler.name_parameters(self.unwrap_model(model).named_parameters())
         known = {id(p): m for m in [*self._models, *models] for p in m.parameters()}
         waiting = []
-        for optimizer in [*self._waiting, *optimizers]:
+        for optimizer in dict.fromkeys([*self._waiting, *optimizers]):
             stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
             if all(p in known for p in stepped):
                 hs.prepare(list(dict.fromkeys(known[p] for p in stepped)), optimizer, policy=self.policy)
@@ -331,8 +337,10 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             BindError: an optimizer was prepared with parameters of a model that was not.
         """
-        for optimizer in self._waiting:
-            hs.prepare(list(self._models), optimizer, policy=self.policy)  # raises
+        if self._waiting:
+            self._bind([], [])
+            for optimizer in self._waiting:
+                hs.prepare(list(self._models), optimizer, policy=self.policy)  # raises: it has other parameters
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
