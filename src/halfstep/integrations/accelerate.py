@@ -211,23 +211,9 @@ class Accelerator(accelerate.Accelerator):
                 "out; formats follow from the policy"
             )
         concrete = resolve(policy.replace(modules=()), nn.Identity(), self.device.type).policy
-        self._refuse_whole_states(policy)
         rule = checking(hs.GradScaler.from_policy(concrete.scale, concrete.dtype)).rule
         self.policy, self.scaler = policy, AcceleratedScaler(rule)
         self._waiting, self._clipped = [], None
-
-    def _refuse_whole_states(self, policy: Policy) -> None:
-        """Refuse FULL_STATE_DICT under FSDP2 for low weights.
-
-        torch copies what it broadcasts into the parameters, which rounds it, before the model is given the state.
-        """
-        low = policy.params == "low" and self.is_fsdp2
-        if low and "FULL_STATE_DICT" in str(self.state.fsdp_plugin.state_dict_type):
-            raise IntegrationError(
-                f"FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT') and the low weights of policy "
-                f"{policy.name!r}: torch would round the fp32 weights that it loads; use 'SHARDED_STATE_DICT', and "
-                "accelerator.get_state_dict(model) for whole fp32 weights"
-            )
 
     # ------------------------------------------------------------------ preparing
 
@@ -394,13 +380,35 @@ class Accelerator(accelerate.Accelerator):
         with hs.autocast(policy=region, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
             yield
 
+    def _refuse_whole_states(self) -> None:
+        """Refuse FULL_STATE_DICT under FSDP2 for low weights.
+
+        torch copies what it broadcasts into the parameters, which rounds it, before the model is given the state.
+        """
+        low = self.policy.params == "low" and self.is_fsdp2
+        if low and "FULL_STATE_DICT" in str(self.state.fsdp_plugin.state_dict_type):
+            raise IntegrationError(
+                "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT') and the low weights of policy "
+                f"{self.policy.name!r}: torch would round the fp32 weights that it loads; use 'SHARDED_STATE_DICT'; "
+                "accelerator.get_state_dict(model) returns whole fp32 weights"
+            )
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save everything that `load_state` loads: accelerate's `save_state`.
+
+        Raises:
+            IntegrationError: low weights and FULL_STATE_DICT under FSDP2.
+        """
+        self._refuse_whole_states()
+        return super().save_state(*args, **kwargs)
+
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` has saved: accelerate's `load_state`.
 
         Raises:
             IntegrationError: low weights and FULL_STATE_DICT under FSDP2.
         """
-        self._refuse_whole_states(self.policy)
+        self._refuse_whole_states()
         super().load_state(*args, **kwargs)
         self.scaler.forget()  # under FSDP2 torch steps an optimizer without state, with zeros, before it loads one
 
