@@ -8,7 +8,6 @@ finite. `follow` makes an Accelerator that exists already, such as that of trans
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.integrations.shared import checking, need
+from halfstep.integrations.shared import checking, need, was_skipped
 from halfstep.policy import Policy, resolve
 
 need("accelerate", "1.10", extra="accelerate")
@@ -32,8 +31,6 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import AutocastKwargs, DistributedType  # noqa: E402
 
 __all__ = ["AcceleratedScaler", "Accelerator", "PolicyOptimizer", "follow"]
-
-LOG = logging.getLogger("halfstep")
 
 OTHER_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed casts weights and scales losses; set bf16 or fp16 in its configuration",
@@ -134,10 +131,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
             return
         self.scaler.step(self.optimizer, closure)
         self.scaler.update()
-        self._skipped = bool(self.scaler.skipped(self.optimizer))
-        if self._skipped and self.accelerator_state.is_main_process:
-            found = ", ".join(self.scaler.culprits(self.optimizer)) or "on another rank"
-            LOG.warning("%s: step skipped, gradients are not finite: %s", type(self.optimizer).__name__, found)
+        self._skipped = was_skipped(self.scaler, self.optimizer)
 
     @property
     def step_was_skipped(self) -> bool:

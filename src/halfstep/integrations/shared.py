@@ -1,15 +1,20 @@
-"""What the integrations share: the check for their library, and a scaler that checks gradients in every format."""
+"""What the integrations share: the check for their library, a scaler that checks gradients in every format, its log."""
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
+import torch
+
 import halfstep as hs
 from halfstep.errors import IntegrationError
 
-__all__ = ["checking", "need"]
+__all__ = ["checking", "need", "was_skipped"]
+
+LOG = logging.getLogger("halfstep")
 
 
 def need(library: str, least: str, *, extra: str | None = None, package: str | None = None) -> ModuleType:
@@ -66,3 +71,17 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
     found = hs.GradScaler(rule=hs.ScaleRule.static(1.0))
     found.name_parameters(scaler.named_parameters())
     return found
+
+
+def was_skipped(scaler: hs.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the last step of `optimizer` was skipped, and log the names of its culprits on the first rank.
+
+    Call it after the step and before ``zero_grad``. Waits for the device.
+    """
+    if not scaler.skipped(optimizer):
+        return False
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_rank() == 0:
+        found = ", ".join(scaler.culprits(optimizer)) or "on another rank"
+        LOG.warning("%s: step skipped, gradients are not finite: %s", type(optimizer).__name__, found)
+    return True
