@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.errors import BindError, IntegrationError, WeightsError
+from halfstep.errors import IntegrationError, WeightsError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
 from halfstep.integrations.shared import checking
 from tests.integrations.ranks import as_torchrun

@@ -410,7 +410,7 @@ def test_losses_that_run_backward_together_are_unscaled_by_one_scale() -> None:
 
 @low_and_mixed
 def test_a_step_by_hand_changes_what_the_next_forward_pass_computes_with(policy: hs.Policy) -> None:
-    """torch's autocast keeps low copies of weights within a region, and the whole training_step is in one."""
+    """Torch's autocast keeps low copies of weights within a region, and the whole training_step is in one."""
 
     class Twice(Gan):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:

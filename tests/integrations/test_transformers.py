@@ -140,7 +140,7 @@ def assert_equal(a: Any, b: Any, where: str = "") -> None:
             assert_equal(x, y, f"{where}.{i}")
     elif isinstance(a, Tensor):
         assert a.dtype is b.dtype, where
-        assert torch.equal(a, b), f'{where}: {float((a.double() - b.double()).abs().max())}'
+        assert torch.equal(a, b), f"{where}: {float((a.double() - b.double()).abs().max())}"
     else:
         assert a == b, where
 
@@ -422,9 +422,7 @@ class OwnLoss(ours.Trainer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", [ours.Trainer, OwnLoss])
-def test_the_black_box_names_operator_and_line(
-    tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_black_box_names_operator_and_line(tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     generator = torch.Generator().manual_seed(0)
     data = [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(1.0)} for _ in range(12)]
     data[8:] = [{"x": torch.full((4,), 300.0), "labels": torch.tensor(1.0)}] * 4
@@ -432,7 +430,12 @@ def test_the_black_box_names_operator_and_line(
     class Mine(kind):  # type: ignore[misc]
         _get_train_sampler = Ordered._get_train_sampler
 
-    settings = {"train_dataset": data, "per_device_train_batch_size": 4, "max_steps": 4, "logging_nan_inf_filter": False}
+    settings = {
+        "train_dataset": data,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "logging_nan_inf_filter": False,
+    }
     ran = trainer(tmp_path, POLICIES["mixed-bf16"], kind=Mine, model=Overflowing(), **settings)
     with alarm("bf16"):
         ran.train()
@@ -448,7 +451,9 @@ def test_the_black_box_names_operator_and_line(
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16_full_eval", "fp16_full_eval"])
 def test_a_second_precision_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(IntegrationError, match=rf"TrainingArguments\({name}=True\) beside policy 'O2'.*leave out {name}"):
+    with pytest.raises(
+        IntegrationError, match=rf"TrainingArguments\({name}=True\) beside policy 'O2'.*leave out {name}"
+    ):
         trainer(tmp_path, "O2", **{name: True})
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim import LBFGS, Optimizer

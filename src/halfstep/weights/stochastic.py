@@ -30,6 +30,7 @@ class StochasticWeights(CompactWeights):
 
     name, form = "stochastic", "stochastic"
     keeps_more = False
+    draws: Draws
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         self.draws = Draws()
