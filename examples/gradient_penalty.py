@@ -35,7 +35,7 @@ def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor, Tensor]:
     """Return the critic's loss and, beside it, its estimate of the distance between the two distributions."""
     distance = critic(real).float().mean() - critic(fake).float().mean()
-    return 10 * gradient_penalty(critic, real, fake) - distance, distance.detach()
+    return 10 * gradient_penalty(critic, real, fake) - distance, distance
 
 
 def penalty_gradient(policy: hs.Policy) -> Tensor:

@@ -328,6 +328,72 @@ def test_ten_batches_in_windows_of_four_are_three_updates_and_metrics_see_the_la
     assert [(record.step, record.skipped) for record in metrics.poll()] == [(11, 1)]
 
 
+def generator_and_discriminator(policy: hs.Policy, accumulate: int) -> tuple[hs.TrainStep, hs.TrainStep]:
+    """Return two steps, of which the loss of the second runs through the model of the first."""
+    torch.manual_seed(0)
+    judge, made = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 1)), nn.Linear(2, 4)
+    tell = hs.TrainStep(judge, adam(judge), lambda m, x: F.softplus(m(x)).mean(), policy=policy, accumulate=accumulate)
+    fool = hs.TrainStep(
+        made, adam(made), lambda m, z: F.softplus(-judge(m(z))).mean(), policy=policy, accumulate=accumulate
+    )
+    return tell, fool
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, hs.Policy.of("O2", grads="fp32")], ids=[*NAMES, "O2, grads fp32"])
+def test_a_loss_that_runs_through_the_model_of_an_unfinished_window_is_refused(policy: hs.Policy) -> None:
+    xs, zs = torch.randn(2, 8, 4), torch.randn(2, 8, 2)
+    tell, fool = generator_and_discriminator(policy, 2)
+    tell(xs[0])
+    wanted = tell(xs[1]).grad_norm
+    tell, fool = generator_and_discriminator(policy, 2)
+    tell(xs[0])
+    fool(zs[0])
+    with pytest.raises(StepError, match=r"gradient of 0\.weight was written to.*begins anew"):
+        tell(xs[1])
+    tell(xs[0])
+    assert torch.equal(tell(xs[1]).grad_norm, wanted)  # one window after the other
+    assert fool(zs[1]).updated
+
+
+@pytest.mark.parametrize("ends", ["a micro-batch", "flush"])
+@pytest.mark.parametrize(
+    ("kept", "text"),
+    [
+        (lambda step: step.optimizer.zero_grad(), "dropped"),
+        (lambda step: nn.utils.clip_grad_norm_(step.model.parameters(), 1e-3), "written to"),
+        (lambda step: F.cross_entropy(step.model(make_batch()[0]), make_batch()[1]).backward(), "written to"),
+    ],
+    ids=["zero_grad", "clipping", "backward"],
+)
+def test_what_a_hand_written_loop_did_in_a_window_is_refused(
+    kept: Callable[[hs.TrainStep], object], text: str, ends: str
+) -> None:
+    step, (x, y) = make_step(loss_fn, accumulate=3), make_batch()
+    step(x, y)
+    kept(step)
+    with pytest.raises(StepError, match=text):
+        step.flush() if ends == "flush" else step(x, y)
+    assert step.flush() is None
+    single = make_step(loss_fn)
+    for _ in range(2):
+        single(x, y)
+        kept(single)  # after a whole window it changes nothing
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+def test_looking_at_a_window_is_no_write(policy: hs.Policy) -> None:
+    step, (x, y) = make_step(loss_fn, policy=policy, accumulate=3), make_batch()
+    for _ in range(2):
+        step(x * float("inf"), y)
+    step.flush()
+    step(x, y)
+    assert step.explain().kind == "bad_batch"
+    step.evaluate(x, y)
+    assert [p.grad is not None for p in step.model.parameters()]
+    step(x, y)
+    assert step(x, y).updated
+
+
 # ---------------------------------------------------------------------- evaluation
 
 

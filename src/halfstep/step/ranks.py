@@ -32,7 +32,7 @@ from halfstep.step.record import Record
 from halfstep.step.wrappers import unwrap
 from halfstep.weights import WeightStore
 
-__all__ = ["Ranks", "ranks_of", "refuse_own_loop"]
+__all__ = ["Ranks", "join", "ranks_of", "refuse_flush", "refuse_own_loop"]
 
 BUCKET = 25 * 2**20  # bytes that are sent at once; DDP's own default
 UPDATING = ("hook_then_optimizer", "apply_optim_in_backward", "hook_with_zero")
@@ -407,6 +407,19 @@ def ranks_of(model: nn.Module, policy: Policy) -> Ranks | None:
             return None
         model = inner
     return Ranks(model, concrete)
+
+
+def refuse_flush(model: nn.Module, done: int, accumulate: int) -> None:
+    """Refuse to flush `done` of `accumulate` micro-batches under a wrapper whose `no_sync` is not DDP's.
+
+    Raises:
+        StepError: always.
+    """
+    raise StepError(
+        f"flush() of {done} of {accumulate} micro-batches: {type(model).__name__} has put the average of their "
+        "gradients off, by its no_sync, and only DistributedDataParallel's can be made later; give every window all of "
+        "its micro-batches"
+    )
 
 
 def refuse_own_loop(model: nn.Module, policy: Policy) -> None:

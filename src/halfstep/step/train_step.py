@@ -51,13 +51,14 @@ from halfstep.step.graph.graphs import Graphs
 from halfstep.step.metrics import Metrics
 from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
-from halfstep.step.ranks import join, ranks_of
+from halfstep.step.ranks import join, ranks_of, refuse_flush
 from halfstep.step.record import Record
 from halfstep.step.retry import ENOUGH, Retry
 from halfstep.step.scaling import Scaling
 from halfstep.step.schedule import advance
 from halfstep.step.statistics import Statistics
 from halfstep.step.sums import Sums
+from halfstep.step.unfinished import Unfinished
 from halfstep.step.update import Culprits, Updater
 from halfstep.step.wrappers import unwrap_optimizer
 
@@ -175,6 +176,7 @@ class TrainStep:
         self._updater = Updater(optimizer, store)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
         windows = self.accumulate > 1 and not self.cuda_graph  # what is added by Python is not repeated by a graph
+        self._unfinished = Unfinished(optimizer, self._names) if windows else None
         wide = self._updater.stepped_parameters() if store is None else ()
         self.copies = Copies(unwrap(model), wide, binding.recipe, windows=windows)
         low = store.parameters() if store is not None and self.policy.grads == "fp32" else ()
@@ -245,6 +247,8 @@ class TrainStep:
         record = self.record
         if record.micro_batches == 0:
             self._begin_window()
+        elif self._unfinished is not None:
+            self._unfinished.check()
         number = record.done + record.micro_batches + 1
         kept = None if record.history is None else record.history.keep(number, batch, named)
         last = record.micro_batches + 1 == self.accumulate
@@ -261,6 +265,8 @@ class TrainStep:
             count = self.accumulate if self._ranks is None else self._ranks.window(self.accumulate)
             norm, bad, culprits = self._update(count)
             return StepResult(number, shown, aux, scale, norm, bad, True, culprits)
+        if self._unfinished is not None:
+            self._unfinished.note()
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
         return StepResult(number, shown, aux, scale, unknown, nothing, False)
@@ -408,11 +414,7 @@ class TrainStep:
             count, scale = ranks.agree(record.micro_batches, record.scale)
             record.host_reads += 1
         elif count and self._no_sync is not None and torch.distributed.is_initialized():
-            raise StepError(
-                f"flush() of {record.micro_batches} of {self.accumulate} micro-batches: {type(self.model).__name__} "
-                "has put the average of their gradients off, by its no_sync, and only DistributedDataParallel's can "
-                "be made later; give every window all of its micro-batches"
-            )
+            refuse_flush(self.model, record.micro_batches, self.accumulate)
         if not count:
             return None
         try:
@@ -420,6 +422,8 @@ class TrainStep:
             if not record.micro_batches:  # other ranks have micro-batches left
                 self._begin_window()
                 record.scale = scale
+            elif self._unfinished is not None:
+                self._unfinished.check()
             if ranks is not None:
                 ranks.averaged = False
             if self._retry is not None:
