@@ -16,9 +16,11 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LinearLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,6 +29,7 @@ import halfstep as hs
 from halfstep.errors import BindError, IntegrationError, ScaleError, WeightsError
 from halfstep.integrations.lightning import HalfstepPrecision
 from halfstep.integrations.shared import checking, region
+from tests.examples.loading import load
 from tests.integrations.ranks import as_torchrun
 from tests.two_processes import in_two_processes
 
@@ -667,6 +670,21 @@ def test_compiled_modules(policy: hs.Policy, whole: bool) -> None:
     assert hs.formats.DTYPES[policy.dtype] in trained.formats
 
 
+# ---------------------------------------------------------------------- the example
+
+FP32: list[dict[str, float]] = []
+
+
+@every_policy
+def test_the_example_trains_within_the_noise_of_fp32(policy: hs.Policy) -> None:
+    main = load("frameworks/lightning_module").main
+    FP32.extend([] if FP32 else [main("", seed=seed) for seed in range(3)])
+    found = main(policy)
+    for name in found:
+        noise = [run[name] for run in FP32]
+        assert abs(found[name] - noise[0]) <= max(noise) - min(noise), name
+
+
 # ---------------------------------------------------------------------- two processes
 
 
@@ -697,13 +715,49 @@ def _ddp(rank: int, policy: hs.Policy, folder: str) -> Any:
     return plugin.skipped_steps, trainer.global_step, steps, {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def _both(rank: int, folder: str) -> Any:
-    return [_ddp(rank, policy, folder) for policy in POLICIES[1:3]]
+class Sharded(Plain):
+    """`Plain`, sharded by fully_shard; with a bad batch on rank 1."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.net[0].weight, DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for module in (self.net[0], self.net[3], self.net):
+                fully_shard(module, mesh=mesh)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        bad = (batch_idx, torch.distributed.get_rank()) == (2, 1)
+        return super().training_step([batch[0] * BAD, batch[1]] if bad else batch, batch_idx)
+
+
+def _sharded(policy: hs.Policy, file: str, *, pieces: bool) -> Any:
+    loader = DataLoader(examples(), batch_size=4, shuffle=False)
+
+    def trained(epochs: int, resumed: bool = False) -> tuple[Any, HalfstepPrecision, Trainer]:
+        model = Sharded("step")
+        strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=pieces)
+        trainer, plugin = trainer_of(policy, max_epochs=epochs, strategy=strategy, devices=2, gradient_clip_val=1.0)
+        trainer.fit(model, loader, loader, ckpt_path=file if resumed else None)
+        return model, plugin, trainer
+
+    _, _, trainer = trained(1)
+    trainer.save_checkpoint(file)
+    (again, plugin, trainer), (whole, _, _) = trained(2, resumed=True), trained(2)
+    states = [[v.full_tensor() for v in m.state_dict().values()] for m in (again, whole)]
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert again.net[0].weight.dtype is (torch.float32 if policy.params == "fp32" else torch.bfloat16)
+    return plugin.skipped_steps, trainer.global_step, trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+def _in_both(rank: int, folder: str) -> Any:
+    done = [_ddp(rank, policy, folder) for policy in POLICIES[1:3]]
+    return done, [_sharded(POLICIES[2], f"{folder}/sharded-{pieces}", pieces=pieces) for pieces in (False, True)]
 
 
 @pytest.mark.dist
-def test_ddp(tmp_path: Path) -> None:
-    """On rank 1 the fourth of five micro-batches is bad, in each of two epochs; windows have two, the last one."""
-    for first, second in zip(*in_two_processes(_both, tmp_path, str(tmp_path)), strict=True):
-        assert first[:3] == second[:3] == (2, 6, 4)
-        assert all(torch.equal(first[3][key], second[3][key]) for key in first[3])
+def test_ddp_and_sharded_models(tmp_path: Path) -> None:
+    """A batch is bad on rank 1 in each of two epochs, after 5 batches each; under DDP windows have two."""
+    (first, sharded), (second, too) = in_two_processes(_in_both, tmp_path, str(tmp_path))
+    for one, other in zip(first, second, strict=True):
+        assert one[:3] == other[:3] == (2, 6, 4)
+        assert all(torch.equal(one[3][key], other[3][key]) for key in one[3])
+    assert sharded == too == [(2, 10, 8)] * 2

@@ -17,8 +17,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 import halfstep as hs
@@ -28,6 +31,7 @@ from halfstep.integrations.shared import checking, need, region
 need("lightning", "2.5", extra="lightning")
 
 from lightning.fabric import Fabric as LightningFabric  # noqa: E402
+from lightning.fabric.strategies import ModelParallelStrategy  # noqa: E402
 from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled  # noqa: E402
@@ -67,6 +71,7 @@ class HalfstepPrecision(Precision):
         self.scaler: hs.GradScaler | None = None
         self.skipped_steps = 0
         self.culprits: tuple[str, ...] = ()
+        self.shards_later = False  # set by `Fabric`: the strategy replaces parameters after `convert_module`
         self._modules: list[nn.Module] = []
         self._models: list[nn.Module] = []  # the same, wrapped
         self._own: list[nn.Module] = []  # those that were not prepared before
@@ -87,6 +92,8 @@ class HalfstepPrecision(Precision):
         Raises:
             BindError: it cannot be prepared, as `hs.prepare` says.
         """
+        if self.shards_later:
+            return module
         if _in_trainer(module):
             module.to(module.trainer.strategy.root_device)  # where the Trainer moves it next: rules depend on it
             self._refuse_averages(module)
@@ -139,7 +146,7 @@ class HalfstepPrecision(Precision):
         What was prepared before stays so.
         """
         for model in self._own:
-            if not any(hasattr(p, "device_mesh") for p in model.parameters()):
+            if not _is_sharded(model):
                 with _class_methods(model):
                     hs.unprepare(model)
         self._modules, self._models, self._own = [], [], []
@@ -307,10 +314,13 @@ class HalfstepPrecision(Precision):
         self.skipped_steps = state_dict["skipped_steps"]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the loss scale from a checkpoint of Lightning's own ``precision="16-mixed"``."""
+        """Take the loss scale from a checkpoint of Lightning's own ``precision="16-mixed"``; load sharded low weights."""
         scaler = self._the_scaler()
         if type(self).__qualname__ not in checkpoint and "MixedPrecision" in checkpoint and not scaler.rule.is_static:
             scaler.load_state_dict(checkpoint["MixedPrecision"])
+        for module in self._modules:
+            if _in_trainer(module) and module.trainer.ckpt_path is not None:
+                _load_precise(module, Path(module.trainer.ckpt_path), "state_dict")
 
 
 class _Waiting(LRSchedulerConfig):
@@ -369,7 +379,11 @@ class Fabric(LightningFabric):
         """Set up a model, as `lightning.Fabric.setup_module`."""
         if move_to_device:
             self.to_device(module)
+        self.precision.shards_later = isinstance(self.strategy, ModelParallelStrategy)
         model = super().setup_module(module, move_to_device=move_to_device, **kwargs)
+        if self.precision.shards_later:
+            self.precision.shards_later = False
+            self.precision.convert_module(model._forward_module)
         self.precision.wrapped(model)
         return model
 
@@ -378,6 +392,14 @@ class Fabric(LightningFabric):
         result = super().setup_optimizers(*optimizers)
         self.precision.attach(*optimizers)
         return result
+
+    def load(self, path: str | Path, state: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, as `lightning.Fabric.load`."""
+        rest: dict[str, Any] = super().load(path, state, *args, **kwargs)
+        for key, value in (state or {}).items():
+            if isinstance(value, nn.Module):
+                _load_precise(getattr(value, "_forward_module", value), Path(path), key)
+        return rest
 
     def clip_gradients(self, *args: Any, error_if_nonfinite: bool = False, **kwargs: Any) -> Tensor | None:
         """Clip gradients, as `lightning.Fabric.clip_gradients`; those of a step that will be skipped raise nothing."""
@@ -413,6 +435,22 @@ def _class_methods(module: nn.Module) -> Iterator[None]:
     finally:
         if context is not None:
             from_compiled(OptimizedModule(module, context["dynamo_ctx"]))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def _load_precise(module: nn.Module, file: Path, key: str) -> None:
+    """Load sharded weights again from a checkpoint of one file: torch has loaded them into the low ones, rounded.
+
+    Collective: every rank must reach this call.
+    """
+    if _is_sharded(module) and file.is_file():
+        saved = torch.load(file, mmap=True, map_location="cpu", weights_only=False)[key]
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        with hs.edit_weights(module):
+            set_model_state_dict(module, saved, options=options)
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
