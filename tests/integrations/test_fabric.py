@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.errors import BindError, IntegrationError, WeightsError
+from halfstep.errors import IntegrationError, WeightsError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
 from halfstep.integrations.shared import checking
 from tests.examples.loading import load
@@ -154,6 +154,13 @@ def test_in_lightnings_own_fabric_a_state_cannot_be_loaded_before_the_first_step
         train(fabric, model, optimizer, batches(2))
 
 
+def test_in_lightnings_own_fabric_a_model_that_is_moved_after_it_was_prepared_is_refused() -> None:
+    _, model, _, inner = set_up(POLICIES[0], plain=True)
+    inner.to("meta")
+    with pytest.raises(IntegrationError, match=r"prepared on cpu and then moved to meta.*fabric.to_device\(model\)"):
+        model(batches()[0][0])
+
+
 @every_policy
 def test_windows_of_micro_batches(policy: hs.Policy) -> None:
     fabric, model, optimizer, _ = set_up(policy)
@@ -287,7 +294,7 @@ def _two(rank: int, policy: hs.Policy) -> Any:
     fabric.launch()
     inner = network()
     if rank:
-        nn.init.ones_(inner[0].weight)  # DDP takes the weights of rank 0
+        nn.init.ones_(next(inner.parameters()))  # DDP takes the weights of rank 0
     model, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=1e-2))
     skipped, before = [], {}
     wanted = network().state_dict()
