@@ -419,14 +419,14 @@ class Fabric(LightningFabric):
 
 def _trainer(module: nn.Module | None) -> Any:
     """Return the Trainer that runs `module`; None in Fabric, which takes LightningModules too."""
-    alone = isinstance(module, LightningModule) and module.fabric is None  # type: ignore[union-attr]
+    alone = isinstance(module, LightningModule) and module.fabric is None
     return module._trainer if alone else None  # type: ignore[union-attr]
 
 
 def _inner(optimizer: Any) -> Optimizer:
     """Return the optimizer inside the wrappers of Lightning and Fabric, whose classes pose as its own."""
     inner = vars(optimizer).get("_optimizer") if "_strategy" in vars(optimizer) else None
-    return _inner(inner) if isinstance(inner, Optimizer) else optimizer  # type: ignore[no-any-return]
+    return _inner(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 @contextmanager
