@@ -281,11 +281,11 @@ def test_the_example_trains_within_the_noise_of_fp32_and_goes_on_bit_for_bit(pol
     main = load("frameworks/fabric_loop").main
     FP32.extend([] if FP32 else [main("O0", seed=seed) for seed in range(3)])
     noise = [run["validation"] for run in FP32]
-    main(policy, epochs=2, folder=tmp_path)
-    found = main(policy, folder=tmp_path)
+    found = main(policy)
     assert abs(found["validation"] - noise[0]) <= max(noise) - min(noise) and found["right"] > 0.95
-    if policy.name != "mixed":
-        assert found == main(policy)
+    if policy.name == "O2":
+        main(policy, epochs=2, folder=tmp_path)
+        assert found == main(policy, folder=tmp_path)
 
 
 def _two(rank: int, policy: hs.Policy) -> Any:

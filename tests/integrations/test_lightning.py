@@ -290,6 +290,31 @@ def test_culprits_are_named_before_clipping_spreads_them() -> None:
     assert plugin.culprits == ("net.3.bias (4 of 4 values)",)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_black_box_of_the_users_explains_a_skipped_step() -> None:
+    class Boxed(Plain):
+        box: hs.BlackBox
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.box = hs.BlackBox(self.net, lambda net, x, y: F.cross_entropy(net(x), y), optimizer)
+            return optimizer
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return self.box(*batch)
+
+    found = []
+    for bad in (None, 0):
+        model = Boxed()
+        trainer, plugin = trainer_of(FP16)
+        trainer.fit(model, batches(bad))
+        found.append((plugin.skipped_steps, model.box.verdict))
+        if bad is None:
+            assert same_weights(model, by_hand(FP16, batches(), nothing))
+    assert found[0] == (0, None) and found[1][0] == 1
+    assert found[1][1] is not None and "the batch" in str(found[1][1])
+
+
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_several_schedulers(interval: str) -> None:
     class Two(Plain):
