@@ -562,7 +562,11 @@ def test_lbfgs_works_without_a_loss_scale_over_fp32_weights() -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
-@every_policy
+@pytest.mark.parametrize(
+    "policy",
+    [*POLICIES, *(hs.Policy.of("pure", dtype="bf16", master=kind) for kind in ("split", "kahan"))],
+    ids=lambda policy: f"{policy.name}-{policy.dtype}-{policy.master}",
+)
 def test_a_resumed_run_ends_with_the_same_bits(policy: hs.Policy, tmp_path: Path) -> None:
     policy = policy.replace(scale=hs.ScaleRule(init=1024.0, interval=4)) if policy.dtype == "fp16" else policy
     whole, cut = Plain("step"), Plain("step")
