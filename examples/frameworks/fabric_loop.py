@@ -1,7 +1,6 @@
 """A training loop with Lightning Fabric, under a policy.
 
-One line differs from Fabric's own loop: the Fabric. Start it with ``python`` or, on several processes, with
-``torchrun --nproc-per-node 2``.
+One line differs from Fabric's own loop: the Fabric. With ``--devices 2`` it starts a process for each device.
 """
 
 from __future__ import annotations
@@ -39,7 +38,12 @@ def sequences(count: int, seed: int) -> TensorDataset:
 
 
 def main(
-    policy: str | hs.Policy = "O2", *, seed: int = 0, epochs: int = 4, folder: str | Path | None = None
+    policy: str | hs.Policy = "O2",
+    *,
+    seed: int = 0,
+    epochs: int = 4,
+    folder: str | Path | None = None,
+    devices: int | str = "auto",
 ) -> dict[str, float]:
     """Train; return the mean loss over data that is not trained on, and how much of it is answered right.
 
@@ -48,8 +52,9 @@ def main(
         seed: of weights and batches.
         epochs: passes over the data.
         folder: where a checkpoint is written and, if there is one, read to go on; None: nowhere.
+        devices: how many; "auto" is all accelerators, or one CPU.
     """
-    fabric = hs.integrations.lightning.Fabric(policy=policy, accelerator="auto")  # was: Fabric(precision="bf16-mixed",
+    fabric = hs.integrations.lightning.Fabric(policy=policy, devices=devices)  # was: Fabric(precision="bf16-mixed", ...
     fabric.launch()
     fabric.seed_everything(seed, verbose=False)
     model = Counter()
@@ -81,4 +86,6 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", default="O2", help="a preset's name or a TOML file")
-    print(main(parser.parse_args().policy))
+    parser.add_argument("--devices", default="auto", help="how many")
+    given = parser.parse_args()
+    print(main(given.policy, devices=given.devices))
