@@ -12,13 +12,16 @@ pytest.importorskip("lightning", minversion="2.5")
 
 import lightning
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import IntegrationError, WeightsError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
 from halfstep.integrations.shared import checking
+from tests.examples.loading import load
 from tests.integrations.ranks import as_torchrun
 from tests.two_processes import in_two_processes
 
@@ -151,6 +154,13 @@ def test_in_lightnings_own_fabric_a_state_cannot_be_loaded_before_the_first_step
         train(fabric, model, optimizer, batches(2))
 
 
+def test_in_lightnings_own_fabric_a_model_that_is_moved_after_it_was_prepared_is_refused() -> None:
+    _, model, _, inner = set_up(POLICIES[0], plain=True)
+    inner.to("meta")
+    with pytest.raises(IntegrationError, match=r"prepared on cpu and then moved to meta.*fabric.to_device\(model\)"):
+        model(batches()[0][0])
+
+
 @every_policy
 def test_windows_of_micro_batches(policy: hs.Policy) -> None:
     fabric, model, optimizer, _ = set_up(policy)
@@ -263,13 +273,32 @@ def test_a_lightning_module_in_fabric() -> None:
         assert max(float((v - found[k]).abs().max()) for k, v in wanted.state_dict().items()) < 1e-2
 
 
+FP32: list[dict[str, float]] = []
+
+
+@every_policy
+def test_the_example_trains_within_the_noise_of_fp32_and_goes_on_bit_for_bit(policy: hs.Policy, tmp_path: Path) -> None:
+    main = load("frameworks/fabric_loop").main
+    FP32.extend([] if FP32 else [main("O0", seed=seed) for seed in range(3)])
+    noise = [run["validation"] for run in FP32]
+    found = main(policy)
+    assert abs(found["validation"] - noise[0]) <= max(noise) - min(noise) and found["right"] > 0.95
+    if policy.name == "O2":
+        main(policy, epochs=2, folder=tmp_path)
+        assert found == main(policy, folder=tmp_path)
+
+
 def _two(rank: int, policy: hs.Policy) -> Any:
     as_torchrun(rank)
     fabric = Fabric(policy=policy, accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     inner = network()
+    if rank:
+        nn.init.ones_(next(inner.parameters()))  # DDP takes the weights of rank 0
     model, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=1e-2))
     skipped, before = [], {}
+    wanted = network().state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in inner.state_dict().items()), "rounded, or of this rank"
     for i, (x, y) in enumerate(batches(5)):
         x = x * math.inf if (i, rank) == (2, 1) else x + rank  # bad on one rank
         with fabric.no_backward_sync(model, enabled=i == 0):
@@ -287,12 +316,40 @@ def _two(rank: int, policy: hs.Policy) -> Any:
     return skipped, {key: value.clone() for key, value in inner.state_dict().items()}
 
 
-def _both(rank: int) -> Any:
-    return [_two(rank, policy) for policy in POLICIES[1:3]]
+def _sharded(policy: hs.Policy, file: str) -> None:
+    def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+        for module in (model[0], model[3], model):  # type: ignore[index]
+            fully_shard(module, mesh=mesh["data_parallel"])
+        return model
+
+    def made() -> tuple[Fabric, dict[str, Any]]:
+        strategy = ModelParallelStrategy(sharded, 2, 1, save_distributed_checkpoint=False)
+        fabric = Fabric(policy=policy, accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup_module(network())
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        return fabric, {"model": model, "optimizer": optimizer, "precision": fabric.precision}
+
+    (one, first), (two, second) = made(), made()
+    train(one, first["model"], first["optimizer"], batches(2), clip=1.0)
+    one.save(file, first)
+    two.load(file, second)
+    ends = []
+    for fabric, state in ((one, first), (two, second)):
+        train(fabric, state["model"], state["optimizer"], batches(2), clip=1.0)
+        ends.append([value.full_tensor() for value in state["model"].state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def _both(rank: int, folder: str) -> Any:
+    done = [_two(rank, policy) for policy in POLICIES[1:3]]
+    for policy in POLICIES[1:3]:
+        _sharded(policy, f"{folder}/{policy.name}.ckpt")
+    return done
 
 
 @pytest.mark.dist
 def test_two_processes_skip_together_and_stay_equal(tmp_path: Path) -> None:
-    for (skipped, first), (also, second) in zip(*in_two_processes(_both, tmp_path), strict=True):
+    for (skipped, first), (also, second) in zip(*in_two_processes(_both, tmp_path, str(tmp_path)), strict=True):
         assert skipped == also == [False, True, False, False]
         assert all(torch.equal(first[key], second[key]) for key in first)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer under a policy: the bits of a hand-written loop, skipped steps, clipping, windows, checkpoints."""
+"""Lightning's Trainer under a policy: the bits of a loop by hand, skipped steps, clipping, windows, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LinearLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,6 +29,7 @@ import halfstep as hs
 from halfstep.errors import BindError, IntegrationError, ScaleError, WeightsError
 from halfstep.integrations.lightning import HalfstepPrecision
 from halfstep.integrations.shared import checking, region
+from tests.examples.loading import load
 from tests.integrations.ranks import as_torchrun
 from tests.two_processes import in_two_processes
 
@@ -130,9 +133,11 @@ def trainer_of(policy: hs.Policy | str | None, **options: Any) -> tuple[Trainer,
     return Trainer(**given), plugin
 
 
-def by_hand(policy: hs.Policy, data: DataLoader[Any], clip: Callable[[Any], object], window: int = 1) -> nn.Module:
-    """Train the network of `Plain` as its Trainer does, in a loop written by hand; a short last window steps too."""
-    model = Plain()
+def by_hand(
+    policy: hs.Policy, data: DataLoader[Any], clip: Callable[[Any], object], window: int = 1, model: Plain | None = None
+) -> nn.Module:
+    """Train `model`, by default a `Plain`, as a Trainer does, in a loop written by hand; a short last window steps."""
+    model = model or Plain()
     optimizer = model.make(model.parameters())
     hs.prepare(model, optimizer, policy=policy)
     scaler = checking(hs.GradScaler.from_policy(policy.scale, policy.dtype))
@@ -191,20 +196,15 @@ def test_the_loss_stays_near_that_of_fp32(policy: hs.Policy) -> None:
 @pytest.mark.parametrize("kind", ["norm", "value"])
 def test_clipping_sees_unscaled_gradients(policy: hs.Policy, kind: str) -> None:
     trainer, _ = trainer_of(policy, gradient_clip_val=0.01, gradient_clip_algorithm=kind)
-    model = Plain(make=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    model, hand, loose = (Plain(make=lambda parameters: torch.optim.SGD(parameters, lr=0.5)) for _ in range(3))
     trainer.fit(model, batches())
-    clips = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
-    hand = _sgd(policy, lambda m: clips[kind](m.parameters(), 0.01))
-    assert same_weights(model, hand) and not same_weights(hand, _sgd(policy, nothing))
 
+    def clip(model: nn.Module) -> None:
+        clipping: Any = nn.utils.clip_grad_norm_ if kind == "norm" else nn.utils.clip_grad_value_
+        clipping(model.parameters(), 0.01)
 
-def _sgd(policy: hs.Policy, clip: Callable[[Any], object]) -> nn.Module:
-    make = Plain.__init__
-    try:
-        Plain.__init__ = lambda self: make(self, make=lambda p: torch.optim.SGD(p, lr=0.5))  # type: ignore[method-assign,assignment,misc]
-        return by_hand(policy, batches(), clip)
-    finally:
-        Plain.__init__ = make  # type: ignore[method-assign]
+    by_hand(policy, batches(), clip, model=hand)
+    assert same_weights(model, hand) and not same_weights(hand, by_hand(policy, batches(), nothing, model=loose))
 
 
 @low_and_mixed
@@ -213,7 +213,7 @@ def test_gradient_hooks_and_own_clipping_see_unscaled_gradients(policy: hs.Polic
 
     class Own(Plain):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            seen.append(float(self.net[3].weight.grad.float().norm()))
+            seen.append(float(list(self.net.parameters())[-2].grad.norm()))  # type: ignore[union-attr]
 
         def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
@@ -256,7 +256,7 @@ def test_a_window_whose_last_training_step_returns_none_is_stepped_with_what_is_
 
 
 @every_policy
-def test_a_skipped_step_moves_nothing_and_no_scheduler(policy: hs.Policy, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_skipped_step_moves_nothing_and_no_scheduler(policy: hs.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Plain("step")
     weights: list[list[Tensor]] = []
 
@@ -265,25 +265,54 @@ def test_a_skipped_step_moves_nothing_and_no_scheduler(policy: hs.Policy, caplog
             weights.append([v.clone() for v in pl_module.state_dict().values()])
 
     trainer, plugin = trainer_of(policy, callbacks=[Watch()])
-    with caplog.at_level(logging.INFO, logger="halfstep.integrations.lightning"):
+    with monkeypatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("halfstep.integrations.lightning.rank_zero_info", said.append)
         trainer.fit(model, batches(bad=2))
     assert all(torch.equal(p, q) for p, q in zip(weights[1], weights[2], strict=True))
     assert not all(torch.equal(p, q) for p, q in zip(weights[2], weights[3], strict=True))
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4 and trainer.global_step == 5
     assert plugin.skipped_steps == 1 and plugin.culprits[0] == "net.0.weight (512 of 512 values)"
-    assert "a step of AdamW is skipped" in caplog.text and "net.0.weight (512 of 512 values)" in caplog.text
+    assert len(said) == 1 and said[0].startswith("halfstep: a step of AdamW is skipped (1 so far): gradients are not ")
+    assert "net.0.weight (512 of 512 values)" in said[0]
     assert not plugin.skipped(trainer.optimizers[0])  # the last step was good
 
 
 def test_culprits_are_named_before_clipping_spreads_them() -> None:
     class OneBad(Plain):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-            self.net[3].bias.register_hook(lambda g: g * BAD) if batch_idx == 1 else None
+            if batch_idx == 1:
+                list(self.net.parameters())[-1].register_hook(lambda gradient: gradient * BAD)
             return super().training_step(batch, batch_idx)
 
     trainer, plugin = trainer_of(FP16, gradient_clip_val=1.0, limit_train_batches=2)
     trainer.fit(OneBad(), batches())
     assert plugin.culprits == ("net.3.bias (4 of 4 values)",)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_black_box_of_the_users_explains_a_skipped_step() -> None:
+    class Boxed(Plain):
+        box: hs.BlackBox
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.box = hs.BlackBox(self.net, lambda net, x, y: F.cross_entropy(net(x), y), optimizer)
+            return optimizer
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return self.box(*batch)
+
+    found = []
+    for bad in (None, 0):
+        model = Boxed()
+        trainer, plugin = trainer_of(FP16)
+        trainer.fit(model, batches(bad))
+        found.append((plugin.skipped_steps, model.box.verdict))
+        if bad is None:
+            assert same_weights(model, by_hand(FP16, batches(), nothing))
+    assert found[0] == (0, None) and found[1][0] == 1
+    assert found[1][1] is not None and "the batch" in str(found[1][1])
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
@@ -429,6 +458,46 @@ def test_a_step_by_hand_changes_what_the_next_forward_pass_computes_with(policy:
     assert not torch.equal(*model.outputs)
 
 
+def test_gradients_that_wait_for_their_window_are_unscaled_by_their_scale(tmp_path: Path) -> None:
+    """The judge steps at every batch and the generator at every second one; each step would double the scale."""
+
+    class Uneven(Gan):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            (opt_g, opt_j), losses = self.optimizers(), self.losses(batch[0], batch_idx)
+            for optimizer, loss in ((opt_g, losses[0]), (opt_j, losses[1])):
+                self.toggle_optimizer(optimizer)
+                self.manual_backward(loss)
+                self.untoggle_optimizer(optimizer)
+            opt_j.step()
+            opt_j.zero_grad()
+            if batch_idx % 2:
+                opt_g.step()
+                opt_g.zero_grad()
+
+    ends: list[Gan] = []
+    for policy in (FP16.replace(scale=hs.ScaleRule(init=256.0, interval=1)), None):
+        model = Uneven()
+        trainer, plugin = trainer_of(policy, limit_train_batches=4, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+        trainer.fit(model, batches())
+        ends.append(model)
+        scale = plugin.state_dict().get("scaler", {"scale": 256.0 * 2**2})["scale"]
+        assert scale == 256.0 * 2**2  # it moves when nothing waits
+    assert distance(*ends) < 3e-3 < distance(ends[1], Gan())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_fused_optimizer(dtype: str) -> None:
+    policy = hs.Policy.of("mixed", dtype=dtype)
+    ends: list[Plain] = []
+    for fused in (True, False):
+        model = Plain("step", make=lambda p, fused=fused: torch.optim.AdamW(p, lr=1e-2, fused=fused))  # type: ignore[misc]
+        trainer, plugin = trainer_of(policy, gradient_clip_val=0.1)
+        trainer.fit(model, batches(bad=1))
+        assert plugin.skipped_steps == 1 and trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+        ends.append(model)
+    assert distance(*ends) < 1e-4
+
+
 def test_manual_schedulers_can_ask_whether_a_step_was_skipped() -> None:
     _, plugin, trainer = _gan(FP16, scheduled=True, bad=1)
     assert plugin.skipped_steps == 2 and trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
@@ -493,7 +562,11 @@ def test_lbfgs_works_without_a_loss_scale_over_fp32_weights() -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
-@every_policy
+@pytest.mark.parametrize(
+    "policy",
+    [*POLICIES, *(hs.Policy.of("pure", dtype="bf16", master=kind) for kind in ("split", "kahan"))],
+    ids=lambda policy: f"{policy.name}-{policy.dtype}-{policy.master}",
+)
 def test_a_resumed_run_ends_with_the_same_bits(policy: hs.Policy, tmp_path: Path) -> None:
     policy = policy.replace(scale=hs.ScaleRule(init=1024.0, interval=4)) if policy.dtype == "fp16" else policy
     whole, cut = Plain("step"), Plain("step")
@@ -667,6 +740,21 @@ def test_compiled_modules(policy: hs.Policy, whole: bool) -> None:
     assert hs.formats.DTYPES[policy.dtype] in trained.formats
 
 
+# ---------------------------------------------------------------------- the example
+
+FP32: list[dict[str, float]] = []
+
+
+@every_policy
+def test_the_example_trains_within_the_noise_of_fp32(policy: hs.Policy) -> None:
+    main = load("frameworks/lightning_module").main
+    FP32.extend([] if FP32 else [main("", seed=seed) for seed in range(3)])
+    found = main(policy)
+    for name in found:
+        noise = [run[name] for run in FP32]
+        assert abs(found[name] - noise[0]) <= max(noise) - min(noise), name
+
+
 # ---------------------------------------------------------------------- two processes
 
 
@@ -685,7 +773,7 @@ def _ddp(rank: int, policy: hs.Policy, folder: str) -> Any:
     file = Path(folder, f"{policy.name}.ckpt")
     model, whole = Ranked("step"), Ranked("step")
     for module in (model, whole) if rank else ():
-        nn.init.ones_(module.net[0].weight)  # DDP takes the weights of rank 0
+        nn.init.ones_(next(module.parameters()))  # DDP takes the weights of rank 0
     trainer, _ = trainer_of(policy, **options)
     trainer.fit(model, loader, loader)
     trainer.save_checkpoint(file)
@@ -697,13 +785,49 @@ def _ddp(rank: int, policy: hs.Policy, folder: str) -> Any:
     return plugin.skipped_steps, trainer.global_step, steps, {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def _both(rank: int, folder: str) -> Any:
-    return [_ddp(rank, policy, folder) for policy in POLICIES[1:3]]
+class Sharded(Plain):
+    """`Plain`, sharded by fully_shard; with a bad batch on rank 1."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.net[0].weight, DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for module in (self.net[0], self.net[3], self.net):
+                fully_shard(module, mesh=mesh)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        bad = (batch_idx, torch.distributed.get_rank()) == (2, 1)
+        return super().training_step([batch[0] * BAD, batch[1]] if bad else batch, batch_idx)
+
+
+def _sharded(policy: hs.Policy, file: str, *, pieces: bool) -> Any:
+    loader = DataLoader(examples(), batch_size=4, shuffle=False)
+
+    def trained(epochs: int, resumed: bool = False) -> tuple[Any, HalfstepPrecision, Trainer]:
+        model = Sharded("step")
+        strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=pieces)
+        trainer, plugin = trainer_of(policy, max_epochs=epochs, strategy=strategy, devices=2, gradient_clip_val=1.0)
+        trainer.fit(model, loader, loader, ckpt_path=file if resumed else None)
+        return model, plugin, trainer
+
+    _, _, trainer = trained(1)
+    trainer.save_checkpoint(file)
+    (again, plugin, trainer), (whole, _, _) = trained(2, resumed=True), trained(2)
+    states = [[v.full_tensor() for v in m.state_dict().values()] for m in (again, whole)]
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert again.net[0].weight.dtype is (torch.float32 if policy.params == "fp32" else torch.bfloat16)
+    return plugin.skipped_steps, trainer.global_step, trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+def _in_both(rank: int, folder: str) -> Any:
+    done = [_ddp(rank, policy, folder) for policy in POLICIES[1:3]]
+    return done, [_sharded(POLICIES[2], f"{folder}/sharded-{pieces}", pieces=pieces) for pieces in (False, True)]
 
 
 @pytest.mark.dist
-def test_ddp(tmp_path: Path) -> None:
-    """On rank 1 the fourth of five micro-batches is bad, in each of two epochs; windows have two, the last one."""
-    for first, second in zip(*in_two_processes(_both, tmp_path, str(tmp_path)), strict=True):
-        assert first[:3] == second[:3] == (2, 6, 4)
-        assert all(torch.equal(first[3][key], second[3][key]) for key in first[3])
+def test_ddp_and_sharded_models(tmp_path: Path) -> None:
+    """A batch is bad on rank 1 in each of two epochs, after 5 batches each; under DDP windows have two."""
+    (first, sharded), (second, too) = in_two_processes(_in_both, tmp_path, str(tmp_path))
+    for one, other in zip(first, second, strict=True):
+        assert one[:3] == other[:3] == (2, 6, 4)
+        assert all(torch.equal(one[3][key], other[3][key]) for key in one[3])
+    assert sharded == too == [(2, 10, 8)] * 2

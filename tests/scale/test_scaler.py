@@ -433,3 +433,17 @@ def test_scaling_traces_without_a_graph_break() -> None:
     scaler.record(torch.tensor(True))
     scaler.update()
     assert compiled(torch.ones(())).item() == 2.0
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_after_unscale_it_is_known_whether_the_step_is_skipped(bad: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), GradScaler("cpu", init_scale=8.0)
+    for wrong in (not bad, bad):
+        scaler.scale((weight * (INF if wrong else 1.0)).sum()).backward()
+        scaler.unscale_(optimizer)
+        assert bool(scaler.skipped(optimizer)) is wrong
+        scaler.step(optimizer)
+        assert bool(scaler.skipped(optimizer)) is wrong
+        scaler.update()
+        optimizer.zero_grad()

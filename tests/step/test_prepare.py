@@ -821,3 +821,20 @@ def test_a_binding_has_the_policy_as_wanted_and_as_it_is_carried_out() -> None:
     assert binding is not None and store is not None
     assert binding.wanted == hs.prepared_policy(model) == wanted
     assert step.policy is binding.policy and step.policy.master == store.name == "master"  # as prepare made it
+
+
+def test_an_optimizer_that_loaded_its_state_before_it_was_prepared_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    policy = hs.Policy.of("O2", dtype="bf16")
+    hs.prepare(model, policy=policy)
+    late = torch.optim.AdamW(model.parameters())
+    late.load_state_dict(saved)  # torch rounds it for low parameters
+    with pytest.raises(WeightsError, match=r"was rounded to torch.bfloat16.*hs.prepare\(model, optimizer\) first"):
+        hs.prepare(model, late, policy=policy)
+    _, late, _ = hs.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
+    late.load_state_dict(saved)
+    assert late.state_dict()["state"][0]["exp_avg"].dtype is torch.float32

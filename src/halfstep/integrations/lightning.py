@@ -8,7 +8,6 @@ step whose gradients are not finite is skipped, logged with its culprits, and ad
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 import halfstep as hs
@@ -27,8 +28,10 @@ from halfstep.integrations.shared import checking, need, region
 need("lightning", "2.5", extra="lightning")
 
 from lightning.fabric import Fabric as LightningFabric  # noqa: E402
+from lightning.fabric.strategies import ModelParallelStrategy  # noqa: E402
 from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
+from lightning.pytorch.utilities import rank_zero_info  # noqa: E402
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled  # noqa: E402
 from lightning.pytorch.utilities.types import LRSchedulerConfig  # noqa: E402
 
@@ -36,8 +39,6 @@ __all__ = ["Fabric", "HalfstepPrecision"]
 
 AVERAGES = frozenset({"StochasticWeightAveraging", "WeightAveraging"})
 """Lightning's callbacks that average weights; the second came with 2.6."""
-
-log = logging.getLogger(__name__)
 
 
 class HalfstepPrecision(Precision):
@@ -66,9 +67,11 @@ class HalfstepPrecision(Precision):
         self.scaler: hs.GradScaler | None = None
         self.skipped_steps = 0
         self.culprits: tuple[str, ...] = ()
+        self.shards_later = False  # set by `Fabric`: the strategy replaces parameters after `convert_module`
         self._modules: list[nn.Module] = []
         self._models: list[nn.Module] = []  # the same, wrapped
         self._own: list[nn.Module] = []  # those that were not prepared before
+        self._places: list[tuple[nn.Module, str]] = []  # modules and the devices that they were prepared on
         self._region: AbstractContextManager[Any] | None = None
         self._attached = WeakSet[Optimizer]()
         self._bad = WeakKeyDictionary[Optimizer, bool]()  # whether the step of an unscaled optimizer is skipped
@@ -86,9 +89,11 @@ class HalfstepPrecision(Precision):
         Raises:
             BindError: it cannot be prepared, as `hs.prepare` says.
         """
-        if _in_trainer(module):
-            module.to(module.trainer.strategy.root_device)  # where the Trainer moves it next: rules depend on it
-            self._refuse_averages(module)
+        if self.shards_later:
+            return module
+        if (trainer := _trainer(module)) is not None:
+            module.to(trainer.strategy.root_device)  # where the Trainer moves it next: rules depend on it
+            self._refuse_averages(trainer, module)
         own = hs.prepared_policy(module) is None
         with _class_methods(module):
             hs.prepare(module, policy=self.policy)
@@ -98,6 +103,7 @@ class HalfstepPrecision(Precision):
         by_hand = isinstance(module, LightningModule) and not module.automatic_optimization
         self._region = region(module, cache_enabled=False if by_hand else None)
         self._models.append(module)
+        self._places.append((module, _device_type(module)))
         return module
 
     def connect(
@@ -107,7 +113,7 @@ class HalfstepPrecision(Precision):
         self.wrapped(model)
         self.attach(*optimizers)
         waiting = [_Waiting(config, self) if config.interval == "step" else config for config in lr_schedulers]
-        return super().connect(model, optimizers, waiting)
+        return model, optimizers, waiting
 
     def wrapped(self, model: nn.Module) -> None:
         """Take note of what was put around the model that was set up last.
@@ -122,35 +128,37 @@ class HalfstepPrecision(Precision):
         Raises:
             BindError: an optimizer holds parameters of these models and others.
         """
-        for module in self._modules if optimizers else ():  # not before: DTensors with weak references cannot move
+        fresh = [optimizer for each in optimizers if (optimizer := _inner(each)) not in self._attached]
+        for module in self._modules if fresh else ():  # not before: DTensors with weak references cannot move
             self._the_scaler().name_parameters(module.named_parameters())
-        for optimizer in optimizers:
-            optimizer = _inner(optimizer)
+        for optimizer in fresh:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             models = [model for model in self._models if any(id(p) in held for p in model.parameters())]
-            if models and optimizer not in self._attached:
+            if models:
                 hs.prepare(models, optimizer, policy=self.policy)
-                self._attached.add(optimizer)
+            self._attached.add(optimizer)
 
     def teardown(self) -> None:
-        """Take the policy off the model that the Trainer had prepared, unless it is sharded: its weights are fp32 again.
+        """Take the policy off the Trainer's model, whose weights are fp32 again.
 
-        What was prepared before stays so.
+        A model that is sharded, or that was prepared before, stays prepared.
         """
         for model in self._own:
-            if not any(hasattr(p, "device_mesh") for p in model.parameters()):
+            if not _is_sharded(model):
                 with _class_methods(model):
                     hs.unprepare(model)
         self._modules, self._models, self._own = [], [], []
-        self._attached.clear()
+        if self.scaler is not None:
+            self.scaler.forget()  # of a step that an error ended
+        for optimizers in (self._attached, self._unscaled, self._stepped):
+            optimizers.clear()
 
-    def _refuse_averages(self, module: LightningModule) -> None:
+    def _refuse_averages(self, trainer: Any, module: nn.Module) -> None:
         """Refuse callbacks that average low weights, or write averages into them.
 
         Raises:
             IntegrationError: there is one; the model was not changed.
         """
-        trainer = module.trainer
         if trainer.state.fn != "fit" or hs.resolve(self.policy, module).policy.params != "low":
             return
         for callback in trainer.callbacks:
@@ -165,31 +173,43 @@ class HalfstepPrecision(Precision):
     # ------------------------------------------------------------------ forward
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the policy's region, in which steps of a LightningModule and forward passes in Fabric run."""
+        """Return the policy's region, in which steps of a LightningModule and forward passes in Fabric run.
+
+        Raises:
+            IntegrationError: no model was set up, or one was moved to another device after it was prepared.
+        """
         if self._region is None:
             raise IntegrationError(
                 f"{self!r}: no model was set up yet; give it to Trainer.fit, or to fabric.setup before fabric.autocast"
             )
+        while self._places:
+            module, place = self._places.pop()
+            if _device_type(module) != place:
+                raise IntegrationError(
+                    f"{self!r}: {type(module).__name__} was prepared on {place} and then moved to "
+                    f"{_device_type(module)}, where other rules hold; use hs.integrations.lightning.Fabric, or call "
+                    "fabric.to_device(model) before fabric.setup"
+                )
         return self._region
 
     # ------------------------------------------------------------------ backward
 
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
         """Scale the loss of a Trainer, then call its hooks."""
-        if _in_trainer(module):
+        if _trainer(module) is not None:
             return super().pre_backward(self._scaled(tensor), module)
         return None
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass: in Fabric, whose hook above cannot return the loss, of the scaled one."""
-        if _in_trainer(model):
+        if _trainer(model) is not None:
             super().backward(tensor, model, *args, **kwargs)
         else:
             self._scaled(tensor).backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
         """Call the Trainer's hooks."""
-        return super().post_backward(tensor, module) if _in_trainer(module) else None
+        return None if _trainer(module) is None else super().post_backward(tensor, module)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         self._settle()
@@ -224,11 +244,11 @@ class HalfstepPrecision(Precision):
             What `closure` returned.
 
         Raises:
-            ScaleError: an optimizer that calls the closure itself (LBFGS) under a loss scale that moves.
+            ScaleError: an optimizer that calls the closure itself (LBFGS) under a loss scale.
         """
         scaler = self._the_scaler()
         if isinstance(optimizer, LBFGS) and closure is not None:
-            if not scaler.rule.is_static:
+            if not _is_one(scaler):
                 return scaler.step(optimizer, closure=closure)  # its error names what to do
             return optimizer.step(closure if model is None else lambda: self._wrap_closure(model, optimizer, closure))
         result = None if closure is None else closure()
@@ -258,7 +278,7 @@ class HalfstepPrecision(Precision):
         if optimizer in self._stepped:  # while another one still has gradients of the present scale
             scaler.forget()
             self._stepped.clear()
-        if scaler.rule.is_static:
+        if _is_one(scaler):  # a backward pass beside this plugin is as good
             scaler.scale_on(next(p.device for group in optimizer.param_groups for p in group["params"]))
         scaler.unscale_(optimizer)
         self._unscaled.add(optimizer)
@@ -266,12 +286,9 @@ class HalfstepPrecision(Precision):
         if self._bad[optimizer]:
             self.skipped_steps += 1
             self.culprits = scaler.culprits(optimizer)
-            log.info(
-                "a step of %s is skipped, the %d. so far: gradients are not finite in %s; loss scale %g",
-                type(optimizer).__name__,
-                self.skipped_steps,
-                ", ".join(self.culprits),
-                scaler.get_scale(),
+            rank_zero_info(
+                f"halfstep: a step of {type(optimizer).__name__} is skipped ({self.skipped_steps} so far): gradients "
+                f"are not finite in {', '.join(self.culprits)}; loss scale {scaler.get_scale():g}"
             )
 
     def skipped(self, optimizer: Optimizer) -> bool:
@@ -306,10 +323,13 @@ class HalfstepPrecision(Precision):
         self.skipped_steps = state_dict["skipped_steps"]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the loss scale from a checkpoint of Lightning's own ``precision="16-mixed"``."""
+        """Take over the loss scale of Lightning's own ``precision="16-mixed"``; load sharded weights unrounded."""
         scaler = self._the_scaler()
         if type(self).__qualname__ not in checkpoint and "MixedPrecision" in checkpoint and not scaler.rule.is_static:
             scaler.load_state_dict(checkpoint["MixedPrecision"])
+        for module in self._modules:
+            if (trainer := _trainer(module)) is not None and trainer.ckpt_path is not None:
+                _load_precise(module, Path(trainer.ckpt_path), "state_dict")
 
 
 class _Waiting(LRSchedulerConfig):
@@ -368,7 +388,11 @@ class Fabric(LightningFabric):
         """Set up a model, as `lightning.Fabric.setup_module`."""
         if move_to_device:
             self.to_device(module)
+        self.precision.shards_later = isinstance(self.strategy, ModelParallelStrategy)
         model = super().setup_module(module, move_to_device=move_to_device, **kwargs)
+        if self.precision.shards_later:
+            self.precision.shards_later = False
+            self.precision.convert_module(model._forward_module)
         self.precision.wrapped(model)
         return model
 
@@ -378,22 +402,30 @@ class Fabric(LightningFabric):
         self.precision.attach(*optimizers)
         return result
 
+    def load(self, path: str | Path, state: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, as `lightning.Fabric.load`."""
+        rest: dict[str, Any] = super().load(path, state, *args, **kwargs)
+        for key, value in (state or {}).items():
+            if isinstance(value, nn.Module):
+                _load_precise(getattr(value, "_forward_module", value), Path(path), key)
+        return rest
+
     def clip_gradients(self, *args: Any, error_if_nonfinite: bool = False, **kwargs: Any) -> Tensor | None:
         """Clip gradients, as `lightning.Fabric.clip_gradients`; those of a step that will be skipped raise nothing."""
         clipped: Tensor | None = super().clip_gradients(*args, error_if_nonfinite=error_if_nonfinite, **kwargs)
         return clipped
 
 
-def _in_trainer(module: nn.Module | None) -> bool:
-    """Return whether a Trainer runs `module`, and not Fabric, which takes LightningModules too."""
-    return isinstance(module, LightningModule) and module.fabric is None and module._trainer is not None
+def _trainer(module: nn.Module | None) -> Any:
+    """Return the Trainer that runs `module`; None in Fabric, which takes LightningModules too."""
+    alone = isinstance(module, LightningModule) and module.fabric is None
+    return module._trainer if alone else None  # type: ignore[union-attr]
 
 
 def _inner(optimizer: Any) -> Optimizer:
     """Return the optimizer inside the wrappers of Lightning and Fabric, whose classes pose as its own."""
-    while "_strategy" in vars(optimizer) and isinstance(vars(optimizer).get("_optimizer"), Optimizer):
-        optimizer = vars(optimizer)["_optimizer"]
-    return optimizer
+    inner = vars(optimizer).get("_optimizer") if "_strategy" in vars(optimizer) else None
+    return _inner(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 @contextmanager
@@ -412,6 +444,32 @@ def _class_methods(module: nn.Module) -> Iterator[None]:
     finally:
         if context is not None:
             from_compiled(OptimizedModule(module, context["dynamo_ctx"]))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def _load_precise(module: nn.Module, file: Path, key: str) -> None:
+    """Load sharded weights again from a checkpoint of one file: torch has loaded them into the low ones, rounded.
+
+    Collective: every rank must reach this call.
+    """
+    if _is_sharded(module) and file.is_file():
+        # weights_only: Lightning has just loaded the same file, with the user's choice of it
+        saved = torch.load(file, mmap=True, map_location="cpu", weights_only=False)[key]
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        with hs.edit_weights(module):
+            set_model_state_dict(module, saved, options=options)
+
+
+def _is_one(scaler: hs.GradScaler) -> bool:
+    """Return whether `scaler` has the scale 1 and keeps it."""
+    return scaler.rule.is_static and scaler.rule.init == 1.0
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters()), "cpu")
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
