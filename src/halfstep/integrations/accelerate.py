@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.integrations.shared import checking, need, was_skipped
+from halfstep.integrations.shared import checking, need, region, was_skipped
 from halfstep.policy import Policy, resolve
 
 need("accelerate", "1.10", extra="accelerate")
@@ -38,19 +38,6 @@ OTHER_ENGINES = {
     DistributedType.XLA: "torch_xla compiles the whole step, where a policy's casts and skips are not carried out",
 }
 """What carries out no policy, and what to do."""
-
-OF_A_MODEL = {
-    "params": "fp32",
-    "norms": "fp32",
-    "master": "auto",
-    "grads": "param",
-    "modules": (),
-    "inputs": "keep",
-    "reduce": "grad",
-    "state": "fp32",
-    "scale": "auto",
-}
-"""Fields of a policy that a region without a model cannot carry out, at their defaults."""
 
 
 class AcceleratedScaler(hs.GradScaler):
@@ -370,8 +357,7 @@ class Accelerator(accelerate.Accelerator):
             autocast_handler: accelerate's AutocastKwargs, in which ``enabled=False`` opens a region that casts nothing.
         """
         handler = autocast_handler or AutocastKwargs()
-        region = self.policy.replace(**OF_A_MODEL)
-        with hs.autocast(policy=region, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
+        with region(self.policy, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
             yield
 
     def _refuse_whole_states(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -101,7 +102,7 @@ class HalfstepPrecision(Precision):
         self._modules.append(module)
         # steps by hand run inside the region, and torch's low copies of weights would outlive them
         by_hand = isinstance(module, LightningModule) and not module.automatic_optimization
-        self._region = region(module, cache_enabled=False if by_hand else None)
+        self._region = region(self.policy, cache_enabled=False if by_hand else None)
         self._models.append(module)
         self._places.append((module, _device_type(module)))
         return module

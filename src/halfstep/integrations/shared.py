@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 import torch
-from torch import nn
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
@@ -74,22 +73,21 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
     return found
 
 
-def region(model: nn.Module, *, cache_enabled: bool | None = None) -> hs.autocast:
-    """Return the region of a prepared model, for what a library computes around its calls, such as losses.
+def region(policy: hs.Policy, *, enabled: bool = True, cache_enabled: bool | None = None) -> hs.autocast:
+    """Return a region of a policy for what a library computes around a prepared model, such as losses.
 
     It can be entered again and again, also while it is open.
 
     Args:
-        model: a prepared model, not wrapped, on the device that it runs on.
+        policy: what the model is prepared with; fields about models are left out, the model follows them itself.
+        enabled: as for `hs.autocast`.
         cache_enabled: as for `hs.autocast`; False where an optimizer steps inside the region.
     """
-    wanted, plain = hs.prepared_policy(model), hs.Policy()
-    assert wanted is not None
-    # what these fields are about, the model does itself
+    plain = hs.Policy()
     about_models = ("params", "norms", "modules", "inputs", "grads", "state", "reduce")
     fields = {name: getattr(plain, name) for name in about_models}
-    policy = hs.resolve(wanted, model).policy.replace(**fields, master="none", scale="none")
-    return hs.autocast(policy=policy, cache_enabled=cache_enabled)
+    without = policy.replace(**fields, master="none", scale="none")
+    return hs.autocast(policy=without, enabled=enabled, cache_enabled=cache_enabled)
 
 
 def was_skipped(scaler: hs.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
