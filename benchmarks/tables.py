@@ -24,12 +24,13 @@ from benchmarks.markdown import fill, megabytes, ratio, table, whole
 from benchmarks.pictures import pictures
 from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from benchmarks.scale_tables import scale_blocks
+from benchmarks.serving import serving_table
 from benchmarks.soak import soak_table
 from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("checkpoints", "engines", "performance", "reliability", "scale")  # of docs, beside the README
+PAGES = ("checkpoints", "engines", "performance", "reliability", "scale", "serving")  # of docs, beside the README
 BESIDE = (
     "accelerate",
     "Lightning Fabric",
@@ -335,7 +336,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
-    bench = reports.cpu
+    bench, serving = reports.cpu, load("serving.json")
     return {
         "source bench": bench_source(bench),
         "source compare": source(full),
@@ -360,6 +361,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         **engine_blocks(load("engines.json")),
         **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
         "kills": kills_table(load("kills.json")),
+        "source serving": f"{source(serving)} Commit {serving['commit']}." if serving else "",
+        "serving": serving_table(serving),
         "soak": soak_table(load("soak.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},

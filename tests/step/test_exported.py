@@ -138,3 +138,16 @@ def test_control_flow_is_refused() -> None:
 def test_a_model_without_a_policy_is_refused() -> None:
     with pytest.raises(BindError, match="not prepared: pass policy="):
         hs.exported(NETS["gated"][0], (torch.randn(2, 6),))
+
+
+@pytest.mark.parametrize("net", ["attending", "convolving"])
+def test_an_fp16_program_runs_in_onnxruntime(net: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, x = NETS[net]
+    program = hs.exported(model, (x,), policy=policy("mixed", "fp16"))
+    torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "m.onnx")  # type: ignore[union-attr]
+    session = runtime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected = logits(program.module()(x))
+    assert float((torch.from_numpy(got) - expected).norm() / expected.norm()) < 2.0**-9
