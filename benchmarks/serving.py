@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,8 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             left = {label: max(0, most - number) for label, most in rare.items()}
             in_turns(steps, case.batch, tracks, "cpu", rounds=range(number, number + QUICK), rare=left)
             number += QUICK
-        peaks = {
-            label: allocated(lambda run=served.run: run(case.batch(0)[0]), "cpu") for label, served in made.items()
-        }
+        batch = case.batch(0)[0]
+        peaks = {label: allocated(partial(served.run, batch), "cpu") for label, served in made.items()}
     rows = {}
     for label, served in made.items():
         times = sorted(tracks[label].seconds.values())

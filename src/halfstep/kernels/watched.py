@@ -121,14 +121,14 @@ class WatchedParameter(nn.Parameter):
         `nn.Parameter`, when it makes another, requires the class of its argument, sets `_is_param`, and so gets a plain
         parameter. `AveragedModel` gets the precise value.
         """
-        alias = Tensor.detach(self)
+        alias: Tensor = Tensor.detach(self)
         if not is_dynamo_compiling():
             caller = _getframe(1).f_code
             if caller is MAKING:
-                return alias.as_subclass(WatchedParameter)
-            if caller is AVERAGING and (notes := self.__dict__.get(NOTES)) is not None and not notes.copied:
+                alias = alias.as_subclass(WatchedParameter)
+            elif caller is AVERAGING and (notes := self.__dict__.get(NOTES)) is not None and not notes.copied:
                 if (owner := notes.owner()) is not None:
-                    return owner.averaged(self)
+                    alias = owner.averaged(self)
         return alias
 
     @property

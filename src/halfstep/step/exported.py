@@ -214,10 +214,10 @@ def _fold(module: GraphModule) -> GraphModule:
     graph = module.graph
     while found := list(_weight_casts(module)):
         cast, source = found[0]
-        weight = _attribute(module, source.target)
-        value = cast.target(weight.detach(), *cast.args[1:], **cast.kwargs)
+        path = str(source.target)
+        weight = _attribute(module, path)
+        value = cast.target(weight.detach(), *cast.args[1:], **cast.kwargs)  # type: ignore[operator]  # an OpOverload
         same = [c for c, s in found if s is source and c.args[1:] == cast.args[1:] and c.kwargs == cast.kwargs]
-        path = source.target
         if len(source.users) > len(same):
             path = f"{path}_{str(value.dtype).removeprefix('torch.')}"
         owner, _, name = path.rpartition(".")
