@@ -109,6 +109,27 @@ def test_a_program_is_a_module_for_the_compiler() -> None:
     assert torch.equal(torch.compile(run, backend="aot_eager")(x), run(x))
 
 
+class Counting(nn.Module):
+    """Writes into a buffer that it casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x + self.count.to(x.dtype)
+
+
+def test_a_buffer_that_is_written_stays_one() -> None:
+    live = hs.prepare(nn.Sequential(nn.Linear(4, 4), Counting()), policy=policy("O2"))
+    x = torch.randn(2, 4)
+    run = hs.exported(live, (x,)).module()
+    with torch.no_grad():
+        assert all(torch.equal(run(x), live(x)) for _ in range(3))
+
+
 class Drawing(nn.Module):
     """Draws random numbers in evaluation too."""
 
