@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import halfstep as hs
+from halfstep.trees import tensors
 
-pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -54,7 +56,11 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).norm() / a.float().norm())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5"])
+NAMES = ["gpt2", "llama", "bert", "vit", "t5"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_outputs_of_a_program_are_equal_and_of_a_module_where_its_layers_decide(name: str) -> None:
     model, given = model_of(name)
     for preset in ("O2", "pure"):
@@ -71,6 +77,31 @@ def test_outputs_of_a_program_are_equal_and_of_a_module_where_its_layers_decide(
         assert torch.equal(live(**given).logits, run(**given).logits)
 
 
+@pytest.mark.hours
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("preset", ["mixed", "torch", "O1", "O2", "pure", "O3"])
+@pytest.mark.parametrize("name", [*NAMES, "lstm", "encoder"])
+def test_outputs_of_a_program_are_equal_under_every_preset(name: str, preset: str, dtype: str) -> None:
+    model: Any
+    if name == "lstm":
+        model, given = nn.LSTM(16, 16, batch_first=True).eval(), {"input": torch.randn(2, 9, 16)}
+    elif name == "encoder":
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        model, given = nn.TransformerEncoder(layer, 2).eval(), {"src": torch.randn(2, 9, 32)}
+    else:
+        model, given = model_of(name)
+    live = hs.prepare(model, policy=hs.Policy.of(preset, dtype=dtype))
+    known = preset == "torch" and dtype == "bf16" and name in {"lstm", "encoder"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = hs.exported(live, kwargs=given).module()
+    with torch.inference_mode():
+        pairs = zip(tensors(live(**given)), tensors(run(**given)), strict=True)
+        assert known or all(torch.equal(a, b) for a, b in pairs)
+    assert any("hs.exported" in str(warning.message) for warning in told) is known
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_folder_in_the_low_format_opens_with_a_truthful_dtype_and_generates(name: str, tmp_path: Path) -> None:
     model, given = model_of(name)

@@ -54,10 +54,9 @@ def lowered(model: ModelT, *, policy: Policy | str | Path | None = None) -> Mode
             operators, or modules in fp32.
     """
     wanted = _policy_of(model) if policy is None else Policy.of(policy)
-    _refuse(wanted)
-    made = twin(model, policy, bound=False)
-    plan = resolve(wanted, made)
+    plan = resolve(wanted, unwrap(model))
     _refuse(plan.policy)
+    made = twin(model, policy, bound=False)
     _cast_weights(made, plan)
     return made
 
