@@ -196,7 +196,7 @@ def test_timms_loop_over_parameters_is_reported() -> None:
 def test_copies_that_are_no_averages_are_not_reported() -> None:
     step = trained(POLICIES["O2"])
     frozen, student, other = copy.deepcopy(step.model), copy.deepcopy(step.model), copy.deepcopy(step.model)
-    target = copy.deepcopy(step.model)
+    target, whole = copy.deepcopy(step.model), copy.deepcopy(step)
     learner = torch.optim.SGD(student.parameters(), lr=0.1)
     again = hs.TrainStep(
         other, torch.optim.SGD(other.parameters(), lr=0.1), lambda m, x: m(x).mean(), policy=POLICIES["O2"]
@@ -210,6 +210,7 @@ def test_copies_that_are_no_averages_are_not_reported() -> None:
             student(x).mean().backward()  # trained by itself; its gradients stay until the next step
             learner.step()
             again(x)
+            whole(x)
             target.load_state_dict(step.model.state_dict())
 
 

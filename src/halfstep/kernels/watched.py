@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["Owner", "WatchedParameter", "unwatch", "unwatch_copies", "watch"]
+__all__ = ["Owner", "WatchedParameter", "is_copy", "unwatch", "unwatch_copies", "watch"]
 
 NOTES = "_halfstep_notes"
 MAKING = nn.Parameter.__new__.__code__
@@ -169,6 +169,12 @@ def unwatch(parameter: nn.Parameter, owner: Owner) -> None:
     if type(parameter) is WatchedParameter and parameter.__dict__[NOTES].owner() in {owner, None}:
         vars(parameter).pop(NOTES, None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def is_copy(parameter: nn.Parameter, owner: Owner) -> bool:
+    """Return whether `parameter` is watched as a copy of one of `owner`."""
+    notes = vars(parameter).get(NOTES)
+    return notes is not None and notes.copied and notes.owner() is owner
 
 
 def unwatch_copies(parameters: Iterable[nn.Parameter]) -> None:
