@@ -16,7 +16,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench bench-gpu bench-lens bench-pages bench-scale count soak faults fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench bench-gpu bench-lens bench-pages bench-scale bench-serving count soak faults fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -83,6 +83,9 @@ bench-pages: $(READY)  ## page faults of a step, some 5 minutes on 2 cores -> be
 
 bench-scale: $(READY)  ## several processes beside one, some 10 minutes on 2 cores -> benchmarks/results/{parity,ranks,collectives}.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results
+
+bench-serving: $(READY)  ## forward passes that serve, some 5 minutes on 2 cores -> benchmarks/results/serving.json
+	$(QUIET) $(BIN)/python -m benchmarks.serving --json benchmarks/results/serving.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json

@@ -25,12 +25,21 @@ from benchmarks.matrix import matrix_table
 from benchmarks.pictures import pictures
 from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from benchmarks.scale_tables import scale_blocks
+from benchmarks.serving import serving_table
 from benchmarks.soak import soak_table
 from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("checkpoints", "engines", "integrations", "performance", "reliability", "scale")  # of docs, beside the README
+PAGES = (  # of docs, beside the README
+    "checkpoints",
+    "engines",
+    "integrations",
+    "performance",
+    "reliability",
+    "scale",
+    "serving",
+)
 BESIDE = (
     "accelerate",
     "Lightning Fabric",
@@ -336,7 +345,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
-    bench = reports.cpu
+    bench, serving = reports.cpu, load("serving.json")
     return {
         "source bench": bench_source(bench),
         "source compare": source(full),
@@ -362,6 +371,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
         "kills": kills_table(load("kills.json")),
         "matrix": matrix_table(load("matrix.json")),
+        "source serving": f"{source(serving)} Commit {serving['commit']}." if serving else "",
+        "serving": serving_table(serving),
         "soak": soak_table(load("soak.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},

@@ -1,8 +1,8 @@
 """Weight averages: an exponential moving average and SWA, with torch's `AveragedModel`, also over low weights.
 
 `AveragedModel` copies the model; a copy of a prepared model has fp32 weights and the same policy. Under `O2` the model
-itself holds low weights, so the average is taken inside `hs.edit_weights(model)`, which shows the fp32 masters: an
-average of rounded weights would not see updates smaller than their last bit.
+itself holds low weights; `update_parameters` is given their fp32 values, since an average of rounded weights would not
+see updates smaller than their last bit. A loop of your own over parameters belongs inside `hs.edit_weights(model)`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,9 @@ def train(policy: hs.Policy) -> dict[str, float]:
     exact: Tensor | None = None  # the same average by hand, from the fp32 weights of state_dict
     for i, (x, y) in enumerate(batches(UPDATES, seed=1)):
         step(x, y)
-        with hs.edit_weights(model):
-            ema.update_parameters(model)
-            if i >= SWA_FROM:
-                swa.update_parameters(model)
+        ema.update_parameters(model)
         if i >= SWA_FROM:
+            swa.update_parameters(model)
             constant.step()
         weight = model.state_dict()["0.weight"].double()
         exact = weight if exact is None else DECAY * exact + (1 - DECAY) * weight

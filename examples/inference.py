@@ -1,7 +1,9 @@
 """Inference with a prepared model: between two updates, after training, and without any training.
 
 A prepared model is in its policy's region whenever it is called, so evaluation needs no extra lines, and training goes
-on after it as if it had not happened. `hs.prepare(model, policy=...)` without an optimizer is for inference alone.
+on after it as if it had not happened. For inference alone there is `hs.prepare(model, policy=...)` without an
+optimizer. `hs.exported` makes a program with the same outputs that needs no halfstep, and `hs.lowered` a plain module
+with low weights.
 """
 
 from __future__ import annotations
@@ -64,11 +66,14 @@ def main() -> dict[str, float]:
     hs.prepare(served, policy=POLICY)
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
     answer, trained, exact = predict(served, x), predict(model, x), predict(reference, x)
+    program, plain = hs.exported(served, (x,)), hs.lowered(served)
     outcome = {
         "first": losses[0],
         "last": losses[-1],
         "evaluation_changes_nothing": losses == losses_evaluated,
         "served_equals_trained": torch.equal(answer, trained),
+        "program_equals_trained": torch.equal(program.module()(x), trained),
+        "plain_equals_trained": torch.equal(plain(x.bfloat16()).float(), trained),
         "error": float((answer - exact).norm() / exact.norm()),
         "bytes": sum(p.nbytes for p in served.parameters()) / plain_bytes,
     }

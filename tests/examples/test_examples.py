@@ -217,10 +217,10 @@ def test_fine_tuning_from_a_bf16_checkpoint_keeps_small_updates() -> None:
 
 def test_an_exported_model_is_plain_and_has_the_trained_weights() -> None:
     out = run("export")
-    assert out["plain"] and out["equal"]
+    assert out["plain"] and out["equal"] and out["same"]
     assert out["prepared"] > 0.95
     assert out["state_dict"] == out["unprepared"] == pytest.approx(out["prepared"], abs=0.02)
-    assert out["bf16"] == pytest.approx(out["prepared"], abs=0.02)
+    assert out["lowered"] == pytest.approx(out["prepared"], abs=0.02)
 
 
 # ---------------------------------------------------------------------- models
@@ -253,6 +253,7 @@ def test_inference_leaves_the_training_alone_and_is_close_to_fp32() -> None:
     out = run("inference")
     assert learned(out, 0.2)
     assert out["evaluation_changes_nothing"] and out["served_equals_trained"]
+    assert out["program_equals_trained"] and out["plain_equals_trained"]
     assert 0 < out["error"] < 0.01
     assert out["bytes"] < 0.55
 

@@ -25,6 +25,12 @@ class Owner:
     def data_written(self, name: str, *, copied: bool) -> None:
         self.heard.append((name, copied))
 
+    def copied(self, copy: nn.Parameter, memo: dict[Any, Any]) -> None:
+        pass
+
+    def averaged(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach()
+
 
 def made() -> tuple[Any, Owner]:
     parameter, owner = nn.Parameter(torch.ones(3)), Owner()

@@ -24,7 +24,8 @@ class Attending(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return self.head(x + self.out(F.softmax(q @ k.mT / 4, -1) @ v))
+        out: Tensor = self.head(x + self.out(F.softmax(q @ k.mT / 4, -1) @ v))
+        return out
 
 
 class Convolving(nn.Module):
@@ -58,14 +59,14 @@ class MyNorm(RootMeanSquare):
 
 
 def gated() -> nn.Sequential:
-    """Return a network with a norm by hand and one of torch, and an LSTM's width of everything."""
+    """Return a network with a norm written by hand and one of torch."""
     return nn.Sequential(nn.Linear(6, 16), MyNorm(), nn.Linear(16, 16), nn.GELU(), nn.RMSNorm(16), nn.Linear(16, 3))
 
 
-def networks() -> dict[str, tuple[nn.Module, Any]]:
+def networks() -> dict[str, tuple[Any, Any]]:
     """Return name -> (a network in evaluation, with values as after a training, an input)."""
     torch.manual_seed(0)
-    made: dict[str, tuple[nn.Module, Any]] = {
+    made: dict[str, tuple[Any, Any]] = {
         "attending": (Attending(), torch.randint(0, 50, (2, 7))),
         "convolving": (Convolving(), torch.randn(2, 3, 8, 8)),
         "gated": (gated(), torch.randn(5, 6)),
@@ -79,7 +80,7 @@ def networks() -> dict[str, tuple[nn.Module, Any]]:
     return made
 
 
-def prepared(net: nn.Module, policy: hs.Policy) -> nn.Module:
+def prepared(net: Any, policy: hs.Policy) -> Any:
     """Return a prepared copy of `net`."""
     return hs.prepare(copy.deepcopy(net), policy=policy)
 

@@ -90,7 +90,7 @@ def test_a_file_opens_and_runs_where_halfstep_is_not_installed(tmp_path: Path) -
         "assert torch.equal(run(saved['x'])['logits'], saved['expected'])"
     )
     files = (tmp_path / "program.pt2", tmp_path / "data.pt")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script, *files], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, *files], check=True, timeout=300)
 
 
 def test_the_model_stays_as_it_is() -> None:
@@ -107,6 +107,27 @@ def test_a_program_is_a_module_for_the_compiler() -> None:
     model, x = NETS["gated"]
     run = hs.exported(model, (x,), policy=policy("mixed")).module()
     assert torch.equal(torch.compile(run, backend="aot_eager")(x), run(x))
+
+
+class Counting(nn.Module):
+    """Writes into a buffer that it casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x + self.count.to(x.dtype)
+
+
+def test_a_buffer_that_is_written_stays_one() -> None:
+    live = hs.prepare(nn.Sequential(nn.Linear(4, 4), Counting()), policy=policy("O2"))
+    x = torch.randn(2, 4)
+    run = hs.exported(live, (x,)).module()
+    with torch.no_grad():
+        assert all(torch.equal(run(x), live(x)) for _ in range(3))
 
 
 class Drawing(nn.Module):
@@ -138,3 +159,18 @@ def test_control_flow_is_refused() -> None:
 def test_a_model_without_a_policy_is_refused() -> None:
     with pytest.raises(BindError, match="not prepared: pass policy="):
         hs.exported(NETS["gated"][0], (torch.randn(2, 6),))
+
+
+@pytest.mark.parametrize("net", ["attending", "convolving"])
+def test_an_fp16_program_runs_in_onnxruntime(net: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, x = NETS[net]
+    program = hs.exported(model, (x,), policy=policy("mixed", "fp16"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter, about itself
+        torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "m.onnx")  # type: ignore[union-attr]
+    session = runtime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected = logits(program.module()(x))
+    assert float((torch.from_numpy(got) - expected).norm() / expected.norm()) < 2.0**-9

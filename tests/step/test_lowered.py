@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +80,13 @@ def test_a_file_opens_and_runs_where_halfstep_is_not_installed(tmp_path: Path) -
         "assert torch.equal(saved['plain'](saved['x']), saved['expected'])\n"
         "import copy; assert torch.equal(copy.deepcopy(saved['plain'])(saved['x']), saved['expected'])"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script, tmp_path / "plain.pt"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, tmp_path / "plain.pt"], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic"])
 def test_after_training_it_has_the_low_weights_of_the_model_under_every_strategy(master: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = hs.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), policy=policy("O2", master=master))
     for _ in range(5):
@@ -109,6 +110,31 @@ def test_a_plain_model_with_a_policy_is_lowered_as_a_prepared_one() -> None:
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in pairs)
 
 
+def test_a_low_batchnorm_has_rounded_weights_in_the_format_that_its_kernel_takes() -> None:
+    model, x = NETS["convolving"]
+    low_norms = policy("O2").with_modules({"class:BatchNorm2d": "low"})
+    for plain in (hs.lowered(prepared(model, low_norms)), hs.lowered(model, policy=low_norms)):
+        assert plain.m.weight.dtype is torch.float32 and torch.equal(plain.m.weight, plain.m.weight.bfloat16().float())
+        expected = prepared(model, low_norms)(x)["logits"]
+        assert torch.equal(plain(low(x))["logits"].float(), expected) and not torch.equal(
+            plain.m.weight, model.m.weight
+        )
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("net", ["attending", "convolving"])
+def test_a_model_initialised_by_apex_is_taken_as_it_is(net: str, level: str) -> None:
+    from halfstep.compat.apex import amp
+
+    model, x = NETS[net]
+    live: Any = amp.initialize(copy.deepcopy(model), opt_level=level, verbosity=0).eval()
+    plain = hs.lowered(live)
+    with torch.inference_mode():
+        expected, got = logits(live(x)), logits(plain(low(x, torch.float16)))
+        assert torch.equal(logits(hs.exported(live, (x,)).module()(x)), expected)
+    assert float((expected - got).norm() / expected.norm()) < 2.0**-9  # torch's fp16 kernels beside the emulation
+
+
 def test_shared_weights_stay_shared() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -130,7 +156,8 @@ def test_compiled_and_exported_it_computes_the_same() -> None:
     plain, x = hs.lowered(prepared(model, policy("O2"))), low(x)
     program = torch.export.export(plain, (x,))
     assert torch.equal(program.module()(x), plain(x))
-    assert torch.equal(torch.compile(plain, backend="aot_eager", fullgraph=True)(x), plain(x))
+    compiled: Any = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), plain(x))
 
 
 @pytest.mark.parametrize(

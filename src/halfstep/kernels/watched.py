@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["Owner", "WatchedParameter", "unwatch", "unwatch_copies", "watch"]
+__all__ = ["Owner", "WatchedParameter", "is_copy", "unwatch", "unwatch_copies", "watch"]
 
 NOTES = "_halfstep_notes"
 MAKING = nn.Parameter.__new__.__code__
@@ -126,14 +126,14 @@ class WatchedParameter(nn.Parameter):
         `nn.Parameter`, when it makes another, requires the class of its argument, sets `_is_param`, and so gets a plain
         parameter. `AveragedModel` gets the precise value.
         """
-        alias = Tensor.detach(self)
+        alias: Tensor = Tensor.detach(self)
         if not is_dynamo_compiling():
             caller = _getframe(1).f_code
             if caller is MAKING:
-                return alias.as_subclass(WatchedParameter)
-            if caller is AVERAGING and (notes := self.__dict__.get(NOTES)) is not None and not notes.copied:
+                alias = alias.as_subclass(WatchedParameter)
+            elif caller is AVERAGING and (notes := self.__dict__.get(NOTES)) is not None and not notes.copied:
                 if (owner := notes.owner()) is not None:
-                    return owner.averaged(self)
+                    alias = owner.averaged(self)
         return alias
 
     @property
@@ -174,6 +174,12 @@ def unwatch(parameter: nn.Parameter, owner: Owner) -> None:
     if type(parameter) is WatchedParameter and parameter.__dict__[NOTES].owner() in {owner, None}:
         vars(parameter).pop(NOTES, None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def is_copy(parameter: nn.Parameter, owner: Owner) -> bool:
+    """Return whether `parameter` is watched as a copy of one of `owner`."""
+    notes = vars(parameter).get(NOTES)
+    return notes is not None and notes.copied and notes.owner() is owner
 
 
 def unwatch_copies(parameters: Iterable[nn.Parameter]) -> None:

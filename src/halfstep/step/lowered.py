@@ -3,10 +3,10 @@
 In: a model, prepared or with a policy that has low parameters. Out: a copy of the user's own classes, without binding
 and without precise weights, which needs no halfstep: it can be pickled, compiled, exported, and saved by its library.
 
-Note [norms]: beside low inputs torch's kernels of BatchNorm take fp32 weights on every device, those of LayerNorm and
-GroupNorm on a CPU only; elsewhere a policy casts the weights of these two at each call, and here they are cast once. A
-norm written in Python multiplies by its weight, and an fp32 one would make its output fp32, which the next layer
-refuses: its weight becomes low.
+Note [norms]: beside low inputs and fp32 statistics torch's kernels of BatchNorm take fp32 weights only. Those of
+LayerNorm and GroupNorm take them on a CPU; elsewhere a policy casts the weights of these two at each call, and here
+they are cast once. A norm written in Python multiplies by its weight, and an fp32 one would make its output fp32, which
+the next layer refuses: its weight becomes low.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ def lowered(model: ModelT, *, policy: Policy | str | Path | None = None) -> Mode
     Raises:
         BindError: no policy is given and the model is not prepared, or it is sharded.
         PolicyError: the policy keeps fp32 parameters and lowers operators, which no plain module does, or has rules for
-            operators or modules.
+            operators, or modules in fp32.
     """
     wanted = _policy_of(model) if policy is None else Policy.of(policy)
-    _refuse(wanted)
-    made = twin(model, policy, bound=False)
-    plan = resolve(wanted, made)
+    plan = resolve(wanted, unwrap(model))
     _refuse(plan.policy)
+    made = twin(model, policy, bound=False)
     _cast_weights(made, plan)
     return made
 
@@ -115,10 +114,11 @@ def _refuse(policy: Policy) -> None:
             f"policy {policy.name!r} keeps fp32 parameters and casts them in operators, which no plain module does; "
             f"{remedy}, and hs.lowered(model, policy='pure') makes every weight low"
         )
-    for field, what, value in (("ops", "operators", policy.ops), ("modules", "modules", policy.modules)):
+    modules = {pattern: rule for pattern, rule in policy.modules if rule != "low"}
+    for field, what, value in (("ops", "operators", dict(policy.ops)), ("modules", "modules", modules)):
         if value:
             raise PolicyError(
-                f"policy {policy.name!r} has rules for {what} ({field}={dict(value)!r}), which a plain module does not "
+                f"policy {policy.name!r} has rules for {what} ({field}={value!r}), which a plain module does not "
                 f"follow; {remedy}"
             )
 
@@ -126,11 +126,21 @@ def _refuse(policy: Policy) -> None:
 def _cast_weights(model: nn.Module, plan: Plan) -> None:
     """Bring the parameters of a plain model into the formats of its plan; see note [norms]."""
     kernels = (_NormBase, nn.LayerNorm, nn.GroupNorm) if plan.device == "cpu" else (_NormBase,)
-    norms = (module for module in model.modules() if isinstance(module, kernels))
-    wide = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+    norms = [module for module in model.modules() if isinstance(module, kernels)]
+    may = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+    must = {
+        id(parameter)
+        for norm in norms
+        if isinstance(norm, _NormBase) and norm.running_mean is not None and norm.running_mean.dtype is torch.float32
+        for parameter in norm.parameters(recurse=False)
+    }
     low = DTYPES[plan.policy.dtype]
     for decision in plan.parameters:
         parameter = model.get_parameter(decision.name)
-        wanted = torch.float32 if not decision.low and id(parameter) in wide else low
-        if parameter.dtype is not wanted:
-            put(parameter, parameter.detach().to(wanted))
+        value = parameter.detach()
+        if decision.low or id(parameter) not in may:
+            value = value.to(low)
+        if id(parameter) in must:
+            value = value.float()
+        if parameter.dtype is not value.dtype or value.data_ptr() != parameter.data_ptr():
+            put(parameter, value)

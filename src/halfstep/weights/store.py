@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from halfstep.errors import WeightsError
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.sharded import local, put
-from halfstep.kernels.watched import WatchedParameter, unwatch, watch
+from halfstep.kernels.watched import WatchedParameter, is_copy, unwatch, watch
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
 from halfstep.weights.draws import Draws
 from halfstep.weights.ranks import broadcast, training_wrapper
@@ -368,7 +368,7 @@ class WeightStore(ABC):
         """Warn, once, of a copy that has changed since the last update, twice, without fp32 values shown between."""
         for entry in list(self._copies):
             copy = entry.parameter()
-            if copy is None or type(copy) is not WatchedParameter or copy.grad is not None or copy.is_inference():
+            if copy is None or not is_copy(copy, self) or copy.grad is not None or copy.is_inference():
                 self._copies.remove(entry)
             elif entry.changed(copy._version, self.exposed):
                 self._copies.remove(entry)
