@@ -41,8 +41,8 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 def run(folder: Path, policy: Any, *, resume: str | None = None, seed: int = 0, **settings: Any) -> Any:
     defaults: dict[str, Any] = dict(
-        use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=6, logging_steps=1,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="steps", save_steps=3,
+        use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=4, logging_steps=1,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2,
         learning_rate=3e-3, ddp_backend="gloo",
     )  # fmt: skip
     args = transformers.TrainingArguments(str(folder), **{**defaults, **settings})
@@ -79,21 +79,24 @@ def digest(ran: Any) -> list[float]:
     return [*numbers, *(float(value.double().sum()) for value in state.values())]
 
 
-def main(folder: Path, way: str) -> None:
+def main(folder: Path, cases: list[str]) -> None:
+    """Train each case, "ddp:POLICY" or "fsdp:POLICY" (those last), and once more from its middle."""
     rank = int(os.environ["RANK"])
     found = {}
-    for name, policy in POLICIES.items():
-        place, settings = folder / f"{way}-{name}", sharding(policy) if way == "fsdp" else {}
+    for case in cases:
+        way, name = case.split(":")
+        policy, place = POLICIES[name], folder / case.replace(":", "-")
+        settings = sharding(policy) if way == "fsdp" else {}
         # under DDP weights of rank 0 count, wherever the others begin
         whole = run(place, policy, seed=rank if way == "ddp" else 0, **settings)
         assert whole.is_fsdp_enabled is (way == "fsdp")
-        again = run(place, policy, resume=str(place / "checkpoint-3"), seed=7, **settings)
+        again = run(place, policy, resume=str(place / "checkpoint-2"), seed=7, **settings)
         whole.save_model(str(place / "saved"))
-        found[name] = {"whole": digest(whole), "again": digest(again)}
+        found[case] = {"whole": digest(whole), "again": digest(again)}
         dist.barrier()
-    (folder / f"{way}-{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])
