@@ -380,7 +380,12 @@ def trained(policy: hs.Policy, passes: int, folder: Path | None = None, *, seed:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "more"),
-    [*((*p, {}) for p in POLICIES), ("O2", "bf16", {"master": "split"}), ("O2", "bf16", {"master": "kahan"})],
+    [
+        *((*p, {}) for p in POLICIES),
+        *(("O2", "bf16", {"master": master}) for master in ("split", "kahan", "stochastic")),
+        ("pure", "bf16", {"master": "split", "state": "low"}),
+        ("mixed", "bf16", {"state": "low"}),
+    ],
 )
 def test_a_run_that_is_saved_and_resumed_has_the_same_bits(
     name: str, dtype: str, more: dict[str, Any], tmp_path: Path
@@ -582,7 +587,9 @@ def _ranks(rank: int, folder: str) -> dict[str, Any]:
         policy = hs.Policy.of(name, dtype=dtype)
         model = network(rank)  # DistributedDataParallel sends those of rank 0
         accelerator, parts = made(policy), (model, *tools(model))
-        out[f"DDP {name}"] = _skip_and_resume(accelerator, accelerator.prepare(*parts), rank, f"{folder}/DDP{name}")
+        prepared = accelerator.prepare(*parts)
+        out[f"start {name}"] = equal(values(model), values(network(0)))
+        out[f"DDP {name}"] = _skip_and_resume(accelerator, prepared, rank, f"{folder}/DDP{name}")
         accelerator.free_memory()
     for name, dtype, before in (("mixed", "bf16", False), ("pure", "fp16", False), ("O2", "bf16", True)):
         policy = hs.Policy.of(name, dtype=dtype)
@@ -591,7 +598,7 @@ def _ranks(rank: int, folder: str) -> dict[str, Any]:
         if "losses" in found:
             accelerator, prepared = _sharded(policy, before=before, whole=name == "mixed")  # has no states yet
             accelerator.load_state(f"{folder}/FSDP{name}")
-            resumed = epoch(accelerator, *prepared[:2], batches(2), prepared[2])
+            resumed = epoch(accelerator, prepared[0], prepared[1], batches(2), prepared[2])
             found["same"] &= resumed == found["losses"] and accelerator.scaler.state_dict() == found["scale"]
     out["error"] = error_of(lambda: _sharded(hs.Policy.of("O2", dtype="bf16"), before=False))
     out["mixed precision"] = error_of(lambda: _sharded(hs.Policy.of("O2"), before=False, own=True))
@@ -676,6 +683,7 @@ def test_two_processes_train_skip_and_resume_together(case: str, ranks: list[dic
         assert found["lr"] == 1e-2 * 0.5**2  # of two windows one was skipped; accelerate advances once a process
         assert found["same"] if "losses" in found else OLD and case in ("FSDP pure", "FSDP O2")
     assert first["names"] == list(network().state_dict())
+    assert all(rank.get(case.replace("DDP", "start"), True) for rank in ranks)  # weights are the first rank's, in fp32
 
 
 @pytest.mark.dist

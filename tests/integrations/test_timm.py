@@ -77,11 +77,11 @@ def test_the_bits_are_those_of_a_loop_by_hand(
             optimizer.zero_grad()
     other, optimizer, scaler = made(name, dtype)
     loss_scaler = NativeScaler(scaler)
-    options = {} if clip is None else {"clip_grad": 0.05, "clip_mode": mode, "parameters": other.parameters()}
+    options: dict[str, Any] = {} if clip is None else {"clip_grad": 0.05, "clip_mode": mode}
     for i, loss in enumerate(losses(other, 5)):
         if clip is not None:
             options["parameters"] = other.parameters()  # a generator, as timm's model_parameters returns
-        assert loss_scaler(loss, optimizer, **options, need_update=i % 2 == 0) is None
+        loss_scaler(loss, optimizer, **options, need_update=i % 2 == 0)
         if i % 2 == 0:
             optimizer.zero_grad()
     assert equal(model, other) and not loss_scaler.skipped
@@ -93,7 +93,7 @@ def test_a_skipped_step_changes_nothing_and_is_reported(
 ) -> None:
     model, optimizer, scaler = made(name, dtype)
     loss_scaler = NativeScaler(scaler)
-    seen = []
+    seen: list[tuple[bool, bool]] = []
     for loss in losses(model, 3, bad=1):
         before = copy.deepcopy(model)
         with caplog.at_level(logging.WARNING, "halfstep"):

@@ -149,7 +149,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
         return self.optimizer.register_step_pre_hook(hook)
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types
+class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator, with models, optimizers and scaler that follow a policy.
 
     Example:
@@ -185,6 +185,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def _follow(self, policy: Policy) -> None:
         """Check that `policy` can be followed here, and make the scaler."""
+        if self._models or self._optimizers:
+            raise IntegrationError(
+                f"this Accelerator has prepared {len(self._models)} models and {len(self._optimizers)} optimizers "
+                "without a policy; call follow(accelerator, policy) before accelerator.prepare"
+            )
         _refuse_precision(self.mixed_precision, policy)
         engine = OTHER_ENGINES.get(self.distributed_type)
         if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
@@ -283,7 +288,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
                 )
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
-            return optimizer
+            prepared: Optimizer = optimizer
+            return prepared
         place = self.device_placement if device_placement is None else device_placement
         wrapped = PolicyOptimizer(optimizer, device_placement=place, scaler=self.scaler)
         wrapped._is_accelerate_prepared = True
@@ -430,19 +436,15 @@ def follow(accelerator: accelerate.Accelerator, policy: Policy | str | Path = "m
                 f"they differ:\n{accelerator.policy.diff(wanted)}"
             )
         return accelerator
-    if accelerator._models or accelerator._optimizers:
-        raise IntegrationError(
-            f"this Accelerator has prepared {len(accelerator._models)} models and {len(accelerator._optimizers)} "
-            "optimizers without a policy; call follow(accelerator, policy) before accelerator.prepare"
-        )
-    before = type(accelerator)
+    before: Any = type(accelerator)
     accelerator.__class__ = _following(before)
     try:
         accelerator._follow(wanted)
     except BaseException:
         accelerator.__class__ = before
         raise
-    return accelerator  # type: ignore[return-value]  # its class is another now
+    followed: Accelerator = accelerator
+    return followed
 
 
 @cache

@@ -187,7 +187,7 @@ def _attach(model: nn.Module, optimizers: list[Optimizer], *, low_states: bool) 
     assert binding is not None
     binding.become_root()  # also where it is a part of another that was bound before
     store = binding.store
-    draws = getattr(store, "draws", None)
+    draws = None if store is None else store.draws
     if store is not None and isinstance(model, nn.parallel.DistributedDataParallel):
         store.broadcast(model)
     if low_states:

@@ -56,6 +56,8 @@ class Attachment:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_state),
         ]
+        if store.draws is not None:
+            store.draws.save_with(optimizer)
         count = getattr(optimizer, WEIGHTS_ATTRIBUTE, 0)
         setattr(optimizer, WEIGHTS_ATTRIBUTE, count + 1)
         for parameter, state in optimizer.state.items():  # Adagrad's constructor makes some
@@ -65,6 +67,8 @@ class Attachment:
     def remove(self, optimizer: Optimizer) -> None:
         """Take hooks and substitution off `optimizer`."""
         self.restore(optimizer)
+        if self.store.draws is not None:
+            self.store.draws.leave(optimizer)
         for handle in self.handles:
             handle.remove()
         count = getattr(optimizer, WEIGHTS_ATTRIBUTE) - 1

@@ -9,22 +9,31 @@ differently; so where torch.distributed runs more than one process at the first 
 Different parts of sharded parameters draw from seeds of their own, which follow from that seed and the part's number:
 with equal bits their rounding errors would be correlated.
 
+Note [saved]: an optimizer whose step draws bits has seed and count in its `state_dict`, under `ROUNDING` beside torch's
+own keys: so a loop that saves model and optimizer resumes with the same bits. Other optimizers ignore the key.
+
 Note [skipped steps]: the count goes on with every update that is applied. An update that torch's fused optimizer skips
 on an accelerator counts too: reading its flag would cost a wait.
 """
 
 from __future__ import annotations
 
+import weakref
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.errors import WeightsError
 from halfstep.kernels.reference.operators import noise
 from halfstep.weights.ranks import replicated
 
-__all__ = ["Draws"]
+__all__ = ["ROUNDING", "Draws"]
+
+ROUNDING = "halfstep_rounding"
+"""Key of an optimizer's state_dict: a state of `Draws` for each store or optimizer state that draws in its step."""
 
 
 SHARD = 0x9E3779B97F4A7C15  # from the seed of one part of sharded parameters to that of the next; any odd number does
@@ -73,6 +82,21 @@ class Draws:
         for counter in self._counters[device].values():
             counter[1].add_(applied)
 
+    def save_with(self, optimizer: Optimizer) -> None:
+        """Save and load the state with that of `optimizer`: note [saved]."""
+        known = _saved_with()
+        if optimizer not in known:
+            known[optimizer] = []
+            optimizer.register_state_dict_post_hook(_add_state)
+            optimizer.register_load_state_dict_pre_hook(_take_state)
+        if self not in known[optimizer]:
+            known[optimizer].append(self)
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """End `save_with`."""
+        kept = _saved_with().get(optimizer, [])
+        kept[:] = [draws for draws in kept if draws is not self]
+
     def state(self) -> dict[str, Any]:
         """Return the seed and the count on each device that has trained."""
         counts = {str(device): [int(n) for n in counters[0]] for device, counters in self._counters.items()}
@@ -102,6 +126,22 @@ class Draws:
                 device
             ].items():  # changed in place: a captured update reads this tensor
                 counter.copy_(first + torch.tensor([_offset(shard), 0], device=device))
+
+
+@cache
+def _saved_with() -> weakref.WeakKeyDictionary[Optimizer, list[Draws]]:
+    """Return what is saved with which optimizer."""
+    return weakref.WeakKeyDictionary()
+
+
+def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = [draws.state() for draws in _saved_with()[optimizer]]
+    return {**state_dict, ROUNDING: states} if states else state_dict
+
+
+def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    for draws, state in zip(_saved_with()[optimizer], state_dict.get(ROUNDING, ()), strict=False):
+        draws.load_state(state)
 
 
 def _offset(shard: int) -> int:

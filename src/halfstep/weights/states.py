@@ -45,6 +45,7 @@ class LowStates:
     def __init__(self, optimizer: Optimizer, draws: Draws | None = None) -> None:
         self.draws = Draws() if draws is None else draws
         self.draws.shared = True
+        self.draws.save_with(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -77,6 +78,7 @@ class LowStates:
                 for handle in states._handles:
                     handle.remove()
                 states._before_step(optimizer, (), {})
+                states.draws.leave(optimizer)
                 del cls._known[optimizer]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ class StochasticWeights(CompactWeights):
     """
 
     name, form = "stochastic", "stochastic"
+    draws: Draws
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         self.draws = Draws()

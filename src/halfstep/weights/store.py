@@ -36,6 +36,7 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.sharded import local, put
 from halfstep.kernels.watched import WatchedParameter, unwatch, watch
 from halfstep.weights.attachment import Attachment, is_low, nested_reason, refuse_wrapper
+from halfstep.weights.draws import Draws
 from halfstep.weights.ranks import broadcast, training_wrapper
 
 __all__ = ["WeightStore", "beyond", "stores"]
@@ -59,6 +60,7 @@ class WeightStore(ABC):
     name: ClassVar[str]  # its value of `Policy.master`
     form: ClassVar[str]  # how two tensors store the fp32 value: note [forms] in `kernels.ops`
     keeps_buffers: ClassVar[bool] = False  # fp32 gradient buffers, on CPU, from step to step
+    draws: Draws | None = None  # where the random bits of steps come from, if they need some
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], low: torch.dtype) -> None:
         if low not in self.low_dtypes:
