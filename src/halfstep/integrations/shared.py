@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from types import MethodType, ModuleType
+
+from torch import nn
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
 
-__all__ = ["checking", "need"]
+__all__ = ["checking", "forward_in_class", "need"]
 
 
 def need(library: str, least: str, *, extra: str | None = None, package: str | None = None) -> ModuleType:
@@ -66,3 +68,20 @@ def checking(scaler: hs.GradScaler) -> hs.GradScaler:
     found = hs.GradScaler(rule=hs.ScaleRule.static(1.0))
     found.name_parameters(scaler.named_parameters())
     return found
+
+
+def forward_in_class(model: nn.Module) -> None:
+    """Give `model` a class with the forward that a library has set on the instance, such as TRL, in place of that.
+
+    `hs.prepare` refuses a forward on the instance, because it hides that of the class, which opens the region. What
+    accelerate has set stays, and is refused: its mixed precision and its hooks.
+    """
+    forward = vars(model).get("forward")
+    if not isinstance(forward, MethodType) or forward.__self__ is not model:
+        return
+    if hasattr(model, "_original_forward") or hasattr(model, "_old_forward"):
+        return
+    kind = type(model)
+    body = {"forward": forward.__func__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (kind,), body)
+    del model.forward

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.integrations.shared import need
+from halfstep.integrations.shared import forward_in_class, need
 from halfstep.policy import Policy
 
 need("transformers", "4.57", extra="transformers")
@@ -144,17 +144,14 @@ class PolicyMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.is_fsdp_enabled:
+            forward_in_class(self.model)
             hs.prepare(self.model, policy=self.policy)  # note [moments]
-        with self._precise():
+        with hs.edit_weights(self.model):  # DCP and PEFT cast what they load as the parameters are: fp32 here
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        with self._precise():
+        with hs.edit_weights(self.model):
             super()._load_best_model()
-
-    def _precise(self) -> AbstractContextManager[Any]:
-        """Return a context in which weights can be loaded under FSDP, where torch casts them as the parameters are."""
-        return hs.edit_weights(self.model) if self.is_fsdp_enabled else nullcontext()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # under FSDP torch makes the optimizer's state by a step of zero gradients, before any loss was scaled
