@@ -23,8 +23,11 @@ from halfstep.integrations.shared import checking
 from tests.examples.loading import load
 
 pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
-ours = hs.integrations.transformers
+pytest.importorskip("transformers")
+
+import transformers
+
+from halfstep.integrations import transformers as ours
 
 VOCABULARY, LENGTH = 31, 12
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -61,12 +64,14 @@ def labelled(count: int = 96) -> list[dict[str, Any]]:
 
 def gpt2(seed: int = 0, **settings: Any) -> nn.Module:
     torch.manual_seed(seed)
-    sizes = dict(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2)
-    config = transformers.GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **settings})
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        **settings,
+    )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
-STILL = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+STILL: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 """Settings without dropout."""
 
 
@@ -89,11 +94,11 @@ def bert(seed: int = 0) -> nn.Module:
 
 
 def arguments(folder: Path, **settings: Any) -> Any:
-    defaults: dict[str, Any] = dict(
-        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
-        save_strategy="no", max_steps=6, logging_steps=1, learning_rate=3e-3, per_device_train_batch_size=16, seed=1,
-    )  # fmt: skip
-    return transformers.TrainingArguments(**{**defaults, **settings})
+    defaults = {
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no",
+        "max_steps": 6, "logging_steps": 1, "learning_rate": 3e-3, "per_device_train_batch_size": 16, "seed": 1,
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **{**defaults, **settings})
 
 
 def trainer(folder: Path, policy: Any = "mixed", *, model: nn.Module | None = None, **settings: Any) -> Any:
@@ -140,19 +145,19 @@ def assert_equal(a: Any, b: Any, where: str = "") -> None:
             assert_equal(x, y, f"{where}.{i}")
     elif isinstance(a, Tensor):
         assert a.dtype is b.dtype, where
-        assert torch.equal(a, b), f'{where}: {float((a.double() - b.double()).abs().max())}'
+        assert torch.equal(a, b), f"{where}: {float((a.double() - b.double()).abs().max())}"
     else:
         assert a == b, where
 
 
-class Ordered(ours.Trainer):  # type: ignore[misc]
+class Ordered(ours.Trainer):
     """A subclass of ours that keeps the order of the data."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-class Plain(transformers.Trainer):  # type: ignore[misc]
+class Plain(transformers.Trainer):
     """Trainer without a policy; it takes the argument, to be called alike."""
 
     def __init__(self, *args: Any, policy: Any = None, **kwargs: Any) -> None:
@@ -167,8 +172,8 @@ def test_a_run_has_the_bits_of_the_loop_written_by_hand(tmp_path: Path, name: st
     """Accumulation with a partial last window, clipping, `num_items_in_batch`, a scheduler."""
     policy, data = POLICIES[name], sequences(7 * 8)  # 7 micro-batches an epoch: windows of 3, 3 and 1
     ran = trainer(
-        tmp_path, policy, kind=Ordered, model=gpt2(**STILL), train_dataset=data, gradient_accumulation_steps=3, max_grad_norm=0.5,
-        per_device_train_batch_size=8, max_steps=6, optim="adamw_torch",
+        tmp_path, policy, kind=Ordered, model=gpt2(**STILL), train_dataset=data, gradient_accumulation_steps=3,
+        max_grad_norm=0.5, per_device_train_batch_size=8, max_steps=6, optim="adamw_torch",
     )  # fmt: skip
     ran.train()
 
@@ -259,14 +264,14 @@ def alarm(dtype: str) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_step_with_nan_changes_nothing(tmp_path: Path, dtype: str) -> None:
-    class Poisoned(ours.Trainer):  # type: ignore[misc]
+    class Poisoned(ours.Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
             return loss * math.nan if self.state.global_step == 2 else loss
 
     seen = []
 
-    class Look(transformers.TrainerCallback):  # type: ignore[misc]
+    class Look(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
             seen.append({key: value.clone() for key, value in model.state_dict().items()})
 
@@ -289,7 +294,7 @@ def test_a_step_with_nan_changes_nothing(tmp_path: Path, dtype: str) -> None:
      for n in POLICIES for low in (False, True)],
 )  # fmt: skip
 def test_a_resumed_run_is_bit_equal(tmp_path: Path, name: str, low: bool) -> None:
-    """With dropout, accumulation, a partial window, and a scale that moves; `low`: the model comes in the low format."""
+    """With dropout, accumulation, a partial window, a scale that moves; `low`: the model comes in the low format."""
     policy = POLICIES[name]
     if policy.dtype == "fp16":
         policy = policy.replace(scale=hs.ScaleRule(init=2.0**21, interval=3))
@@ -333,7 +338,7 @@ def test_what_is_saved_has_fp32_weights_and_a_truthful_dtype(tmp_path: Path, nam
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, name: str) -> None:
     seen: list[Any] = []
 
-    class Worse(transformers.TrainerCallback):  # type: ignore[misc]
+    class Worse(transformers.TrainerCallback):
         def on_evaluate(self, *args: Any, model: Any, metrics: dict[str, float], **kwargs: Any) -> None:
             seen.append({key: value.clone() for key, value in model.state_dict().items()})
 
@@ -384,6 +389,19 @@ def test_checkpoints_of_plain_trainer_and_of_torch_amp_are_continued(tmp_path: P
         assert losses(ran)[:3] == losses(plain) and losses(ran)[3] < losses(plain)[0]
 
 
+@pytest.mark.parametrize("fields", [{"master": "stochastic"}, {"state": "low"}])
+def test_stochastic_rounding_goes_on_with_its_random_bits(tmp_path: Path, fields: dict[str, str]) -> None:
+    def run(seed: int, **resume: Any) -> Any:
+        policy = hs.Policy.of("pure", dtype="bf16", **fields)
+        ran = trainer(tmp_path, policy, model=gpt2(**STILL), save_strategy="steps", save_steps=3)
+        torch.manual_seed(seed)  # of the random bits of a fresh run
+        ran.train(**resume)
+        return ran
+
+    whole, again = run(5), run(6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_equal(parts(again), parts(whole))
+
+
 # ---------------------------------------------------------------------- the black box
 
 
@@ -416,7 +434,7 @@ class Overflowing(nn.Module):
         return {"loss": (self.head(hidden).squeeze(-1) - labels).square().mean()}
 
 
-class OwnLoss(ours.Trainer):  # type: ignore[misc]
+class OwnLoss(ours.Trainer):
     """A subclass whose loss does not call that of Trainer."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -426,25 +444,38 @@ class OwnLoss(ours.Trainer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", [ours.Trainer, OwnLoss])
-def test_the_black_box_names_operator_and_line(
-    tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_black_box_names_operator_and_line(tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     generator = torch.Generator().manual_seed(0)
     data = [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(1.0)} for _ in range(12)]
     data[8:] = [{"x": torch.full((4,), 300.0), "labels": torch.tensor(1.0)}] * 4
 
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         _get_train_sampler = Ordered._get_train_sampler
 
-    settings = {"train_dataset": data, "per_device_train_batch_size": 4, "max_steps": 4, "logging_nan_inf_filter": False}
+    settings = {
+        "train_dataset": data,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "logging_nan_inf_filter": False,
+    }
     ran = trainer(tmp_path, POLICIES["mixed-bf16"], kind=Mine, model=Overflowing(), **settings)
     with alarm("bf16"):
         ran.train()
     assert "black box: step 3: overflow in forward of exp" in caplog.text
     verdict = ran.black_box.verdict
     assert (verdict.kind, verdict.op, verdict.step) == ("overflow", "exp", 3)
-    assert "torch.exp(hidden * x.mean())" in verdict.line
+    assert "torch.exp(hidden * x.mean())" in verdict.line and ran.black_box.explain() is verdict
     assert logged(ran, "skipped_steps")[-1] == 1
+
+
+def test_no_black_box_where_a_replay_could_wait_for_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, theirs = trainer(tmp_path, kind=OwnLoss), trainer(tmp_path)
+    own.optimizer = theirs.optimizer = None
+    assert own._box(own.model) is not None
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", property(lambda _: 2))
+    assert own._box(own.model) is None and theirs._box(theirs.model) is not None
 
 
 # ---------------------------------------------------------------------- what Trainer can do besides
@@ -452,7 +483,9 @@ def test_the_black_box_names_operator_and_line(
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16_full_eval", "fp16_full_eval"])
 def test_a_second_precision_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(IntegrationError, match=rf"TrainingArguments\({name}=True\) beside policy 'O2'.*leave out {name}"):
+    with pytest.raises(
+        IntegrationError, match=rf"TrainingArguments\({name}=True\) beside policy 'O2'.*leave out {name}"
+    ):
         trainer(tmp_path, "O2", **{name: True})
 
 
@@ -552,7 +585,7 @@ def test_gradient_checkpointing_has_the_bits_of_a_run_without(tmp_path: Path, na
 def test_a_smaller_batch_is_found(tmp_path: Path, name: str) -> None:
     """An attempt that fails in the middle of a window leaves nothing behind: bits of a run with the smaller batch."""
 
-    class Small(ours.Trainer):  # type: ignore[misc]
+    class Small(ours.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             if self.is_in_train and len(inputs["input_ids"]) > 8:
@@ -572,7 +605,7 @@ def test_a_smaller_batch_is_found(tmp_path: Path, name: str) -> None:
 def test_a_model_from_model_init_collator_metrics_and_callbacks(tmp_path: Path) -> None:
     begun: list[Any] = []
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+    class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
             begun.append((hs.prepared_policy(model), model.lm_head.weight.dtype))
 
@@ -614,7 +647,7 @@ def test_the_count_of_labels_stays_exact(tmp_path: Path) -> None:
     """It is an input of the model, which O2 casts; as fp16 it would be infinite, and the loss 0."""
     kept = []
 
-    class Counting(ours.Trainer):  # type: ignore[misc]
+    class Counting(ours.Trainer):
         def _get_num_items_in_batch(self, *args: Any) -> Any:
             kept.append(super()._get_num_items_in_batch(*args))
             return kept[-1] + 70000
@@ -626,7 +659,7 @@ def test_the_count_of_labels_stays_exact(tmp_path: Path) -> None:
 
 
 def test_a_mixin_over_a_trainer_of_ones_own(tmp_path: Path) -> None:
-    class Theirs(transformers.Trainer):  # type: ignore[misc]
+    class Theirs(transformers.Trainer):
         def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
             super().create_optimizer_and_scheduler(num_training_steps)
 
@@ -638,7 +671,7 @@ def test_a_mixin_over_a_trainer_of_ones_own(tmp_path: Path) -> None:
             outputs = model(**inputs)
             return (outputs.loss, outputs) if return_outputs else outputs.loss
 
-    class Mine(ours.PolicyMixin, Theirs):  # type: ignore[misc]
+    class Mine(ours.PolicyMixin, Theirs):
         pass
 
     ran = trainer(tmp_path, "pure", kind=Mine, max_steps=3)
@@ -681,9 +714,7 @@ ALL = [f"{way}:{name}" for way in ("ddp", "fsdp") for name in ("O2-bf16", "pure-
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "cases", [["ddp:O2-bf16", "fsdp:pure-fp16"], pytest.param(ALL, marks=pytest.mark.hours)]
-)
+@pytest.mark.parametrize("cases", [["ddp:O2-bf16", "fsdp:pure-fp16"], pytest.param(ALL, marks=pytest.mark.hours)])
 def test_two_processes_by_torchrun(tmp_path: Path, cases: list[str]) -> None:
     """Ranks end alike, wherever they began; a resumed run has the bits of the whole one; O2 over FSDP2 by hs.shard."""
     script = Path(__file__).with_name("trainer_ranks.py")

@@ -8,17 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import halfstep as hs
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+import transformers
+
+from halfstep.integrations import transformers as ours
 from tests.integrations.test_transformers import (
-    POLICIES, STILL, alarm, arguments, assert_equal, gpt2, llama, logged, losses, offline, parts, sequences, trainer,
-    transformers,
+    POLICIES,
+    STILL,
+    assert_equal,
+    gpt2,
+    llama,
+    logged,
+    losses,
+    offline,
+    parts,
+    sequences,
+    trainer,
 )  # fmt: skip
 
 __all__ = ["offline"]
-
-ours = hs.integrations.transformers
 
 
 # ---------------------------------------------------------------------- PEFT
@@ -48,7 +61,9 @@ def test_adapters_train_save_and_resume(tmp_path: Path, name: str) -> None:
     for key, value in whole.model.state_dict().items():
         if "lora_" not in key:  # frozen, and exact
             assert torch.equal(value, base[key.removeprefix("base_model.model.").replace(".base_layer", "")]), key
-    saved = pytest.importorskip("safetensors.torch").load_file(tmp_path / "whole" / "checkpoint-3" / "adapter_model.safetensors")
+    saved = pytest.importorskip("safetensors.torch").load_file(
+        tmp_path / "whole" / "checkpoint-3" / "adapter_model.safetensors"
+    )
     assert {value.dtype for value in saved.values()} == {torch.float32}
 
 
@@ -61,7 +76,9 @@ def tokenizer() -> Any:
     words = {chr(97 + i): i for i in range(26)} | {"<pad>": 26, "<eos>": 27, " ": 28, "<unk>": 29}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def texts(count: int = 48) -> list[str]:
@@ -71,18 +88,22 @@ def texts(count: int = 48) -> list[str]:
     return found
 
 
-SETTINGS: dict[str, Any] = dict(
-    use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no", max_steps=4,
-    logging_steps=1, learning_rate=3e-3, per_device_train_batch_size=8, bf16=False, gradient_checkpointing=False,
-)  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no",
+    "max_steps": 4, "logging_steps": 1, "learning_rate": 3e-3, "per_device_train_batch_size": 8, "bf16": False,
+    "gradient_checkpointing": False,
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["mixed-bf16", "O2-fp16", "pure-bf16"])
 def test_sft(tmp_path: Path, name: str) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    import trl
 
-    class Mine(ours.PolicyMixin, trl.SFTTrainer):  # type: ignore[misc]
+    datasets = pytest.importorskip("datasets")
+
+    class Mine(ours.PolicyMixin, trl.SFTTrainer):
         pass
 
     data = datasets.Dataset.from_dict({"text": texts()})
@@ -97,9 +118,12 @@ def test_sft(tmp_path: Path, name: str) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["mixed-bf16", "O2-fp16", "pure-bf16"])
 def test_dpo(tmp_path: Path, name: str) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    import trl
 
-    class Mine(ours.PolicyMixin, trl.DPOTrainer):  # type: ignore[misc]
+    datasets = pytest.importorskip("datasets")
+
+    class Mine(ours.PolicyMixin, trl.DPOTrainer):
         pass
 
     rows = texts()
@@ -107,7 +131,14 @@ def test_dpo(tmp_path: Path, name: str) -> None:
         {"prompt": [t[:3] for t in rows], "chosen": [t[3:] for t in rows], "rejected": [t[3:][::-1] for t in rows]}
     )
     args = trl.DPOConfig(str(tmp_path), max_length=12, **{**SETTINGS, "learning_rate": 1e-2})
-    ran = Mine(gpt2(**STILL), args=args, ref_model=gpt2(**STILL), train_dataset=data, processing_class=tokenizer(), policy=POLICIES[name])
+    ran = Mine(
+        gpt2(**STILL),
+        args=args,
+        ref_model=gpt2(**STILL),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        policy=POLICIES[name],
+    )
     ran.train()
     assert hs.prepared_policy(ran.model) == POLICIES[name]
     assert losses(ran)[0] == pytest.approx(math.log(2), rel=2e-2) and losses(ran)[-1] < losses(ran)[0]
@@ -116,9 +147,12 @@ def test_dpo(tmp_path: Path, name: str) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["mixed-bf16", "O2-fp16", "pure-bf16"])
 def test_grpo(tmp_path: Path, name: str) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    import trl
 
-    class Mine(ours.PolicyMixin, trl.GRPOTrainer):  # type: ignore[misc]
+    datasets = pytest.importorskip("datasets")
+
+    class Mine(ours.PolicyMixin, trl.GRPOTrainer):
         pass
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -126,7 +160,9 @@ def test_grpo(tmp_path: Path, name: str) -> None:
 
     data = datasets.Dataset.from_dict({"prompt": [t[:3] for t in texts()]})
     args = trl.GRPOConfig(str(tmp_path), num_generations=4, max_completion_length=6, **SETTINGS)
-    ran = Mine(gpt2(), reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer(), policy=POLICIES[name])
+    ran = Mine(
+        gpt2(), reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer(), policy=POLICIES[name]
+    )
     ran.train()
     assert hs.prepared_policy(ran.model) == POLICIES[name]
     assert len(losses(ran)) == 4 and all(math.isfinite(loss) for loss in losses(ran))
@@ -140,7 +176,7 @@ def test_a_search_prepares_each_trial(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     begun = []
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+    class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
             begun.append((hs.prepared_policy(model), model.lm_head.weight.dtype))
 

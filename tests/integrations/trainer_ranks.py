@@ -28,7 +28,8 @@ def model(seed: int) -> Any:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
+        num_key_value_heads=1, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0,
+        tie_word_embeddings=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -40,11 +41,11 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def run(folder: Path, policy: Any, *, resume: str | None = None, seed: int = 0, **settings: Any) -> Any:
-    defaults: dict[str, Any] = dict(
-        use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=4, logging_steps=1,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2,
-        learning_rate=3e-3, ddp_backend="gloo",
-    )  # fmt: skip
+    defaults = {
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "max_steps": 4,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "learning_rate": 3e-3, "logging_steps": 1, "ddp_backend": "gloo",
+    }  # fmt: skip
     args = transformers.TrainingArguments(str(folder), **{**defaults, **settings})
     if args.fsdp:
         PartialState().distributed_type = DistributedType.MULTI_GPU  # of CPU processes accelerate makes DDP, unasked

@@ -224,8 +224,8 @@ class Accelerator(accelerate.Accelerator):
         if low and "FULL_STATE_DICT" in str(self.state.fsdp_plugin.state_dict_type):
             raise IntegrationError(
                 f"FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT') and the low weights of policy "
-                f"{self.policy.name!r}: torch would round the fp32 weights that it loads; use 'SHARDED_STATE_DICT', and "
-                "accelerator.get_state_dict(model) for whole fp32 weights"
+                f"{self.policy.name!r}: torch would round the fp32 weights that it loads; use 'SHARDED_STATE_DICT', "
+                "and accelerator.get_state_dict(model) for whole fp32 weights"
             )
 
     # ------------------------------------------------------------------ preparing

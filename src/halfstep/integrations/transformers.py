@@ -103,7 +103,9 @@ class PolicyMixin:
     policy: Policy
     black_box: hs.BlackBox | None
 
-    def __init__(self, *args: Any, policy: Policy | str | Path = "mixed", black_box: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, policy: Policy | str | Path = "mixed", black_box: bool = True, **kwargs: Any
+    ) -> None:
         self.policy = Policy.of(policy)
         self.black_box = None
         self._explains = black_box
