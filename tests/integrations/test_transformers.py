@@ -39,9 +39,10 @@ POLICIES = {
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep libraries off the network, and off the precision that an earlier Trainer has set."""
+    """Keep libraries off the network, and off what TrainingArguments of transformers 4 leave in the environment."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
     yield
 
 
@@ -62,7 +63,7 @@ def labelled(count: int = 96) -> list[dict[str, Any]]:
     return [{"input_ids": one["input_ids"], "labels": int(one["labels"][0]) % 3} for one in sequences(count)]
 
 
-def gpt2(seed: int = 0, **settings: Any) -> nn.Module:
+def gpt2(seed: int = 0, **settings: Any) -> Any:
     torch.manual_seed(seed)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
@@ -75,7 +76,7 @@ STILL: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"
 """Settings without dropout."""
 
 
-def llama(seed: int = 0) -> nn.Module:
+def llama(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -84,7 +85,7 @@ def llama(seed: int = 0) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def bert(seed: int = 0) -> nn.Module:
+def bert(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
@@ -101,7 +102,7 @@ def arguments(folder: Path, **settings: Any) -> Any:
     return transformers.TrainingArguments(str(folder), **{**defaults, **settings})
 
 
-def trainer(folder: Path, policy: Any = "mixed", *, model: nn.Module | None = None, **settings: Any) -> Any:
+def trainer(folder: Path, policy: Any = "mixed", *, model: Any = None, **settings: Any) -> Any:
     """Return a Trainer of ours; settings are those of Trainer, and else of TrainingArguments."""
     own = {"callbacks", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics", "eval_dataset", "model_init"}
     own |= {"black_box", "data_collator", "train_dataset", "compute_loss_func"}
@@ -178,7 +179,8 @@ def test_a_run_has_the_bits_of_the_loop_written_by_hand(tmp_path: Path, name: st
     ran.train()
 
     model = gpt2(**STILL)
-    decayed, plain = [], []
+    decayed: list[Any] = []
+    plain: list[Any] = []
     for key, parameter in model.named_parameters():
         (plain if "bias" in key or "ln_" in key else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": 0.0}, {"params": plain, "weight_decay": 0.0}]
@@ -215,7 +217,7 @@ def test_a_run_has_the_bits_of_the_loop_written_by_hand(tmp_path: Path, name: st
 @pytest.mark.hours
 @pytest.mark.parametrize(("make", "data"), [(gpt2, sequences), (llama, sequences), (bert, labelled)])
 def test_the_loss_is_that_of_fp32_within_seed_noise(
-    tmp_path: Path, make: Callable[[int], nn.Module], data: Callable[[], Any]
+    tmp_path: Path, make: Callable[[int], Any], data: Callable[[], Any]
 ) -> None:
     """The bound: the spread of plain fp32 over three seeds. torch.amp is run beside."""
 
@@ -228,7 +230,7 @@ def test_the_loss_is_that_of_fp32_within_seed_noise(
     plain = [last(Plain, seed=seed) for seed in range(3)]
     noise = max(plain) - min(plain)
     amp = last(Plain, bf16=True)
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 sets it, for all that comes later
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     found = {name: last(ours.Trainer, policy) for name, policy in POLICIES.items()}
     print(make.__name__, plain, "amp", amp, found)
     assert plain[0] < math.log(VOCABULARY if data is sequences else 3)
@@ -381,9 +383,11 @@ def test_a_checkpoint_of_bf16_does_not_fix_the_scale_of_fp16(tmp_path: Path) -> 
 
 
 def test_checkpoints_of_plain_trainer_and_of_torch_amp_are_continued(tmp_path: Path) -> None:
-    for settings in ({}, {"bf16": True}):
+    cases: list[dict[str, Any]] = [{}, {"bf16": True}]
+    for settings in cases:
         plain = trainer(tmp_path, kind=Plain, save_strategy="steps", save_steps=3, max_steps=3, **settings)
         plain.train()
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 sets it, for all that comes later
         ran = trainer(tmp_path, "O2", max_steps=4, ignore_data_skip=True)
         ran.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert losses(ran)[:3] == losses(plain) and losses(ran)[3] < losses(plain)[0]
@@ -393,7 +397,7 @@ def test_checkpoints_of_plain_trainer_and_of_torch_amp_are_continued(tmp_path: P
 def test_stochastic_rounding_goes_on_with_its_random_bits(tmp_path: Path, fields: dict[str, str]) -> None:
     def run(seed: int, **resume: Any) -> Any:
         policy = hs.Policy.of("pure", dtype="bf16", **fields)
-        ran = trainer(tmp_path, policy, model=gpt2(**STILL), save_strategy="steps", save_steps=3)
+        ran = trainer(tmp_path, policy, kind=Ordered, model=gpt2(**STILL), save_strategy="steps", save_steps=3)
         torch.manual_seed(seed)  # of the random bits of a fresh run
         ran.train(**resume)
         return ran
@@ -409,7 +413,7 @@ def test_stochastic_rounding_goes_on_with_its_random_bits(tmp_path: Path, fields
 def test_the_black_box_changes_no_bit_of_a_good_run(tmp_path: Path, name: str) -> None:
     runs = []
     for black_box in (True, False):
-        settings = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
+        settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
         ran = trainer(tmp_path, POLICIES[name], black_box=black_box, max_steps=3, **settings)
         ran.train()
         assert (ran.black_box is not None) is black_box
@@ -452,7 +456,7 @@ def test_the_black_box_names_operator_and_line(tmp_path: Path, kind: Any, caplog
     class Mine(kind):
         _get_train_sampler = Ordered._get_train_sampler
 
-    settings = {
+    settings: dict[str, Any] = {
         "train_dataset": data,
         "per_device_train_batch_size": 4,
         "max_steps": 4,
@@ -495,7 +499,7 @@ def test_a_second_precision_from_the_launcher_is_an_error(tmp_path: Path, monkey
         trainer(tmp_path, "O2")
 
 
-def t5() -> nn.Module:
+def t5() -> Any:
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0,
@@ -514,7 +518,7 @@ def test_generation_in_evaluation(tmp_path: Path, name: str) -> None:
         return {"equal": float((prediction.predictions[:, 1:7] == prediction.label_ids[:, :6]).mean())}
 
     folder = str(tmp_path)
-    settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+    settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
     args = transformers.Seq2SeqTrainingArguments(
         folder, max_steps=4, predict_with_generate=True, generation_max_length=8, save_strategy="no", **settings
     )
@@ -542,7 +546,7 @@ def test_generation_in_evaluation(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_compiled_by_torch(tmp_path: Path, name: str, backend: str) -> None:
-    settings = {"torch_compile": True, "torch_compile_backend": backend, "eval_dataset": sequences(16)}
+    settings: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": backend, "eval_dataset": sequences(16)}
     ran = trainer(tmp_path, POLICIES[name], model=llama(), max_steps=2, **settings)
     ran.train()
     eager = trainer(tmp_path, POLICIES[name], model=llama(), max_steps=2)
@@ -575,7 +579,10 @@ def test_gradient_checkpointing_has_the_bits_of_a_run_without(tmp_path: Path, na
     word = "activation" if "activation_checkpointing" in vars(arguments(tmp_path)) else "gradient"
     runs = []
     for on in (True, False):
-        settings = {f"{word}_checkpointing": on, f"{word}_checkpointing_kwargs": {"use_reentrant": False}}
+        settings: dict[str, Any] = {
+            f"{word}_checkpointing": on,
+            f"{word}_checkpointing_kwargs": {"use_reentrant": False},
+        }
         runs.append(trainer(tmp_path, POLICIES[name], max_steps=3, **settings))
         runs[-1].train()
     assert_equal(parts(runs[0]), parts(runs[1]))
@@ -594,7 +601,8 @@ def test_a_smaller_batch_is_found(tmp_path: Path, name: str) -> None:
             return loss
 
     policy, runs = POLICIES[name], []
-    for kind, size, settings in ((Small, 9, {"auto_find_batch_size": True}), (ours.Trainer, 8, {})):
+    cases: list[tuple[Any, int, dict[str, Any]]] = [(Small, 9, {"auto_find_batch_size": True}), (ours.Trainer, 8, {})]
+    for kind, size, settings in cases:
         ran = trainer(tmp_path, policy, kind=kind, model=gpt2(**STILL), per_device_train_batch_size=size, **settings)
         ran.train()
         runs.append(ran)

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -36,13 +36,18 @@ from halfstep.integrations.accelerate import follow  # noqa: E402
 
 __all__ = ["PolicyMixin", "Seq2SeqTrainer", "SkippedSteps", "Trainer"]
 
+if TYPE_CHECKING:
+    from transformers import Trainer as Mixed  # what it is mixed into has
+else:
+    Mixed = object
+
 LOG = logging.getLogger("halfstep")
 
 PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 """Arguments that set a precision of Trainer's own."""
 
 
-class SkippedSteps(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types here
+class SkippedSteps(TrainerCallback, ExportableState):
     """Counts skipped steps for the log; saved in trainer_state.json, so that a resumed run goes on counting.
 
     Attributes:
@@ -73,7 +78,7 @@ class SkippedSteps(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
             self.culprits = list(optimizer.scaler.culprits(optimizer.optimizer))
 
 
-class PolicyMixin:
+class PolicyMixin(Mixed):
     """Makes a subclass of transformers' Trainer follow a policy; it comes first among the bases.
 
     Example:
@@ -195,11 +200,12 @@ class PolicyMixin:
         if self.black_box is None:
             yield
             return
-        self.compute_loss = lambda _, *args, **kwargs: self.black_box(*args, **kwargs)
+        box = self.black_box
+        self.__dict__["compute_loss"] = lambda _, *args, **kwargs: box(*args, **kwargs)
         try:
             yield
         finally:
-            del self.compute_loss
+            del self.__dict__["compute_loss"]
 
     def _box(self, model: Any) -> hs.BlackBox | None:
         """Return the box of `model`, or None where its replays could not end."""
@@ -228,9 +234,9 @@ class PolicyMixin:
         super().log(logs, *args, **kwargs)
 
 
-class Trainer(PolicyMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(PolicyMixin, transformers.Trainer):
     """transformers.Trainer under a policy: see `PolicyMixin`."""
 
 
-class Seq2SeqTrainer(PolicyMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(PolicyMixin, transformers.Seq2SeqTrainer):
     """transformers.Seq2SeqTrainer under a policy: see `PolicyMixin`."""
