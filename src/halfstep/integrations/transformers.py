@@ -34,7 +34,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback  # no
 
 from halfstep.integrations.accelerate import follow  # noqa: E402
 
-__all__ = ["PolicyMixin", "Seq2SeqTrainer", "SkippedSteps", "Trainer"]
+__all__ = ["PolicyMixin", "Seq2SeqTrainer", "Trainer"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as Mixed  # what it is mixed into has
