@@ -725,6 +725,8 @@ ALL = [f"{way}:{name}" for way in ("ddp", "fsdp") for name in ("O2-bf16", "pure-
 @pytest.mark.parametrize("cases", [["ddp:O2-bf16", "fsdp:pure-fp16"], pytest.param(ALL, marks=pytest.mark.hours)])
 def test_two_processes_by_torchrun(tmp_path: Path, cases: list[str]) -> None:
     """Ranks end alike, wherever they began; a resumed run has the bits of the whole one; O2 over FSDP2 by hs.shard."""
+    if transformers.__version__.startswith("4."):
+        cases = [case for case in cases if "fsdp" not in case]  # its accelerate has no FSDP on a CPU
     script = Path(__file__).with_name("trainer_ranks.py")
     root = script.parents[2]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
