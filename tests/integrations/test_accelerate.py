@@ -164,7 +164,7 @@ def test_every_order_gives_the_same_bits(first: str, order: tuple[int, ...]) -> 
             done[i] = part
     hs.prepare(model, done[1], policy=policy)  # after it: changes nothing
     epoch(accelerator, done[0], done[1], accelerator.prepare(loader(batches(3))), done[2])
-    assert equal(values(model), expected)
+    assert equal(values(model), expected) and not accelerator._waiting
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
@@ -235,6 +235,29 @@ def test_values_are_clipped_unscaled() -> None:
     assert accelerator.clip_grad_norm_(model_[0].weight, 1.0) <= 1.0001e-4
     optimizer.step()
     assert not optimizer.step_was_skipped
+
+
+def test_a_step_that_is_left_out_by_hand_leaves_nothing_scaled() -> None:
+    policy = hs.Policy.of("O2", dtype="fp16")
+    reference = network()
+    reference, plain, scaler = hs.prepare(reference, tools(reference)[0], policy=policy)
+    accelerator, model = Accelerator(policy=policy), network()
+    model_, optimizer = accelerator.prepare(model, tools(model)[0])
+    for i, (x, y) in enumerate(batches(3)):
+        torch.manual_seed(i)
+        accelerator.backward(F.cross_entropy(model_(x), y))
+        accelerator.clip_grad_norm_(model_.parameters(), 0.5)
+        if i != 1:
+            optimizer.step()
+            torch.manual_seed(i)
+            scaler.scale(F.cross_entropy(reference(x), y)).backward()
+            scaler.unscale_(plain)
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            scaler.step(plain)
+            scaler.update()
+            plain.zero_grad()
+        optimizer.zero_grad()
+    assert equal(values(model_), values(reference)) and accelerator.scaler.get_scale() == scaler.get_scale()
 
 
 @pytest.mark.parametrize("name", ["mixed", "O2"])
@@ -602,8 +625,13 @@ def _ranks(rank: int, folder: str) -> dict[str, Any]:
             found["same"] &= resumed == found["losses"] and accelerator.scaler.state_dict() == found["scale"]
     out["error"] = error_of(lambda: _sharded(hs.Policy.of("O2", dtype="bf16"), before=False))
     out["mixed precision"] = error_of(lambda: _sharded(hs.Policy.of("O2"), before=False, own=True))
+    out["prepared"] = error_of(
+        lambda: _sharded(
+            hs.Policy.of("O2", dtype="bf16"), before=True, shard=lambda m, policy: hs.prepare(m, policy=policy)
+        )
+    )
     accelerator, _ = _sharded(hs.Policy.of("pure", dtype="bf16"), before=False, whole=True)
-    out["whole"] = error_of(lambda: accelerator.save_state(f"{folder}/whole"))
+    out["whole"] = [error_of(lambda: accelerator.save_state(folder)), error_of(lambda: accelerator.load_state(folder))]
     return out
 
 
@@ -636,7 +664,9 @@ OLD = accelerate.__version__.startswith(("1.10.", "1.11.", "1.12."))
 """These cannot load the sharded optimizer states that they save under FSDP2."""
 
 
-def _sharded(policy: hs.Policy, *, before: bool, whole: bool = False, own: bool = False) -> tuple[Accelerator, Any]:
+def _sharded(
+    policy: hs.Policy, *, before: bool, whole: bool = False, own: bool = False, shard: Any = hs.shard
+) -> tuple[Accelerator, Any]:
     """Prepare a model under FSDP2; accelerate refuses to shard on a CPU, so its state is told otherwise."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -654,7 +684,7 @@ def _sharded(policy: hs.Policy, *, before: bool, whole: bool = False, own: bool 
     plain.state.fsdp_plugin = plugin
     accelerator, model = follow(plain, policy), network()
     if before:
-        hs.shard(model, policy)
+        shard(model, policy)
     elif policy.name == "O2":
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), network())  # two norms in one group
     return accelerator, accelerator.prepare(model, *tools(model))
@@ -693,7 +723,8 @@ def test_fsdp2_that_cannot_carry_out_the_policy_is_refused(ranks: list[dict[str,
         assert rank["mixed precision"].startswith(
             "IntegrationError: FullyShardedDataParallelPlugin(mixed_precision_policy=...) beside policy 'O2'"
         )
-        assert "torch would round the fp32 weights that it loads; use 'SHARDED_STATE_DICT'" in rank["whole"]
+        assert "the model was given to hs.prepare with policy 'O2' and is to be sharded" in rank["prepared"]
+        assert all("torch would round the fp32 weights that it loads; use 'SHARDED" in text for text in rank["whole"])
 
 
 # ------------------------------------------------------------------ the example

@@ -722,7 +722,8 @@ ALL = [f"{way}:{name}" for way in ("ddp", "fsdp") for name in ("O2-bf16", "pure-
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("cases", [["ddp:O2-bf16", "fsdp:pure-fp16"], pytest.param(ALL, marks=pytest.mark.hours)])
+@pytest.mark.hours  # test_accelerate.py has shorter ones
+@pytest.mark.parametrize("cases", [ALL])
 def test_two_processes_by_torchrun(tmp_path: Path, cases: list[str]) -> None:
     """Ranks end alike, wherever they began; a resumed run has the bits of the whole one; O2 over FSDP2 by hs.shard."""
     if transformers.__version__.startswith("4."):

@@ -112,6 +112,12 @@ def test_a_static_scale_skips_and_stays() -> None:
     assert scaler.get_scale() == 128.0
 
 
+def test_the_scale_one_is_not_to_blame() -> None:
+    scaler = GradScaler("cpu", rule=ScaleRule.static(1))
+    with pytest.warns(UserWarning, match=r"under the static loss scale 1\.0.*A smaller scale would not help"):
+        one_step(scaler, torch.optim.SGD(parameters(1), lr=0.1), bad=True)
+
+
 def test_hysteresis_forgives() -> None:
     scaler = GradScaler("cpu", hysteresis=2, growth_interval=3)
     optimizer = torch.optim.SGD(parameters(1), lr=0.0)

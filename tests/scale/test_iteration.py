@@ -221,3 +221,27 @@ def test_a_step_that_raised_is_not_unscaled_again() -> None:
     optimizer.fails = False
     scaler.step(optimizer)
     assert p.tolist() == [-1.0, -1.0]
+
+
+def test_gradients_are_known_to_be_unscaled_until_others_come() -> None:
+    (p, q), optimizer, scaler = made()
+    assert not scaler.is_unscaled(optimizer)
+    scaler.update(scaler.get_scale())  # asking was no work, and this starts anew
+    differentiate(scaler, p, q)
+    assert not scaler.is_unscaled(optimizer)
+    scaler.unscale_(optimizer)
+    assert scaler.is_unscaled(optimizer)
+    optimizer.zero_grad()
+    differentiate(scaler, p, q)  # the step was left out
+    assert not scaler.is_unscaled(optimizer)
+    scaler.unscale_(optimizer)
+    assert scaler.is_unscaled(optimizer)
+    scaler.step(optimizer)
+    assert not scaler.is_unscaled(optimizer)
+
+
+def test_names_can_be_given_to_another_scaler() -> None:
+    (p, q), _, scaler = made()
+    assert dict(scaler.named_parameters()) == {}
+    scaler.name_parameters([("p", p), ("q", q)])
+    assert {name: id(parameter) for name, parameter in scaler.named_parameters()} == {"p": id(p), "q": id(q)}

@@ -8,7 +8,6 @@ finite. `follow` makes an Accelerator that exists already, such as that of trans
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.integrations.shared import checking, forward_in_class, need
+from halfstep.integrations.shared import checking, forward_in_class, need, was_skipped
 from halfstep.policy import Policy, resolve
 
 need("accelerate", "1.10", extra="accelerate")
@@ -32,8 +31,6 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import AutocastKwargs, DistributedType  # noqa: E402
 
 __all__ = ["AcceleratedScaler", "Accelerator", "PolicyOptimizer", "follow"]
-
-LOG = logging.getLogger("halfstep")
 
 OTHER_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed casts weights and scales losses; set bf16 or fp16 in its configuration",
@@ -134,10 +131,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
             return
         self.scaler.step(self.optimizer, closure)
         self.scaler.update()
-        self._skipped = bool(self.scaler.skipped(self.optimizer))
-        if self._skipped and self.accelerator_state.is_main_process:
-            found = ", ".join(self.scaler.culprits(self.optimizer)) or "on another rank"
-            LOG.warning("%s: step skipped, gradients are not finite: %s", type(self.optimizer).__name__, found)
+        self._skipped = was_skipped(self.scaler, self.optimizer)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -215,19 +209,6 @@ class Accelerator(accelerate.Accelerator):
         self.policy, self.scaler = policy, AcceleratedScaler(rule)
         self._waiting, self._clipped = [], None
 
-    def _refuse_whole_states(self) -> None:
-        """Refuse FULL_STATE_DICT under FSDP2 for low weights.
-
-        torch copies what it broadcasts into the parameters, which rounds it, before the model is given the state.
-        """
-        low = self.policy.params == "low" and self.is_fsdp2
-        if low and "FULL_STATE_DICT" in str(self.state.fsdp_plugin.state_dict_type):
-            raise IntegrationError(
-                f"FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT') and the low weights of policy "
-                f"{self.policy.name!r}: torch would round the fp32 weights that it loads; use 'SHARDED_STATE_DICT', "
-                "and accelerator.get_state_dict(model) for whole fp32 weights"
-            )
-
     # ------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
@@ -248,7 +229,12 @@ class Accelerator(accelerate.Accelerator):
             self._bind(models, optimizers)
             return super().prepare(*args, device_placement=device_placement)
         # fully_shard replaces parameters, and low ones must be sharded before they are lowered
-        sharded = any(hs.prepared_policy(model) is not None for model in models)  # by hs.shard
+        sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())  # by hs.shard
+        if self.policy.params == "low" and not sharded and any(map(hs.prepared_policy, models)):
+            raise IntegrationError(
+                f"the model was given to hs.prepare with policy {self.policy.name!r} and is to be sharded, which "
+                "replaces its low parameters; leave hs.prepare out, or call hs.shard(model, policy) in its place"
+            )
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if sharded]
         kept = [list(group["params"]) for group in groups]
         result = super().prepare(*args, device_placement=device_placement)
@@ -261,9 +247,8 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Do what accelerate's `prepare_model` does, and bind the policy."""
-        if not self.is_fsdp2:
-            self._place(model, device_placement)
-            self._bind([model], [])
+        self._place(model, device_placement)
+        self._bind([model], [])
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         wrapped = getattr(prepared, "_orig_mod", prepared)  # inside torch.compile's wrapper
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
@@ -299,7 +284,9 @@ class Accelerator(accelerate.Accelerator):
     def _place(self, model: nn.Module, wanted: bool | None) -> None:
         """Move a model where accelerate will, before the policy is resolved for its device."""
         placed = getattr(model, "_is_accelerate_prepared", False) or hasattr(model, "hf_device_map")
-        if (self.device_placement if wanted is None else wanted) and not placed:
+        if wanted is None:
+            wanted = self.device_placement and not self.is_fsdp2
+        if wanted and not placed:
             model.to(self.device)
 
     def _bind(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -316,7 +303,7 @@ class Accelerator(accelerate.Accelerator):
             self.scaler.name_parameters(self.unwrap_model(model).named_parameters())
         known = {id(p): m for m in [*self._models, *models] for p in m.parameters()}
         waiting = []
-        for optimizer in [*self._waiting, *optimizers]:
+        for optimizer in dict.fromkeys([*self._waiting, *optimizers]):
             stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
             if all(p in known for p in stepped):
                 hs.prepare(list(dict.fromkeys(known[p] for p in stepped)), optimizer, policy=self.policy)
@@ -332,8 +319,10 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             BindError: an optimizer was prepared with parameters of a model that was not.
         """
-        for optimizer in self._waiting:
-            hs.prepare(list(self._models), optimizer, policy=self.policy)  # raises
+        if self._waiting:
+            self._bind([], [])
+            for optimizer in self._waiting:
+                hs.prepare(list(self._models), optimizer, policy=self.policy)  # raises: it has other parameters
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -387,8 +376,21 @@ class Accelerator(accelerate.Accelerator):
         with hs.autocast(policy=region, enabled=handler.enabled, cache_enabled=handler.cache_enabled):
             yield
 
+    def _refuse_whole_states(self) -> None:
+        """Refuse FULL_STATE_DICT under FSDP2 for low weights.
+
+        torch copies what it broadcasts into the parameters, which rounds it, before the model is given the state.
+        """
+        low = self.policy.params == "low" and self.is_fsdp2
+        if low and "FULL_STATE_DICT" in str(self.state.fsdp_plugin.state_dict_type):
+            raise IntegrationError(
+                "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT') and the low weights of policy "
+                f"{self.policy.name!r}: torch would round the fp32 weights that it loads; use 'SHARDED_STATE_DICT'; "
+                "accelerator.get_state_dict(model) returns whole fp32 weights"
+            )
+
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save models, optimizers, schedulers, scaler and random generators: accelerate's `save_state`.
+        """Save everything that `load_state` loads: accelerate's `save_state`.
 
         Raises:
             IntegrationError: low weights and FULL_STATE_DICT under FSDP2.

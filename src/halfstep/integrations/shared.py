@@ -1,17 +1,21 @@
-"""What the integrations share: the check for their library, and a scaler that checks gradients in every format."""
+"""What the integrations share: the check for their library, a scaler that checks gradients in every format, its log."""
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType, ModuleType
 
+import torch
 from torch import nn
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
 
-__all__ = ["checking", "forward_in_class", "need"]
+__all__ = ["checking", "forward_in_class", "need", "was_skipped"]
+
+LOG = logging.getLogger("halfstep")
 
 
 def need(library: str, least: str, *, extra: str | None = None, package: str | None = None) -> ModuleType:
@@ -85,3 +89,17 @@ def forward_in_class(model: nn.Module) -> None:
     body = {"forward": forward.__func__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     model.__class__ = type(kind.__name__, (kind,), body)
     del model.forward
+
+
+def was_skipped(scaler: hs.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the last step of `optimizer` was skipped, and log the names of its culprits on the first rank.
+
+    Call it after the step and before ``zero_grad``. Waits for the device.
+    """
+    if not scaler.skipped(optimizer):
+        return False
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_rank() == 0:
+        found = ", ".join(scaler.culprits(optimizer)) or "on another rank"
+        LOG.warning("%s: step skipped, gradients are not finite: %s", type(optimizer).__name__, found)
+    return True

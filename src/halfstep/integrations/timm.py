@@ -7,7 +7,6 @@ clipping only.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,11 +16,9 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.integrations.shared import checking, need
+from halfstep.integrations.shared import checking, need, was_skipped
 
 __all__ = ["NativeScaler"]
-
-LOG = logging.getLogger("halfstep")
 
 
 class NativeScaler:
@@ -94,10 +91,7 @@ class NativeScaler:
             clip(list(parameters or ()), clip_grad)
         self.scaler.step(optimizer)
         self.scaler.update()
-        self.skipped = bool(self.scaler.skipped(optimizer))
-        if self.skipped:
-            found = ", ".join(self.scaler.culprits(optimizer))
-            LOG.warning("%s: step skipped, gradients are not finite: %s", type(optimizer).__name__, found)
+        self.skipped = was_skipped(self.scaler, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale and its counters as plain numbers."""
