@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -41,9 +42,10 @@ def test_a_step_that_is_not_finite_is_skipped_in_every_format(dtype: str) -> Non
 
 def test_a_forward_on_the_instance_goes_into_a_class() -> None:
     """As TRL sets one; what accelerate has set stays, and `hs.prepare` refuses it."""
-    model, hooked = nn.Linear(2, 2), nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
+    hooked: Any = nn.Linear(2, 2)
     for each in (model, hooked):
-        each.forward = MethodType(lambda self, x: nn.Linear.forward(self, x) + 1, each)  # type: ignore[method-assign]
+        each.forward = MethodType(lambda self, x: nn.Linear.forward(self, x) + 1, each)
     x = torch.ones(1, 2)
     expected = model(x)
     forward_in_class(model)
