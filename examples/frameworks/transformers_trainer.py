@@ -26,7 +26,7 @@ def make_data(count: int, *, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row.clone()} for row in torch.stack(rows, 1)]
 
 
-def train(policy: str | hs.Policy, *, seed: int = 0, steps: int = 60, folder: str | None = None) -> float:
+def train(policy: str | hs.Policy, *, seed: int = 0, steps: int = 30, folder: str | None = None) -> float:
     """Train a small GPT-2; return its loss on sequences that it has not seen.
 
     Args:
@@ -47,7 +47,7 @@ def train(policy: str | hs.Policy, *, seed: int = 0, steps: int = 60, folder: st
             per_device_train_batch_size=16,
             gradient_accumulation_steps=2,
             learning_rate=3e-3,
-            logging_steps=20,
+            logging_steps=10,
             save_strategy="no" if folder is None else "steps",
             save_steps=steps // 2,
             seed=seed,

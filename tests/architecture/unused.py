@@ -43,6 +43,8 @@ CALLED_FROM_OUTSIDE: Mapping[str, str] = {
     "all_fp32_from_fp32_grad_stash": "an attribute that users of apex.amp read",
     "backbone_network": "an attribute that users of mindspore.nn read",
     "get_lr": "a method that users of mindspore.nn call",
+    "on_train_begin": "transformers' Trainer calls it",
+    "on_optimizer_step": "transformers' Trainer calls it before gradients are cleared",
     "prepare_optimizer": "accelerate's Accelerator.prepare calls it",
     "unscale_gradients": "accelerate's Accelerator.clip_grad_norm_ and clip_grad_value_ call it",
     "_lazy_init_scale_growth_tracker": "accelerate's Accelerator.load_state calls it under FSDP2",

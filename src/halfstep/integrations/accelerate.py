@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.integrations.shared import checking, need, region, was_skipped
+from halfstep.integrations.shared import checking, forward_in_class, need, region, was_skipped
 from halfstep.policy import Policy, resolve
 
 need("accelerate", "1.10", extra="accelerate")
@@ -282,6 +282,8 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             BindError, PolicyError, UnbuiltError: as `hs.prepare`.
         """
+        for model in models:
+            forward_in_class(model)
         if models:
             hs.prepare(models, policy=self.policy)
         for model in models:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from types import MethodType, ModuleType
 
 import torch
+from torch import nn
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
 
-__all__ = ["checking", "need", "region", "was_skipped"]
+__all__ = ["checking", "forward_in_class", "need", "region", "was_skipped"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -88,6 +89,23 @@ def region(policy: hs.Policy, *, enabled: bool = True, cache_enabled: bool | Non
     fields = {name: getattr(plain, name) for name in about_models}
     without = policy.replace(**fields, master="none", scale="none")
     return hs.autocast(policy=without, enabled=enabled, cache_enabled=cache_enabled)
+
+
+def forward_in_class(model: nn.Module) -> None:
+    """Give `model` a class with the forward that a library has set on the instance, such as TRL, in place of that.
+
+    `hs.prepare` refuses a forward on the instance, because it hides that of the class, which opens the region. What
+    accelerate has set stays, and is refused: its mixed precision and its hooks.
+    """
+    forward = vars(model).get("forward")
+    if not isinstance(forward, MethodType) or forward.__self__ is not model:
+        return
+    if hasattr(model, "_original_forward") or hasattr(model, "_old_forward"):
+        return
+    kind = type(model)
+    body = {"forward": forward.__func__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (kind,), body)
+    del model.forward
 
 
 def was_skipped(scaler: hs.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

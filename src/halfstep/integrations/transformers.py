@@ -15,15 +15,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
-from halfstep.integrations.shared import need
+from halfstep.integrations.shared import forward_in_class, need
 from halfstep.policy import Policy
 
 need("transformers", "4.57", extra="transformers")
@@ -34,7 +34,12 @@ from transformers.trainer_callback import ExportableState, TrainerCallback  # no
 
 from halfstep.integrations.accelerate import follow  # noqa: E402
 
-__all__ = ["PolicyMixin", "Seq2SeqTrainer", "SkippedSteps", "Trainer"]
+__all__ = ["PolicyMixin", "Seq2SeqTrainer", "Trainer"]
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Mixed  # what it is mixed into has
+else:
+    Mixed = object
 
 LOG = logging.getLogger("halfstep")
 
@@ -42,7 +47,7 @@ PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 """Arguments that set a precision of Trainer's own."""
 
 
-class SkippedSteps(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types here
+class SkippedSteps(TrainerCallback, ExportableState):
     """Counts skipped steps for the log; saved in trainer_state.json, so that a resumed run goes on counting.
 
     Attributes:
@@ -73,7 +78,7 @@ class SkippedSteps(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
             self.culprits = list(optimizer.scaler.culprits(optimizer.optimizer))
 
 
-class PolicyMixin:
+class PolicyMixin(Mixed):
     """Makes a subclass of transformers' Trainer follow a policy; it comes first among the bases.
 
     Example:
@@ -146,17 +151,14 @@ class PolicyMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.is_fsdp_enabled:
+            forward_in_class(self.model)
             hs.prepare(self.model, policy=self.policy)  # note [moments]
-        with self._precise():
+        with hs.edit_weights(self.model):  # DCP and PEFT cast what they load as the parameters are: fp32 here
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        with self._precise():
+        with hs.edit_weights(self.model):
             super()._load_best_model()
-
-    def _precise(self) -> AbstractContextManager[Any]:
-        """Return a context in which weights can be loaded under FSDP, where torch casts them as the parameters are."""
-        return hs.edit_weights(self.model) if self.is_fsdp_enabled else nullcontext()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # under FSDP torch makes the optimizer's state by a step of zero gradients, before any loss was scaled
@@ -198,11 +200,12 @@ class PolicyMixin:
         if self.black_box is None:
             yield
             return
-        self.compute_loss = lambda _, *args, **kwargs: self.black_box(*args, **kwargs)
+        box = self.black_box
+        self.__dict__["compute_loss"] = lambda _, *args, **kwargs: box(*args, **kwargs)
         try:
             yield
         finally:
-            del self.compute_loss
+            del self.__dict__["compute_loss"]
 
     def _box(self, model: Any) -> hs.BlackBox | None:
         """Return the box of `model`, or None where its replays could not end."""
@@ -231,9 +234,9 @@ class PolicyMixin:
         super().log(logs, *args, **kwargs)
 
 
-class Trainer(PolicyMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(PolicyMixin, transformers.Trainer):
     """transformers.Trainer under a policy: see `PolicyMixin`."""
 
 
-class Seq2SeqTrainer(PolicyMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(PolicyMixin, transformers.Seq2SeqTrainer):
     """transformers.Seq2SeqTrainer under a policy: see `PolicyMixin`."""
