@@ -282,7 +282,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def command(*words: str) -> tuple[str, str]:
-    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

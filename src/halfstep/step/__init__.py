@@ -6,7 +6,7 @@ collection of `StepMetrics`.
 
 from halfstep.events import HostStepResult, StepResult
 from halfstep.step.checkpoints.preemption import on_preemption
-from halfstep.step.metrics import Metrics, StepMetrics
+from halfstep.step.metrics import Metrics, MetricsLogger, StepMetrics
 from halfstep.step.prepare import edit_weights, prepare, prepared_policy, unprepare
 from halfstep.step.save import Loaded, Saving, load, save
 from halfstep.step.shard import shard
@@ -16,6 +16,7 @@ __all__ = [
     "HostStepResult",
     "Loaded",
     "Metrics",
+    "MetricsLogger",
     "Saving",
     "StepMetrics",
     "StepResult",

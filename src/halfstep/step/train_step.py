@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -46,8 +47,9 @@ from halfstep.step.construct import unchanged_on_failure
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.metrics import Metrics
+from halfstep.step.metrics import Metrics, MetricsLogger
 from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, Moments, Watchers
+from halfstep.step.phases import show_phases
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.ranks import join, ranks_of
 from halfstep.step.record import Record
@@ -215,6 +217,8 @@ class TrainStep:
         if moments.phase:
             moments.refuse(self.record.done)
         moments.grad = torch.is_grad_enabled()
+        if _profiler_enabled():
+            show_phases(self)
         self._settle()
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
@@ -343,13 +347,12 @@ class TrainStep:
         postponed = not last if self._ranks is None else self._ranks.postpones(last=last)
         return self._no_sync() if postponed and self._no_sync is not None else WHOLE
 
-    def metrics(self, *, every: int = 50) -> Metrics:
+    def metrics(self, *, every: int = 50, to: MetricsLogger | None = None) -> Metrics:
         """Begin to collect metrics, anew at a second call: a record every so many updates; return where to poll them.
 
-        Raises:
-            StepError: `every` is no whole number from 1.
+        Each goes to ``to.add(record)`` instead, see `hs.integrations.loggers`. A wrong argument is a StepError.
         """
-        self._metrics = Metrics(every)
+        self._metrics = Metrics(every, to=to)
         return self._metrics
 
     @property
