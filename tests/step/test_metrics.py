@@ -124,7 +124,7 @@ def test_names_come_with_the_record_of_the_window_in_which_a_step_was_skipped_an
     for collects in (False, True):
         step = make(blackbox=False)
         metrics = step.metrics(every=2) if collects else None
-        with Reads() as reads:
+        with Reads() as reads:  # type: ignore[no-untyped-call]
             results = [step(x) for x in data]
         counts.append(reads.count)
     assert counts[0] == counts[1] and metrics is not None

@@ -8,12 +8,16 @@ the update: norms, unscaling, clipping, optimizer, loss scale. A step asks torch
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from torch.autograd import _profiler_enabled
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
-__all__ = ["PHASES", "show_phases"]
+__all__ = ["PHASES", "profiler_runs", "show_phases"]
+
+profiler_runs: Callable[[], bool] = _profiler_enabled
+"""Return whether a profiler of torch records; a function of C."""
 
 PHASES = {"run_forward": "halfstep::forward", "run_backward": "halfstep::backward", "_update": "halfstep::tail"}
 """Method of a TrainStep -> its name in traces."""
@@ -34,7 +38,7 @@ class _Phase:
     def __call__(self, *args: Any, **named: Any) -> Any:
         step = self._step()
         run = getattr(type(step), self._method)
-        if _profiler_enabled():
+        if profiler_runs():
             with record_function(PHASES[self._method]):
                 return run(step, *args, **named)
         vars(step).pop(self._method, None)

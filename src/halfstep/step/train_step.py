@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -49,7 +48,7 @@ from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
 from halfstep.step.metrics import Metrics, MetricsLogger
 from halfstep.step.moments import ADVANCE, MICRO_BATCH, REST, Moments, Watchers
-from halfstep.step.phases import show_phases
+from halfstep.step.phases import profiler_runs, show_phases
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.ranks import join, ranks_of
 from halfstep.step.record import Record
@@ -217,7 +216,7 @@ class TrainStep:
         if moments.phase:
             moments.refuse(self.record.done)
         moments.grad = torch.is_grad_enabled()
-        if _profiler_enabled():
+        if profiler_runs():
             show_phases(self)
         self._settle()
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
