@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +156,8 @@ def records(data: bytes) -> Iterator[bytes]:
             place += block - place % block
             continue
         length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if place + 7 + length > len(data):  # still being written
+            return
         record += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in {1, 4}:  # whole, or its last part
@@ -171,9 +174,12 @@ def test_weights_and_biases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = Written({}, {}, {}, {})
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     metrics = []
-    for data in records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for _ in range(100):  # the process that writes the file may come to its end after finish()
+        found_records = [wandb_internal_pb2.Record.FromString(data) for data in records(file.read_bytes())]
+        if any(record.HasField("exit") for record in found_records):
+            break
+        time.sleep(0.3)
+    for record in found_records:
         if record.HasField("metric"):
             metrics.append((record.metric.name or record.metric.glob_name, record.metric.step_metric))
         if not record.HasField("history"):
