@@ -199,3 +199,13 @@ def test_every_write_through_data_reaches_the_fp32_value(write: str) -> None:
         else:
             model.weight.data = model.weight.data + 1
         assert torch.equal(model.state_dict()["weight"], (before + 1).float())
+
+
+def test_what_cannot_be_lowered_is_refused_before_anything_changes() -> None:
+    model = net()
+    model[0].weight.data = model[0].weight.data.half()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(hs.errors.WeightsError, match=r"parameter 0\.weight is torch\.float16"):
+        hs.prepare(model, policy=pure())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[2].weight.dtype is torch.float32 and store_of(model) is None
