@@ -33,8 +33,8 @@ def train(rank: int) -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    total = sum(p.detach().double().sum().item() for p in model.parameters())
-    print(f"rank {rank}: weights {total.hex()}, scale {scaler.get_scale():g}", flush=True)
+    total = torch.cat([p.detach().double().flatten() for p in model.parameters()]).sum().item()
+    print(f"rank {rank}: weights {float(total).hex()}, scale {scaler.get_scale():g}", flush=True)
 
 
 def main() -> None:

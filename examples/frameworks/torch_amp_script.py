@@ -45,4 +45,4 @@ for step in range(args.steps):
     optimizer.zero_grad(set_to_none=True)
     if scaler.get_scale() >= before:
         scheduler.step()
-    print(f"{step} {loss.item().hex()} {scaler.get_scale():g} {accuracy.item():.3f}")
+    print(f"{step} {float(loss.item()).hex()} {scaler.get_scale():g} {accuracy.item():.3f}")

@@ -221,7 +221,8 @@ class Quantised(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` in the format of `x`."""
-        return nn.functional.linear(x, (self.weight * self.scale).to(x.dtype))
+        scale: Any = self.scale
+        return nn.functional.linear(x, (self.weight * scale).to(x.dtype))
 
 
 def quantised() -> Any:
@@ -267,7 +268,7 @@ def test_the_casts_for_training_on_a_quantised_base_come_before_prepare(name: st
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_weights_of_torchao_are_left_alone(name: str, dtype: torch.dtype) -> None:
     quantization = pytest.importorskip("torchao.quantization")
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).to(dtype)
+    model: Any = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).to(dtype)
     quantization.quantize_(model[0:1], quantization.Int8WeightOnlyConfig())
     model[0].requires_grad_(False)
     kind, before = type(model[0].weight.data), model[0].weight.dequantize().clone()

@@ -105,7 +105,7 @@ def test_a_record_waits_for_its_copy_and_nobody_for_the_record() -> None:
             self.done = True
 
     metrics, event = Metrics(1), Event()
-    metrics._waiting.append((1, 2.0, torch.tensor([0.5, 1.0, 0.0, 3.0]), event))
+    metrics._waiting.append((1, 2.0, torch.tensor([0.5, 1.0, 0.0, 3.0]), event, None))
     assert metrics.poll() == []
     (record,) = metrics.flush()
     assert event.done
@@ -116,3 +116,48 @@ def test_a_record_waits_for_its_copy_and_nobody_for_the_record() -> None:
 def test_a_wrong_interval_is_refused(every: Any) -> None:
     with pytest.raises(StepError, match="expected a whole number of updates from 1"):
         make().metrics(every=every)
+
+
+def test_names_come_with_the_record_of_the_window_in_which_a_step_was_skipped_and_nothing_waits() -> None:
+    data = [torch.ones(5, 3), torch.full((5, 3), float("inf")), *[torch.ones(5, 3)] * 3]
+    counts = []
+    for collects in (False, True):
+        step = make(blackbox=False)
+        metrics = step.metrics(every=2) if collects else None
+        with Reads() as reads:  # type: ignore[no-untyped-call]
+            results = [step(x) for x in data]
+        counts.append(reads.count)
+    assert counts[0] == counts[1] and metrics is not None
+    first, second = metrics.poll()
+    assert first.culprits == results[1].culprits == ("weight", "bias") and second.culprits == ()
+    assert str(first).endswith("samples/s, not finite: weight, bias")
+    assert set(first.numbers()) == {"loss", "scale", "skipped", "grad_norm", "samples_per_second"}
+
+
+def test_records_go_to_a_logger_as_they_arrive() -> None:
+    class Keeps:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def add(self, record: Any) -> None:
+            self.steps.append(record.step)
+
+    step, keeps = make(), Keeps()
+    metrics = step.metrics(every=2, to=keeps)
+    for x in batches(5):
+        step(x)
+    assert keeps.steps == [2, 4] and metrics.poll() == [] == metrics.flush()
+    with pytest.raises(StepError, match=r"metrics\(to='runs'\): expected a logger with a method add\(record\)"):
+        step.metrics(to="runs")  # type: ignore[arg-type]
+
+
+def test_records_that_are_not_polled_do_not_pile_up() -> None:
+    metrics = Metrics(1)
+    step = make()
+    result = step(torch.ones(5, 3))
+    for _ in range(1000):
+        metrics.see(result, (), updated=True)
+    with pytest.warns(UserWarning, match=r"1000 records .* the oldest are dropped; call metrics\.poll\(\)"):
+        metrics.see(result, (), updated=True)
+    metrics.see(result, (), updated=True)  # one warning
+    assert metrics.dropped == 2 and len(metrics.poll()) == 1000

@@ -19,7 +19,7 @@ STRATEGIES = ["master", "split", "kahan", "stochastic"]
 KEPT = {"master": 4, "split": 2, "kahan": 2, "stochastic": 0}
 
 
-def net() -> nn.Sequential:
+def net() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     model[0].requires_grad_(False)
@@ -30,7 +30,7 @@ def pure(master: str = "master", **fields: Any) -> hs.Policy:
     return hs.Policy.of("pure", dtype="bf16", master=master, **fields)
 
 
-def prepared(master: str = "master", **fields: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, hs.GradScaler]:
+def prepared(master: str = "master", **fields: Any) -> tuple[Any, Any, hs.GradScaler]:
     model = net()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     return hs.prepare(model, optimizer, policy=pure(master, **fields))
@@ -141,7 +141,7 @@ def test_gradients_in_fp32_and_large_frozen_parameters_go_together() -> None:
 
 @pytest.mark.parametrize("master", STRATEGIES)
 def test_a_checkpoint_goes_on_bit_for_bit(master: str, tmp_path: Path) -> None:
-    def begin() -> hs.TrainStep:
+    def begin() -> Any:
         model = net()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         return hs.TrainStep(model, optimizer, lambda m, x: m(x).square().sum(), policy=pure(master))
@@ -188,7 +188,7 @@ def test_another_format_device_and_back_leave_it_what_it_is() -> None:
 
 @pytest.mark.parametrize("write", ["+=", "in place", "new"])
 def test_every_write_through_data_reaches_the_fp32_value(write: str) -> None:
-    model = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
     hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=pure())
     before = model.weight.detach().clone()
     with pytest.warns(UserWarning, match="was written through .data") if write != "new" else pytest.warns():
@@ -199,3 +199,13 @@ def test_every_write_through_data_reaches_the_fp32_value(write: str) -> None:
         else:
             model.weight.data = model.weight.data + 1
         assert torch.equal(model.state_dict()["weight"], (before + 1).float())
+
+
+def test_what_cannot_be_lowered_is_refused_before_anything_changes() -> None:
+    model = net()
+    model[0].weight.data = model[0].weight.data.half()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(hs.errors.WeightsError, match=r"parameter 0\.weight is torch\.float16"):
+        hs.prepare(model, policy=pure())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[2].weight.dtype is torch.float32 and store_of(model) is None

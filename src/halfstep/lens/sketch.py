@@ -205,6 +205,17 @@ class ExponentSketch:
         """Finite numbers that are not zero: what shares are shares of."""
         return sum(self.exponents.values())
 
+    def bars(self) -> tuple[list[int], list[float]]:
+        """Return the counts from the first to the last exponent, and their edges as log2: ``numpy.histogram``'s form.
+
+        Both are empty if there is no number but zero.
+        """
+        if not self.exponents:
+            return [], []
+        first, last = min(self.exponents), max(self.exponents)
+        counts = [self.exponents.get(e, 0) for e in range(first, last + 1)]
+        return counts, [float(e) for e in range(first, last + 2)]
+
     # ------------------------------------------------------------------ answers
 
     def underflow(self, format: AnyFormat, scale: float = 1.0) -> Bounds:

@@ -426,8 +426,9 @@ def _parameters(
             kind = str(parameter.dtype).removeprefix("torch.")
             untouched.append(f"parameter {name} is {kind} and is never converted")
             continue
-        if is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "placements"):  # not a DTensor
-            kind = type(parameter.data).__name__
+        values: Any = parameter.data
+        if is_traceable_wrapper_subclass(values) and not hasattr(parameter, "placements"):  # not a DTensor
+            kind = type(values).__name__
             untouched.append(
                 f"parameter {name} is a {kind}, which stores its values its own way, and is never converted"
             )

@@ -8,7 +8,7 @@ from halfstep.events import HostStepResult, StepResult
 from halfstep.step.checkpoints.preemption import on_preemption
 from halfstep.step.exported import exported
 from halfstep.step.lowered import lowered
-from halfstep.step.metrics import Metrics, StepMetrics
+from halfstep.step.metrics import Metrics, MetricsLogger, StepMetrics
 from halfstep.step.prepare import edit_weights, prepare, prepared_policy, unprepare
 from halfstep.step.save import Loaded, Saving, load, save
 from halfstep.step.shard import shard
@@ -18,6 +18,7 @@ __all__ = [
     "HostStepResult",
     "Loaded",
     "Metrics",
+    "MetricsLogger",
     "Saving",
     "StepMetrics",
     "StepResult",

@@ -22,8 +22,8 @@ MARKER = "_step_supports_amp_scaling"  # torch's, of its fused optimizers
 def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Undo what a block does to `model` and `optimizer` if it raises: binding, low weights, hooks, forms of the step.
 
-    A model that was prepared before stays prepared. Without masters (a policy's master="none") low weights come back
-    rounded, since their fp32 values are gone.
+    A model that was prepared before stays prepared. Low weights with nothing behind them (a policy's master="none",
+    frozen parameters) come back rounded, since their fp32 values are gone.
     """
     inner = unwrap(model)
     fresh = not is_bound(inner)

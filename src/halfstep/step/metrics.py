@@ -2,25 +2,31 @@
 
 Every N updates the latest numbers are packed into one tensor and copied to pinned memory behind the work already
 queued; `Metrics.poll` hands a record out once its copy has arrived, usually a step or two later. On a CPU there is
-nothing to wait for and the record is there at once.
+nothing to wait for and the record is there at once. The names of gradients that were not finite come with them, read
+from norms that the update has computed anyway.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import StepError
 from halfstep.events import StepResult
+from halfstep.step.update import Culprits
 from halfstep.trees import tensors
 
-__all__ = ["Metrics", "StepMetrics"]
+__all__ = ["Metrics", "MetricsLogger", "StepMetrics"]
+
+MOST_WAITING = 1000
+"""Records that are kept for a `poll` that does not come."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +41,8 @@ class StepMetrics:
         grad_norm: unscaled gradient norm of the last update, before clipping.
         samples_per_second: samples since the record before by the host's clock; the first dimension of a batch's first
             tensor counts.
+        culprits: names of the parameters whose gradients were not finite in the last update, of those since the record
+            before, that was not applied; empty if all were applied.
     """
 
     step: int
@@ -43,13 +51,26 @@ class StepMetrics:
     skipped: int
     grad_norm: float
     samples_per_second: float
+    culprits: tuple[str, ...] = ()
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the record but `step`, by name, as the loggers of other libraries take them."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"step", "culprits"}}
 
     def __str__(self) -> str:
         """Return one readable line."""
         return (
             f"step {self.step}: loss {self.loss:.4g}, scale {self.scale:g}, {self.skipped} skipped, "
             f"gradient norm {self.grad_norm:.3g}, {self.samples_per_second:,.0f} samples/s"
+            f"{', not finite: ' * bool(self.culprits)}{', '.join(self.culprits)}"
         )
+
+
+class MetricsLogger(Protocol):
+    """What takes records, such as the loggers of `hs.integrations.loggers`."""
+
+    def add(self, record: StepMetrics, /) -> object:
+        """Log a record at its step."""
 
 
 class Metrics:
@@ -61,18 +82,27 @@ class Metrics:
         ...     step(x, y)
         ...     for record in metrics.poll():
         ...         print(record)
+
+    Attributes:
+        every: updates between two records.
+        dropped: records that were dropped, the oldest first, because 1,000 newer ones were not polled.
     """
 
-    def __init__(self, every: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, every: int, clock: Callable[[], float] = time.perf_counter, *, to: MetricsLogger | None = None
+    ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise StepError(f"metrics(every={every!r}): expected a whole number of updates from 1")
-        self.every = every
+        if to is not None and not callable(getattr(to, "add", None)):
+            raise StepError(f"metrics(to={to!r}): expected a logger with a method add(record), as in hs.integrations")
+        self.every, self.dropped, self._to = every, 0, to
         self._clock = clock
         self._since = clock()
         self._updates = self._losses = self._samples = 0
         self._loss: Tensor | None = None
         self._skipped: Tensor | None = None
-        self._waiting: deque[tuple[int, float, Tensor, Any]] = deque()
+        self._culprits: Culprits | None = None  # of the last update since the record before that was not applied
+        self._waiting: deque[tuple[int, float, Tensor, Any, Culprits | None]] = deque()
 
     def see(self, result: StepResult, batch: Any, *, updated: bool) -> None:
         """Take in one micro-batch; `updated` says whether an update was due after it."""
@@ -89,14 +119,29 @@ class Metrics:
         skipped = result.skipped.to(torch.float32)
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._updates += 1
+        self._note(result)
         if self._updates % self.every == 0 and self._losses:  # 0: a flush in which only other ranks had micro-batches
             self._send(result)
+        if self._to is not None:
+            for record in self.poll():
+                self._to.add(record)
+
+    def _note(self, result: StepResult) -> None:
+        """Keep the norms of an update that was not applied, by a choice that the device makes."""
+        found, known = result.find_culprits, self._culprits
+        if isinstance(found, Culprits):
+            same = known is not None and known.norms.shape == found.norms.shape
+            before = known.norms if known is not None and same else torch.zeros_like(found.norms)
+            self._culprits = replace(found, norms=torch.where(result.skipped, found.norms, before))
 
     def _send(self, result: StepResult) -> None:
         assert self._loss is not None and self._skipped is not None
         device = self._loss.device
         parts = (self._loss / self._losses, result.scale, self._skipped, result.grad_norm)
         packed = torch.stack([part.to(device=device, dtype=torch.float32) for part in parts])
+        culprits = self._culprits
+        if culprits is not None:
+            packed = torch.cat([packed, culprits.norms.to(packed)])
         arrived: Any = None
         if device.type == "cuda":
             pinned = torch.empty_like(packed, device="cpu", pin_memory=True)
@@ -105,8 +150,17 @@ class Metrics:
             arrived.record()
         now = self._clock()
         rate = self._samples / (now - self._since) if now > self._since else float("nan")
-        self._waiting.append((result.step, rate, packed, arrived))
-        self._loss, self._losses, self._samples, self._since = None, 0, 0, now
+        self._waiting.append((result.step, rate, packed, arrived, culprits))
+        self._loss, self._losses, self._samples, self._since, self._culprits = None, 0, 0, now, None
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            if not self.dropped:
+                warnings.warn(
+                    f"{MOST_WAITING} records of step.metrics(every={self.every}) were not polled, and the oldest are "
+                    "dropped; call metrics.poll() in the loop, or give it a logger: step.metrics(to=...)",
+                    stacklevel=4,
+                )
+            self.dropped += 1
 
     def poll(self) -> list[StepMetrics]:
         """Return the records that have arrived since the last call, oldest first; never waits."""
@@ -114,18 +168,21 @@ class Metrics:
 
     def flush(self) -> list[StepMetrics]:
         """Return every record that is still on its way; waits for the device. For the end of a run."""
-        return self._records(wait=True)
+        records = self._records(wait=True)
+        for record in records if self._to is not None else ():
+            self._to.add(record)  # type: ignore[union-attr]
+        return records
 
     def _records(self, *, wait: bool) -> list[StepMetrics]:
         found = []
         while self._waiting:
-            step, rate, packed, arrived = self._waiting[0]
+            step, rate, packed, arrived, culprits = self._waiting[0]
             if arrived is not None and not wait and not arrived.query():
                 break
             if arrived is not None:
                 arrived.synchronize()
             self._waiting.popleft()
-            loss, scale, skipped, norm = packed.tolist()
+            loss, scale, skipped, norm, *_ = packed.tolist()
             found.append(
                 StepMetrics(
                     step=step,
@@ -134,6 +191,7 @@ class Metrics:
                     skipped=int(skipped),
                     grad_norm=norm,
                     samples_per_second=rate,
+                    culprits=() if culprits is None else replace(culprits, norms=packed[4:])(),
                 )
             )
         return found

@@ -142,10 +142,10 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[
             put(parameter, local(parameter.detach()).to(DTYPES[concrete.dtype]))
     elif low:
         frozen = {id(p) for _, p in low if not p.requires_grad and id(p) not in trained}
-        store = STRATEGIES[concrete.master]([pair for pair in low if id(pair[1]) not in frozen], DTYPES[concrete.dtype])
+        store = STRATEGIES[concrete.master]([], DTYPES[concrete.dtype])
+        store.check(low)
         for name, parameter in low:
-            if id(parameter) in frozen:
-                store.lower(name, parameter)
+            (store.lower if id(parameter) in frozen else store.adopt)(name, parameter)
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters

@@ -48,8 +48,9 @@ from halfstep.step.evaluate import evaluate
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.metrics import Metrics
+from halfstep.step.metrics import Metrics, MetricsLogger
 from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers
+from halfstep.step.phases import profiler_runs, show_phases
 from halfstep.step.prepare import prepare_with, prepared_policy, store_of, unwrap
 from halfstep.step.ranks import join, ranks_of, refuse_flush
 from halfstep.step.record import Record
@@ -219,6 +220,8 @@ class TrainStep:
         if moments.phase:
             moments.refuse(self.record.done)
         moments.grad = torch.is_grad_enabled()
+        if profiler_runs():
+            show_phases(self)
         self._settle()
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
@@ -353,13 +356,12 @@ class TrainStep:
         postponed = not last if self._ranks is None else self._ranks.postpones(last=last)
         return self._no_sync() if postponed and self._no_sync is not None else WHOLE
 
-    def metrics(self, *, every: int = 50) -> Metrics:
+    def metrics(self, *, every: int = 50, to: MetricsLogger | None = None) -> Metrics:
         """Begin to collect metrics, anew at a second call: a record every so many updates; return where to poll them.
 
-        Raises:
-            StepError: `every` is no whole number from 1.
+        Each goes to ``to.add(record)`` instead, see `hs.integrations.loggers`. A wrong argument is a StepError.
         """
-        self._metrics = Metrics(every)
+        self._metrics = Metrics(every, to=to)
         return self._metrics
 
     @property

@@ -73,8 +73,7 @@ class WeightStore(ABC):
             raise WeightsError(self._refusal(low))
         pairs = list(named)
         self.dtype = low
-        for name, parameter in pairs:
-            self._check(name, parameter)
+        self.check(pairs)
         self._names: dict[int, str] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._frozen: set[int] = set()  # those with nothing behind them: note [frozen parameters]
@@ -92,12 +91,18 @@ class WeightStore(ABC):
             self.adopt(name, parameter)
         stores().add(self)
 
-    def _check(self, name: str, parameter: nn.Parameter) -> None:
-        if parameter.dtype not in {torch.float32, self.dtype}:
-            raise WeightsError(
-                f"parameter {name} is {parameter.dtype} and a master is made for float32 or {self.dtype} parameters; "
-                "convert it, or give its module the rule 'keep'"
-            )
+    def check(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Refuse what cannot be lowered.
+
+        Raises:
+            WeightsError: a parameter is neither fp32 nor low.
+        """
+        for name, parameter in named:
+            if parameter.dtype not in {torch.float32, self.dtype}:
+                raise WeightsError(
+                    f"parameter {name} is {parameter.dtype} and a master is made for float32 or {self.dtype} "
+                    "parameters; convert it, or give its module the rule 'keep'"
+                )
 
     def _refusal(self, low: torch.dtype) -> str:
         return f"low weights are bfloat16 or float16, not {low}"
@@ -171,12 +176,7 @@ class WeightStore(ABC):
         self._add(name, parameter)
 
     def lower(self, name: str, parameter: nn.Parameter) -> None:
-        """Lower `parameter` in place and keep nothing behind it: note [frozen parameters].
-
-        Raises:
-            WeightsError: it is neither fp32 nor low; nothing was changed.
-        """
-        self._check(name, parameter)
+        """Lower `parameter` in place and keep nothing behind it: note [frozen parameters]."""
         if parameter in self:
             return
         if parameter.dtype is not self.dtype:
@@ -215,9 +215,9 @@ class WeightStore(ABC):
                 "prepare the model after its parameters are made"
             )
         if key in self._frozen:
-            self._frozen.remove(key)
             self._adopt(key, parameter)
             self._versions[key] = parameter._version
+            self._frozen.remove(key)
         unseen = type(parameter) is WatchedParameter and parameter.written()
         if unseen:
             self.data_written(self._names[key], copied=False)

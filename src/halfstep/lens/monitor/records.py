@@ -123,6 +123,30 @@ class MonitorRecord:
     parameters: tuple[ParameterRecord, ...]
     activations: tuple[ActivationRecord, ...] = field(default=())
 
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the record but `step`, by name: ``scale``, ``underflow/NAME``, ``zeros/NAME``, ..."""
+        found = {"scale": self.scale}
+        for p in self.parameters:
+            found |= {
+                f"underflow/{p.name}": p.underflow[1],
+                f"subnormal/{p.name}": p.subnormal[1],
+                f"zeros/{p.name}": p.zeros,
+                f"nonfinite/{p.name}": p.nonfinite,
+                f"headroom/{p.name}": p.headroom,
+                f"update_ratio/{p.name}": p.update_ratio,
+                f"swallowed/{p.name}": p.swallowed,
+            }
+        return found
+
+    def sketches(self) -> dict[str, ExponentSketch]:
+        """Return the sketches of the record: ``gradient/NAME``, ``weight/NAME``, ``activation/MODULE``."""
+        found = {}
+        for p in self.parameters:
+            found[f"gradient/{p.name}"] = p.gradient
+            if p.weight is not None:
+                found[f"weight/{p.name}"] = p.weight
+        return found | {f"activation/{a.module}": a.sketch for a in self.activations}
+
     def __str__(self) -> str:
         """Return a readable table, what is not finite first, then the worst underflow."""
         lines = [f"step {self.step}: {self.samples} samples, scale {self.scale:g}"]

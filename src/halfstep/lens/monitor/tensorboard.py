@@ -44,9 +44,8 @@ class EventWriter(Protocol):
 class SketchWriter:
     """Writes what a `Monitor` has seen to TensorBoard.
 
-    Tags: ``gradient/NAME``, ``weight/NAME`` and ``activation/MODULE`` are histograms; ``scale``, ``underflow/NAME``,
-    ``subnormal/NAME``, ``zeros/NAME``, ``nonfinite/NAME``, ``headroom/NAME``, ``update_ratio/NAME`` and
-    ``swallowed/NAME`` are curves.
+    Histograms have the tags of `MonitorRecord.sketches`, curves those of `MonitorRecord.numbers`. For a whole run there
+    is `hs.integrations.loggers.TensorBoard`, which is built on it.
 
     Args:
         target: a folder for event files, or a SummaryWriter (or anything with its `add_scalar` and
@@ -68,33 +67,18 @@ class SketchWriter:
 
     def add(self, record: MonitorRecord) -> None:
         """Write one record, at its step."""
-        step = record.step
-        self._curve("scale", record.scale, step)
-        for p in record.parameters:
-            self.add_sketch(f"gradient/{p.name}", p.gradient, step)
-            if p.weight is not None:
-                self.add_sketch(f"weight/{p.name}", p.weight, step)
-            curves = {
-                "underflow": p.underflow[1],
-                "subnormal": p.subnormal[1],
-                "zeros": p.zeros,
-                "nonfinite": p.nonfinite,
-                "headroom": p.headroom,
-                "update_ratio": p.update_ratio,
-                "swallowed": p.swallowed,
-            }
-            for name, value in curves.items():
-                self._curve(f"{name}/{p.name}", value, step)
-        for a in record.activations:
-            self.add_sketch(f"activation/{a.module}", a.sketch, step)
+        for tag, sketch in record.sketches().items():
+            self.add_sketch(tag, sketch, record.step)
+        for tag, value in record.numbers().items():
+            if math.isfinite(value):
+                self.writer.add_scalar(tag, value, global_step=record.step)
 
     def add_sketch(self, tag: str, sketch: ExponentSketch, step: int) -> None:
         """Write the histogram of a sketch's exponents; nothing if it has no number but zero."""
         if not sketch.nonzero:
             return
-        first, last = min(sketch.exponents), max(sketch.exponents)
-        counts = [sketch.exponents.get(e, 0) for e in range(first, last + 1)]
-        middles = [e + 0.5 for e in range(first, last + 1)]
+        counts, edges = sketch.bars()
+        middles = [e + 0.5 for e in edges[:-1]]
         self.writer.add_histogram_raw(
             tag=tag,
             min=math.log2(sketch.smallest),
@@ -102,14 +86,10 @@ class SketchWriter:
             num=sketch.nonzero,
             sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
             sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
-            bucket_limits=[float(e + 1) for e in range(first, last + 1)],
+            bucket_limits=edges[1:],
             bucket_counts=counts,
             global_step=step,
         )
-
-    def _curve(self, tag: str, value: float, step: int) -> None:
-        if math.isfinite(value):
-            self.writer.add_scalar(tag, value, global_step=step)
 
     def close(self) -> None:
         """Write out what is buffered, if the writer can be closed."""
