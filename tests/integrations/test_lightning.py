@@ -143,7 +143,7 @@ def by_hand(
     scaler = checking(hs.GradScaler.from_policy(policy.scale, policy.dtype))
     loaded = list(data)
     for i, (x, y) in enumerate(loaded, 1):
-        with region(model):
+        with region(policy):
             loss = F.cross_entropy(model.net(x), y) / window
         scaler.scale(loss).backward()
         if i % window and i < len(loaded):
