@@ -37,7 +37,7 @@ def opened(value: Any) -> tuple[list[tuple[str, Any]], Rebuild] | None:
         named = [(f"[{index}]", item) for index, item in enumerate(value)]
         return named, (lambda items: kind(*items)) if hasattr(value, "_fields") else kind
     if kind is dict or kind is OrderedDict:
-        return _entries(value), lambda items: kind(zip(value, items, strict=True))
+        return _entries(value), lambda items: kind(list(zip(value, items, strict=True)))  # Dynamo takes no zip
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
         parts, context = node.flatten_fn(value)

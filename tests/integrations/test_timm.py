@@ -152,7 +152,7 @@ def test_errors_name_what_is_wrong_before_anything_is_done(monkeypatch: pytest.M
     with pytest.raises(IntegrationError, match="clip_mode='norms'"):
         loss_scaler(next(losses(model)), optimizer, clip_grad=1.0, clip_mode="norms", parameters=model.parameters())
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(IntegrationError, match=r"timm 0\.9 or newer is needed and is not installed: pip install"):
+    with pytest.raises(IntegrationError, match=r"timm 0\.9\.16 or newer is needed and is not installed: pip install"):
         loss_scaler(next(losses(model)), optimizer, clip_grad=1.0, clip_mode="agc", parameters=model.parameters())
     assert all(p.grad is None for p in model.parameters())
 

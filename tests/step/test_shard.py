@@ -65,7 +65,7 @@ def groups(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype | None,
             for group in _groups(module):
                 for parameter in group.fsdp_params:
                     own = parameter.sharded_param
-                    formats = group.mp_policy
+                    formats = getattr(parameter, "mp_policy", None) or group.mp_policy
                     found[names[id(own)]] = (own.dtype, formats.param_dtype, formats.reduce_dtype)
     return found
 

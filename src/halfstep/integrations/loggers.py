@@ -225,7 +225,7 @@ class MLflow(Logger):
         run_id: str | None = None,
         prefix: str = "halfstep/",
     ) -> None:
-        tracking: Any = need("mlflow.tracking", "2.20", package="mlflow")
+        tracking: Any = need("mlflow.tracking", "3.17", package="mlflow")
         super().__init__(prefix)
         self.client = tracking.MlflowClient(uri)
         self._own = run_id is None

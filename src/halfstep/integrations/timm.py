@@ -116,7 +116,7 @@ def _clipping(mode: str, parameters: object) -> Any:
         return torch.nn.utils.clip_grad_value_
     if mode != "agc":
         raise IntegrationError(f"NativeScaler(..., clip_mode={mode!r}); expected 'norm', 'value' or 'agc'")
-    need("timm", "0.9")
+    need("timm", "0.9.16")
     from timm.utils.agc import adaptive_clip_grad
 
     return adaptive_clip_grad

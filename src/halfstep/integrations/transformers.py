@@ -26,7 +26,7 @@ from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import forward_in_class, need
 from halfstep.policy import Policy
 
-need("transformers", "4.57", extra="transformers")
+need("transformers", "4.57.1", extra="transformers")
 need("accelerate", "1.10", extra="transformers")
 
 import transformers  # noqa: E402  # its version is checked first

@@ -7,7 +7,7 @@ tensor expanded over a dimension counts as what it has in memory. A cast is an o
 values in another floating format; a cast inside an operator that computes, without a cast tensor in memory, is none,
 and neither is one of a single element.
 
-How often multi-tensor functions launch on CUDA follows the packing of `MultiTensorApply.cuh` (torch 2.10 to 2.13): a
+How often multi-tensor functions launch on CUDA follows the packing of `MultiTensorApply.cuh` (torch 2.11 to 2.13): a
 launch has at most 110, 64, 48, 36 or 30 tensors, by its number of lists, and at most 320 chunks of 65,536 elements.
 """
 

@@ -82,7 +82,7 @@ def reduced(each: Tensor, target: Tensor, weight: Tensor | None, ignored: int, r
         return each
     if reduction == "sum":
         return each.sum()
-    counts = target != ignored
+    counts = target.ne(ignored)
     if weight is None:
         return each.sum() / counts.sum()
     return each.sum() / torch.where(counts, weight.take(torch.where(counts, target, 0)), 0.0).sum()

@@ -89,7 +89,7 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
 
 def shares(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, classes: int) -> Shares:
     """Return what `target` and `grad`, the gradient of the losses, make of the gradients of `classes` logits."""
-    counts = target.ne(ignored)  # Dynamo of torch 2.10 does not trace `!=` here
+    counts = target.ne(ignored)
     scale = torch.where(counts, grad, 0.0)
     label = torch.where(counts, target, 0)
     own = scale * (1.0 - smoothing) * (1.0 if weight is None else weight.take(label))
