@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def test_a_module_shows_its_plan_without_counts(source: Path) -> None:
 def test_a_model_that_cannot_run_is_no_reason_to_hide_its_plan(source: Path) -> None:
     done = run("--model", f"{source}:bad_batch", "linear")
     assert done.exit_code == 0
-    assert "operators are not counted: the first step raised RuntimeError: mat1 and mat2" in done.stdout
+    assert re.search(r"operators are not counted: the first step raised RuntimeError: .*mat1 and mat2", done.stdout)
     assert "Parameters: 161" in done.stdout
 
 

@@ -54,7 +54,7 @@ def ours(path: str) -> Any:
 
 def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     if isinstance(function, type):  # Python 3.13 shows (*args, **kwargs) for a class that torch has deprecated
-        return parameters(function.__init__)[1:]
+        return parameters(inspect.getattr_static(function, "__init__"))[1:]
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
