@@ -94,7 +94,8 @@ class Metrics:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise StepError(f"metrics(every={every!r}): expected a whole number of updates from 1")
         if to is not None and not callable(getattr(to, "add", None)):
-            raise StepError(f"metrics(to={to!r}): expected a logger with a method add(record), as in hs.integrations")
+            found = f"metrics(to={to!r}): expected a logger with a method add(record)"
+            raise StepError(f"{found}, such as hs.integrations.loggers.TensorBoard(folder)")
         self.every, self.dropped, self._to = every, 0, to
         self._clock = clock
         self._since = clock()
