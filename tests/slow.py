@@ -39,6 +39,10 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_two_ranks_skip_together_and_stay_equal",
     ),
     "tests/faults/test_faults.py": ("test_one_bad_rank_makes_both_skip",),
+    "tests/integrations/test_accelerate.py": ("test_two_processes_train_skip_and_resume_together",),
+    "tests/integrations/test_fabric.py": ("test_two_processes_skip_together_and_stay_equal",),
+    "tests/integrations/test_lightning.py": ("test_ddp_and_sharded_models",),
+    "tests/integrations/test_transformers.py": ("test_a_smaller_batch_is_found", "test_compiled_by_torch"),
     "tests/kernels/test_native.py": (
         "test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_made_again",
     ),
