@@ -53,7 +53,7 @@ class Corner:
         python: "3.12"; "" for the interpreter that runs this script.
         torch: a version; "" for the one that is installed beside this script.
         libraries: "lowest", "newest" or "" for none: the core of the tests instead of those of the integrations.
-        without: libraries that are left out: timm where no torchvision fits this torch, loggers where CI is to be quick.
+        without: libraries that are left out: timm where no torchvision fits this torch, loggers for a quick CI.
         slow: whether the slow tests of the integrations run too.
     """
 
@@ -233,7 +233,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if python is None:
             reason = f"not run: no interpreter python{corner.python}"
             known[corner.name] = {"python": corner.python, "torch": corner.torch, "absent": reason}
-            print(f"not run: {reason}", flush=True)
+            print(reason, flush=True)
         else:
             known[corner.name] = run(corner, python, options.workers)
             failed += known[corner.name]["failed"]
