@@ -159,8 +159,7 @@ def run(corner: Corner, python: str, workers: int) -> dict[str, Any]:
     took = time.perf_counter() - began
     if not report.exists():
         raise SystemExit(f"{corner.name}: pytest ended with {done.returncode} and wrote no report")
-    tested = "integrations" if corner.libraries else "core"
-    return {**_installed(binary), "tests": tested, **_counted(report), "seconds": round(took), "commit": commit()}
+    return {**_installed(binary), "tests": _kind(corner), **_counted(report), "seconds": round(took), "commit": commit()}
 
 
 def _installed(binary: Path) -> dict[str, Any]:
@@ -197,7 +196,9 @@ def matrix_table(report: Mapping[str, Any]) -> str:
         return "Not measured here."
     rows = []
     for corner in CORNERS:
-        unknown = {
+        here = report["machine"]
+        unknown = {"python": corner.python or here["python"], "torch": corner.torch or here["torch"]}
+        unknown |= {"absent": "not run yet", "tests": _kind(corner)}
             "python": corner.python,
             "torch": corner.torch or report["machine"]["torch"],
             "absent": "not run yet",
@@ -207,9 +208,13 @@ def matrix_table(report: Mapping[str, Any]) -> str:
     return f"`{report['command']}`, no GPU.\n\n{table(head, rows)}"
 
 
+def _kind(corner: Corner) -> str:
+    return "integrations" if corner.libraries else "core"
+
+
 def _line(row: Mapping[str, Any]) -> list[str]:
     if "absent" in row:
-        return [row["python"], row["torch"], "-", "-", "-", "-", row["absent"]]
+        return [row["python"], row["torch"], row["tests"], "-", "-", "-", row["absent"]]
     shown = {name: version for name, version in row["libraries"].items() if version and row["tests"] != "core"}
     counts = (str(row[key]) for key in ("passed", "failed", "skipped"))
     libraries = ", ".join(f"{name} {version}" for name, version in shown.items())
@@ -232,7 +237,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         python = interpreter(corner.python)
         if python is None:
             reason = f"not run: no interpreter python{corner.python}"
-            known[corner.name] = {"python": corner.python, "torch": corner.torch, "absent": reason}
+            absent = {"python": corner.python, "torch": corner.torch, "tests": _kind(corner), "absent": reason}
+            known[corner.name] = absent
             print(reason, flush=True)
         else:
             known[corner.name] = run(corner, python, options.workers)
