@@ -159,7 +159,13 @@ def run(corner: Corner, python: str, workers: int) -> dict[str, Any]:
     took = time.perf_counter() - began
     if not report.exists():
         raise SystemExit(f"{corner.name}: pytest ended with {done.returncode} and wrote no report")
-    return {**_installed(binary), "tests": _kind(corner), **_counted(report), "seconds": round(took), "commit": commit()}
+    return {
+        **_installed(binary),
+        "tests": _kind(corner),
+        **_counted(report),
+        "seconds": round(took),
+        "commit": commit(),
+    }
 
 
 def _installed(binary: Path) -> dict[str, Any]:
@@ -199,10 +205,6 @@ def matrix_table(report: Mapping[str, Any]) -> str:
         here = report["machine"]
         unknown = {"python": corner.python or here["python"], "torch": corner.torch or here["torch"]}
         unknown |= {"absent": "not run yet", "tests": _kind(corner)}
-            "python": corner.python,
-            "torch": corner.torch or report["machine"]["torch"],
-            "absent": "not run yet",
-        }
         rows.append(_line(report["rows"].get(corner.name, unknown)))
     head = ["Python", "torch", "tests", "passed", "failed", "skipped", "with"]
     return f"`{report['command']}`, no GPU.\n\n{table(head, rows)}"
