@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.kernels.choose import cannot_update
 from halfstep.kernels.reference.operators import split_bf16
-from halfstep.step import update
+from halfstep.step.fused import FusedUpdate
 from halfstep.step.prepare import store_of
 from halfstep.weights import SplitWeights
 from tests.stepping import own_step
@@ -118,8 +118,8 @@ def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str)
     for factor in noise:
         gradient = (low.detach() - target).mul_(1 + 0.5 * factor).to(torch.bfloat16)
         wide.grad, low.grad = gradient.float(), gradient
-        update.FusedUpdate(optimizers[0], None, None, one, good).write()
-        update.FusedUpdate(optimizers[1], store, None, one, good).write()
+        FusedUpdate(optimizers[0], None, None, [wide]).write(one, good)
+        FusedUpdate(optimizers[1], store, None, [low]).write(one, good)
     assert torch.equal(store.read(low), wide.detach())
     assert torch.equal(low.detach(), split_bf16(wide.detach())[0])
 

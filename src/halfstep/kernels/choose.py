@@ -39,6 +39,7 @@ __all__ = [
     "kernels_take_logits",
     "load_kernels",
     "losses",
+    "native_kernels",
     "norms_for",
     "rounded_gradient",
     "why_no_kernels",
@@ -107,7 +108,7 @@ def _loaded(device: str) -> str:
 def _registered(device: str) -> str:
     if device == "cpu":
         try:
-            kernels = Kernels(library())
+            kernels = _kernels()
         except Unavailable as error:
             return str(error)
         except OSError as error:  # a full disk, a file taken away
@@ -125,6 +126,16 @@ def _registered(device: str) -> str:
             ops.LIBRARY.impl(operator, _imported_when_called(row.cuda), "CUDA")
         return ""
     return f"there are no kernels for the device type {device!r}"
+
+
+@cache
+def _kernels() -> Kernels:
+    return Kernels(library())
+
+
+def native_kernels(tensor: Tensor) -> Kernels | None:
+    """Return the kernels for the CPU, to be called without torch's dispatcher; None for a tensor elsewhere."""
+    return None if tensor.device.type != "cpu" or load_kernels("cpu") else _kernels()
 
 
 def _imported_when_called(path: str) -> Callable[..., Any]:

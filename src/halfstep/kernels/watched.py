@@ -37,6 +37,9 @@ class Owner(Protocol):
     def data_written(self, name: str, *, copied: bool) -> None:
         """Note that a parameter, or a copy of it, was written through ``.data``, which is read again now."""
 
+    def data_read(self) -> None:
+        """Note that the ``.data`` of a parameter was given out: writes into it may follow."""
+
     def copied(self, copy: nn.Parameter, memo: dict[Any, Any]) -> None:
         """Note that a parameter was copied, by the ``copy.deepcopy`` with this `memo`."""
 
@@ -77,6 +80,8 @@ class WatchedParameter(nn.Parameter):
             return _get(self)
         if notes.alias is None:
             notes.alias, notes.seen = _get(self), 0
+            if (owner := notes.owner()) is not None:
+                owner.data_read()
         elif notes.alias._version != notes.seen and (owner := notes.owner()) is not None:
             owner.data_written(notes.name, copied=notes.copied)
         alias: Tensor = notes.alias.detach()

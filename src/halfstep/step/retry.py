@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ScaleError
 from halfstep.scale.scaler import GradScaler
+from halfstep.step.fused import check_gradients
 from halfstep.step.moments import Moments
 from halfstep.step.record import History, MicroBatch, Record, versions_of
-from halfstep.step.update import check_gradients
 from halfstep.trees import tensors
 
 __all__ = ["ENOUGH", "Retry"]

@@ -25,8 +25,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +46,8 @@ from halfstep.weights.draws import Draws
 from halfstep.weights.ranks import broadcast, training_wrapper
 
 __all__ = ["WeightStore", "beyond", "stores"]
+
+_version = attrgetter("_version")
 
 
 class WeightStore(ABC):
@@ -77,6 +80,8 @@ class WeightStore(ABC):
         self._names: dict[int, str] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._frozen: set[int] = set()  # those with nothing behind them: note [frozen parameters]
+        self.generation = 0  # counts up when other tensors store the fp32 value of a parameter
+        self._data_read = False  # whether a parameter's ``.data`` was given out: writes into it are in no version
         self._fresh: set[int] = set()  # those that have not been stepped since they got their values
         self._versions: dict[int, int] = {}  # of low weights when they were last known to be their rounded masters
         self._attached = weakref.WeakValueDictionary[int, Attachment]()  # by optimizer; its hooks own them
@@ -215,6 +220,7 @@ class WeightStore(ABC):
                 "prepare the model after its parameters are made"
             )
         if key in self._frozen:
+            self.generation += 1
             self._adopt(key, parameter)
             self._versions[key] = parameter._version
             self._frozen.remove(key)
@@ -226,6 +232,16 @@ class WeightStore(ABC):
             with torch.no_grad():
                 self._read_low(key)
         return key
+
+    def take_over(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take over what was written by hand into low `parameters`: note [changes by hand]."""
+        if self._data_read or [*map(_version, parameters)] != [*map(self._versions.get, map(id, parameters))]:
+            for parameter in parameters:
+                self._key(parameter)
+
+    def data_read(self) -> None:
+        """Expect writes through the ``.data`` of a parameter: it was given out."""
+        self._data_read = True
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the fp32 master of `parameter`, to be changed and written back: one object while referenced.
@@ -412,7 +428,9 @@ class WeightStore(ABC):
                 key = self._key(parameter)
                 if not torch.equal(value, now.to(value.device)):
                     parameter.note()  # type: ignore[attr-defined]  # only watched parameters come here
+                    self._data_read = True
                 else:
+                    self.generation += 1
                     self._move(key, value)
             return value
         if value.dtype not in {torch.float32, torch.float64}:
@@ -426,6 +444,7 @@ class WeightStore(ABC):
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         self._without_low.clear()
+        self.generation += 1
         key = id(parameter)
         self._names[key], self._parameters[key], self._versions[key] = name, parameter, parameter._version
         self._fresh.add(key)
@@ -436,6 +455,7 @@ class WeightStore(ABC):
         else:
             self._forget(id(parameter))
         self._without_low.clear()
+        self.generation += 1
         for entries in (self._names, self._parameters, self._versions):
             entries.pop(id(parameter))
 

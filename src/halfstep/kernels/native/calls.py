@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from struct import pack
+from struct import pack, pack_into
 from typing import Any, TypeAlias
 
 import torch
@@ -90,26 +90,32 @@ class Kernels:
             library.halfstep_advance,
             library.halfstep_exponents,
         )
-        self._adam, self._sgd, self._lion = updates = library.halfstep_adam, library.halfstep_sgd, library.halfstep_lion
+        self._updates = {
+            "adam_": library.halfstep_adam,
+            "sgd_": library.halfstep_sgd,
+            "lion_": library.halfstep_lion,
+        }
         self._norms.argtypes = self._exponents.argtypes = (address, text, number, text)
         self._check.argtypes = (address, number, address, text, address, address, address)
         double, single = ctypes.c_double, ctypes.c_float
         self._advance.argtypes = (*[address] * 4, ctypes.c_bool, double, double, number, single, single)
-        for update in updates:
+        for update in self._updates.values():
             update.argtypes = (text, text)
-        for function in (self._norms, self._check, self._advance, self._exponents, *updates):
+        for function in (self._norms, self._check, self._advance, self._exponents, *self._updates.values()):
             function.restype = None
 
-    def _read(self, function: Any, work: str, out: Tensor, tensors: Tensors) -> None:
-        """Call a function that reads `tensors` and writes `out`."""
-        count, sizes = len(tensors), [*map(_size, tensors)]
-        columns = pack(f"{3 * count}q", *sizes, *map(_type, map(_dtype, tensors)), *map(_address, tensors))
-        threads = torch.get_num_threads() if sum(sizes) > ALONE[work] else 1
-        function(out.data_ptr(), columns, count, pack("4q", threads, *self._runtime))
+    def _read(self, function: Any, work: str, out: Tensor, columns: Columns) -> None:
+        """Call a function that reads tensors and writes `out`."""
+        threads = torch.get_num_threads() if columns.elements > ALONE[work] else 1
+        function(out.data_ptr(), columns.packed, len(columns.sizes), pack("4q", threads, *self._runtime))
 
     def norms(self, gradients: Tensors) -> Tensor:
         """Carry out `ops.norms`."""
-        norms = torch.empty(len(gradients), dtype=torch.float32, device="cpu")
+        return self.norms_of(Columns(gradients))
+
+    def norms_of(self, gradients: Columns) -> Tensor:
+        """Carry out `ops.norms` of the tensors that were put into columns last."""
+        norms = torch.empty(len(gradients.sizes), dtype=torch.float32, device="cpu")
         self._read(self._norms, "norms", norms, gradients)
         return norms
 
@@ -118,7 +124,7 @@ class Kernels:
         if len(rows) != len(tensors) or not rows.is_contiguous():
             raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        self._read(self._exponents, "exponents", rows, dense)
+        self._read(self._exponents, "exponents", rows, Columns(dense))
 
     def check_norms(
         self, norms: Tensor, divisor: Tensor | None, clip_norm: float | None
@@ -139,58 +145,50 @@ class Kernels:
         self, weights: Tensors, beside: Tensors, first: Tensors, second: Tensors, steps: Tensors, *given: Any
     ) -> None:
         """Carry out `ops.adam_`; `given` are the arguments from `gradients` on."""
-        gradients, *common, lr, beta1, beta2, eps, decay, decoupled, maximize = given
-        lists = (weights, beside, first, second, gradients)
-        self._update(self._adam, lists, steps, common, (decoupled, maximize, False), (lr, beta1, beta2, eps, decay))
+        self._update("adam_", (weights, beside, first, second), steps, *given)
 
     def sgd_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
         """Carry out `ops.sgd_`."""
-        gradients, *common, lr, momentum, decay, nesterov, maximize = given
-        lists = (weights, beside, momenta, (), gradients)
-        self._update(self._sgd, lists, (), common, (False, maximize, nesterov), (lr, momentum, 0.0, 0.0, decay))
+        self._update("sgd_", (weights, beside, momenta, ()), (), *given)
 
     def lion_(self, weights: Tensors, beside: Tensors, momenta: Tensors, *given: Any) -> None:
         """Carry out `ops.lion_`."""
-        gradients, *common, lr, beta1, beta2, decay, maximize = given
-        lists = (weights, beside, momenta, (), gradients)
-        self._update(self._lion, lists, (), common, (True, maximize, False), (lr, beta1, beta2, 0.0, decay))
+        self._update("lion_", (weights, beside, momenta, ()), (), *given)
 
     def _update(
-        self,
-        function: Any,
-        lists: tuple[Tensors, ...],
-        steps: Tensors,
-        common: Sequence[Any],
-        flags: tuple[bool, bool, bool],
-        numbers: tuple[float, ...],
+        self, operator: str, lists: tuple[Tensors, ...], steps: Tensors, gradients: Tensors, *given: Any
     ) -> None:
-        """Call an update of `kernels.cpp` with the structs of `updates.h`: a `Job`, and the columns of `Parameter`.
+        self.update(operator, Packed((*lists, gradients), steps), *given)
 
-        `lists` are weights, beside, first and second states, gradients, empty where absent; `common` the arguments from
-        `factor` to `rate`; `flags` are decoupled, maximize, nesterov; `numbers` learning rate, two betas, eps, weight
-        decay, 0 for those that the optimizer lacks.
-        """
-        factor, bad, draws, start, form, rate = common
-        weights, _, first, second, gradients = lists
-        sizes = [*map(_size, weights)]
-        if sizes != [*map(_size, gradients)]:
-            raise ValueError(f"gradients and weights differ in size: {[*map(_size, gradients)]} and {sizes}")
-        bf16 = torch.bfloat16
-        if draws is None and (
-            form == "stochastic" or (first and first[0].dtype is bf16) or (second and second[0].dtype is bf16)
-        ):
+    def update(
+        self,
+        operator: str,
+        tensors: Packed,
+        factor: Tensor,
+        bad: Tensor,
+        draws: Tensor | None,
+        start: int,
+        form: str,
+        rate: Tensor | None,
+        lr: float,
+        *options: Any,
+    ) -> None:
+        """Carry out an update operator of `ops` on tensors that are packed; `options` are its last arguments."""
+        if draws is None and (form == "stochastic" or tensors.chance):
             raise ValueError("bf16 is rounded stochastically here, which needs `draws`: (seed, count), int64")
-        absent = [0] * len(weights)
-        columns = list(sizes)
-        for tensors in lists:
-            columns += map(_type, map(_dtype, tensors)) if tensors else absent
-        for tensors in (*lists[:4], steps, gradients):
-            columns += map(_address, tensors) if tensors else absent
-        threads = torch.get_num_threads() if sum(sizes) > ALONE["update"] else 1
+        if operator == "adam_":
+            beta1, beta2, eps, decay, decoupled, maximize = options
+            flags, numbers = (decoupled, maximize, False), (lr, beta1, beta2, eps, decay)
+        elif operator == "sgd_":
+            momentum, decay, nesterov, maximize = options
+            flags, numbers = (False, maximize, nesterov), (lr, momentum, 0.0, 0.0, decay)
+        else:
+            beta1, beta2, decay, maximize = options
+            flags, numbers = (True, maximize, False), (lr, beta1, beta2, 0.0, decay)
         job = pack(
             "15q5d",
-            len(weights),
-            threads,
+            tensors.count,
+            torch.get_num_threads() if tensors.elements > ALONE["update"] else 1,
             *self._runtime,
             FORM_CODES[form],
             start,
@@ -202,4 +200,77 @@ class Kernels:
             0 if rate is None else rate.data_ptr(),
             *numbers,
         )
-        function(job, pack(f"{len(columns)}q", *columns))
+        self._updates[operator](job, tensors.packed)
+
+
+def _words(values: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
+    """Return int64 values packed in memory that can be written."""
+    return ctypes.create_string_buffer(pack(f"{len(values)}q", *values), 8 * len(values))
+
+
+class Columns:
+    """Sizes, types and addresses of tensors, as `norms.h` and `exponents.h` read them.
+
+    Attributes:
+        sizes: numbers of elements.
+        elements: their sum.
+        addresses: of the tensors that were put in last.
+        packed: all of it.
+    """
+
+    __slots__ = ("_dtypes", "addresses", "elements", "packed", "sizes")
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.sizes, self._dtypes, self.addresses = (
+            [*map(_size, tensors)],
+            [*map(_dtype, tensors)],
+            [*map(_address, tensors)],
+        )
+        self.elements = sum(self.sizes)
+        self.packed = _words((*self.sizes, *map(_type, self._dtypes), *self.addresses))
+
+    def take(self, tensors: Tensors) -> bool:
+        """Put in the addresses of tensors of the same sizes and types; return False if they are not."""
+        if [*map(_size, tensors)] != self.sizes or [*map(_dtype, tensors)] != self._dtypes:
+            return False
+        self.addresses = [*map(_address, tensors)]
+        pack_into(f"{len(tensors)}q", self.packed, 16 * len(tensors), *self.addresses)
+        return True
+
+
+class Packed:
+    """The tensors of an update as `updates.h` reads them: the columns of `Parameter`.
+
+    Args:
+        lists: weights, beside, first and second states, gradients; empty where absent.
+        steps: counts of steps; empty where absent.
+
+    Attributes:
+        count: number of parameters.
+        elements: of all of them.
+        chance: whether states are bf16, and so rounded stochastically.
+        packed: the columns.
+
+    Raises:
+        ValueError: gradients and weights differ in size.
+    """
+
+    __slots__ = ("chance", "count", "elements", "packed")
+
+    def __init__(self, lists: tuple[Tensors, ...], steps: Tensors) -> None:
+        weights, _, first, second, gradients = lists
+        sizes = [*map(_size, weights)]
+        if sizes != [*map(_size, gradients)]:
+            raise ValueError(f"gradients and weights differ in size: {[*map(_size, gradients)]} and {sizes}")
+        absent, columns = [0] * len(weights), list(sizes)
+        for tensors in lists:
+            columns += map(_type, map(_dtype, tensors)) if tensors else absent
+        for tensors in (*lists[:4], steps, gradients):
+            columns += map(_address, tensors) if tensors else absent
+        self.count, self.elements = len(weights), sum(sizes)
+        self.chance = any(states and states[0].dtype is torch.bfloat16 for states in (first, second))
+        self.packed = _words(columns)
+
+    def take(self, gradients: Sequence[int]) -> None:
+        """Put in the addresses of other gradients."""
+        pack_into(f"{self.count}q", self.packed, len(self.packed) - 8 * self.count, *gradients)

@@ -1,0 +1,370 @@
+"""An update in one pass: halfstep's operators read and write gradients, weights and optimizer states once.
+
+For optimizers whose arithmetic these operators implement, on groups and states as torch lays them out: a step made by
+torch's own form, before or after, continues from the same numbers.
+
+Note [tables]: which tensors take part is found out once, and used again while `fits` finds all of them unchanged: the
+same parameters in the same groups, gradients of the same formats and layout, the same tensors behind low weights
+(`WeightStore.generation`), the same optimizer states, and the same addresses. Each check is one call of `map` over a
+list, so a good step runs no Python for each parameter. On a CPU the addresses stay packed for the native kernels,
+which are called without torch's dispatcher unless a dispatch mode or a profiler watches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd.graph import increment_version
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from halfstep.kernels import ops
+from halfstep.kernels.choose import KERNEL_TYPES, check_norms, native_kernels, norms_for
+from halfstep.kernels.native.calls import Columns, Kernels, Packed
+from halfstep.kernels.sharded import local, shard_of, sharded_like, split_of
+from halfstep.kernels.watched import WatchedParameter
+from halfstep.optim import Lion
+from halfstep.step.phases import profiler_runs
+from halfstep.weights import WeightStore
+from halfstep.weights.states import LowStates
+
+__all__ = ["KNOWN", "FusedUpdate", "GradientCheck", "check_gradients"]
+
+KNOWN: Mapping[type[Optimizer], tuple[str, ...]] = MappingProxyType(
+    {
+        Adam: ("exp_avg", "exp_avg_sq"),
+        AdamW: ("exp_avg", "exp_avg_sq"),
+        SGD: ("momentum_buffer",),
+        Lion: ("exp_avg",),
+    }
+)
+"""Optimizer -> names of its states; a subclass may have a step of its own."""
+
+NONE: Mapping[str, Any] = MappingProxyType({})  # the state of a parameter that has not been stepped
+PLAIN = frozenset({Tensor, nn.Parameter, WatchedParameter})  # exact types with an address: note [tables]
+Made = list[tuple[nn.Parameter, str, Tensor]]  # states that an update begins with: parameter, name, value
+
+_grad, _address = attrgetter("grad"), Tensor.data_ptr
+
+
+# ------------------------------------------------------------------ one reading pass
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCheck:
+    """The result of one reading pass over the gradients of a window, all of it on the device.
+
+    Attributes:
+        norms: (number of gradients,) fp32 2-norms of the scaled gradients.
+        norm: 0-dim fp32, total 2-norm of the unscaled gradients.
+        bad: 0-dim bool, whether that norm is not finite.
+        factor: 0-dim fp32, what the update multiplies gradients by: unscaling and clipping in one.
+    """
+
+    norms: Tensor
+    norm: Tensor
+    bad: Tensor
+    factor: Tensor
+
+
+def check_gradients(gradients: Sequence[Tensor], divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
+    """Read `gradients` once.
+
+    Args:
+        gradients: what the update will read, still scaled.
+        divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
+        clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
+    """
+    norms = norms_for(gradients)
+    return GradientCheck(norms, *check_norms(norms, divisor, clip_norm))
+
+
+# ------------------------------------------------------------------ one writing pass
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of an operator: the parameters of one group that have one form.
+
+    Attributes:
+        group: the optimizer's, with its numbers.
+        form: note [forms] in `kernels.ops`.
+        shard: which part of sharded parameters is here (`shard_of`); None where none is sharded.
+        start: place of its first parameter in the update, which numbers random bits.
+        chosen: places of its parameters among those of the update.
+        values: weights, and what is beside them.
+        states: a list for each of the optimizer's states.
+        packed: the same for the native kernels; None: not packed.
+    """
+
+    group: dict[str, Any]
+    form: str
+    shard: int | None
+    start: int
+    chosen: list[int]
+    values: tuple[list[Tensor], list[Tensor]]
+    states: list[list[Tensor]]
+    packed: Packed | None = None
+
+
+class FusedUpdate:
+    """The updates of parameters that have gradients, gathered before anything is written: note [tables].
+
+    Args:
+        optimizer: one that `update.refusal` has no reason against.
+        store: what stands behind its low parameters, or None.
+        states: what keeps its states in bf16, or None for fp32 states.
+        parameters: those of the optimizer that have gradients, in the order of its groups.
+
+    Attributes:
+        stays: whether it can be used again, as long as it `fits`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: WeightStore | None,
+        states: LowStates | None,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._optimizer, self._store, self._parameters = optimizer, store, parameters
+        self._draws = states.draws if states is not None else getattr(store, "draws", None)
+        self._low = [p for p in parameters if store is not None and p in store]
+        self._calls: list[_Call] = []
+        self._made: Made = []
+        self._kernels: Kernels | None = None
+        with torch.no_grad():
+            self._gather(torch.float32 if states is None else torch.bfloat16)
+        self._tensors = [t for call in self._calls for tensors in (*call.values, *call.states) for t in tensors]
+        gradients = [*map(_grad, parameters)]
+        self._laid_out = laid_out = self._lay_out(gradients)
+        same = all(
+            _same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
+        )
+        self.stays = same and not self._made and PLAIN.issuperset(map(type, chain(gradients, self._tensors)))
+        if self.stays:
+            self._laid_out = []  # they are the parameters' own, and end with these
+            self._note(gradients)
+
+    def _gather(self, dtype: torch.dtype) -> None:
+        optimizer, store = self._optimizer, self._store
+        names, places = KNOWN[type(optimizer)], {id(p): n for n, p in enumerate(self._parameters)}
+        start = 0
+        for group in optimizer.param_groups:
+            for form, shard, parameters in _by_form(group["params"], store):
+                weights, beside = [], []
+                for parameter in parameters:
+                    weight, other = (parameter, None) if store is None or form == "plain" else store.parts(parameter)
+                    weights.append(weight if shard is None else local(weight))
+                    if other is not None:
+                        beside.append(other)
+                chosen = [places[id(p)] for p in parameters]
+                states = _states(optimizer, group, names, parameters, weights, dtype, self._made)
+                self._calls.append(_Call(group, form, shard, start, chosen, (weights, beside), states))
+                start += len(parameters)
+
+    def _lay_out(self, gradients: list[Tensor]) -> list[list[Tensor]]:
+        """Return the gradients of each call, this rank's part of them, in the memory layout of the weights."""
+        return [
+            [_like(local(gradients[n]), weight) for n, weight in zip(call.chosen, call.values[0], strict=True)]
+            for call in self._calls
+        ]
+
+    # ------------------------------------------------------------------ note [tables]
+
+    def _note(self, gradients: list[Tensor]) -> None:
+        """Note what `fits` compares."""
+        groups, parameters = self._optimizer.param_groups, self._parameters
+        self._groups, self._lengths = list(groups), [len(group["params"]) for group in groups]
+        self._generation = 0 if self._store is None else self._store.generation
+        self._states = self._states_now(parameters)
+        self._addresses = [*map(_address, self._tensors)]
+        self._strided = [n for n, p in enumerate(parameters) if not p.is_contiguous()]
+        self._strides = [parameters[n].stride() for n in self._strided]
+        self._columns = Columns(gradients)
+        self._kernels = native_kernels(parameters[0])
+        for call in self._calls if self._kernels is not None else ():
+            first, second, steps = _named(call.states)
+            call.packed = Packed((*call.values, first, second, [gradients[n] for n in call.chosen]), steps)
+
+    def _states_now(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+        """Return the states of parameters and what these hold."""
+        states = [*map(self._optimizer.state.get, parameters)]
+        return [*states, *chain.from_iterable(map(dict.values, filter(None, states)))]
+
+    def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether an update of `parameters`, which have gradients now, is of the tensors gathered before."""
+        groups, store = self._optimizer.param_groups, self._store
+        if not (
+            self.stays
+            and _same(parameters, self._parameters)
+            and _same(groups, self._groups)
+            and [len(group["params"]) for group in groups] == self._lengths
+        ):
+            return False
+        if store is not None:
+            store.take_over(self._low)
+            if store.generation != self._generation:
+                return False
+        gradients = [*map(_grad, parameters)]
+        contiguous = [*map(Tensor.is_contiguous, gradients)]
+        for n in self._strided:
+            contiguous[n] = True
+        return (
+            all(contiguous)
+            and [gradients[n].stride() for n in self._strided] == self._strides
+            and PLAIN.issuperset(map(type, gradients))
+            and _same(self._states_now(parameters), self._states)
+            and [*map(_address, self._tensors)] == self._addresses
+            and self._columns.take(gradients)
+        )
+
+    def _direct(self) -> Kernels | None:
+        """Return the native kernels if they can be called without torch's dispatcher: nothing watches it."""
+        return None if _len_torch_dispatch_stack() or profiler_runs() else self._kernels
+
+    # ------------------------------------------------------------------ the two passes
+
+    def check(self, divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
+        """Read the gradients: `check_gradients`."""
+        kernels = self._direct()
+        if kernels is None:
+            return check_gradients([*map(_grad, self._parameters)], divisor, clip_norm)
+        norms = kernels.norms_of(self._columns)
+        return GradientCheck(norms, *kernels.check_norms(norms, divisor, clip_norm))
+
+    @torch.no_grad()
+    def write(self, factor: Tensor, bad: Tensor) -> None:
+        """Write weights, states and step counts; waits for nothing.
+
+        Args:
+            factor: 0-dim fp32 on the parameters' device: gradients are multiplied by it.
+            bad: 0-dim bool on it: parameters, states and step counts stay as they are.
+        """
+        optimizer, store, kernels = self._optimizer, self._store, self._direct()
+        name, operator = _operator(optimizer)
+        for parameter, state, value in self._made:
+            optimizer.state[parameter][state] = value
+        laid_out = self._laid_out or self._lay_out([*map(_grad, self._parameters)]) if kernels is None else []
+        for n, call in enumerate(self._calls):
+            rate = call.group["lr"]
+            tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
+            number = 0.0 if tensor is not None else float(rate)
+            bits = None if self._draws is None else self._draws.on(factor.device, call.shard or 0)
+            given = (factor, bad, bits, call.start, call.form, tensor, number, *_options(optimizer, call.group))
+            if kernels is None:
+                operator(*call.values, *call.states, laid_out[n], *given)
+            else:
+                call.packed.take([self._columns.addresses[n] for n in call.chosen])
+                kernels.update(name, call.packed, *given)
+        increment_version(self._tensors)
+        if self._draws is not None:
+            self._draws.advance(factor.device, ~bad)
+        if store is not None:
+            store.stepped(self._low)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers read it before they advance
+        torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists have the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _named(states: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return first and second states and step counts, empty where an optimizer has none."""
+    first, second, steps = (*states, [], [])[:3]
+    return first, second, steps
+
+
+def _by_form(
+    parameters: Sequence[nn.Parameter], store: WeightStore | None
+) -> list[tuple[str, int | None, list[nn.Parameter]]]:
+    """Return the parameters that have gradients, those with something behind them first.
+
+    With each list its form, and which part of its sharded parameters is here (`shard_of`); None where none is sharded.
+    """
+    able = [p for p in parameters if p.grad is not None]
+    if store is None:
+        lists = [("plain", able)]
+    else:
+        lists = [(store.form, [p for p in able if p in store]), ("plain", [p for p in able if p not in store])]
+    if all(type(p) in KERNEL_TYPES for p in able):
+        return [(form, None, some) for form, some in lists if some]
+    found: dict[tuple[str, Any], list[nn.Parameter]] = {}  # in an order that all ranks share: it numbers random bits
+    for form, some in lists:
+        for parameter in some:
+            found.setdefault((form, split_of(parameter)), []).append(parameter)
+    return [(form, shard_of(some[0]), some) for (form, _), some in found.items()]
+
+
+def _states(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    names: tuple[str, ...],
+    parameters: Sequence[nn.Parameter],
+    weights: Sequence[Tensor],
+    dtype: torch.dtype,
+    made: Made,
+) -> list[list[Tensor]]:
+    """Return a list for each of the optimizer's states; what it lacks is made as by torch, and put into `made`."""
+    if "momentum" in group and not group["momentum"]:
+        none: list[list[Tensor]] = [[]]
+        return none
+    counts = "eps" in group  # of the optimizers here only Adam and AdamW count their steps
+    lists = [list[Tensor]() for _ in range(len(names) + counts)]
+    for parameter, weight in zip(parameters, weights, strict=True):
+        state = optimizer.state.get(parameter, NONE)
+        for name, some in zip(names, lists, strict=False):
+            value = state.get(name)
+            if type(value) not in KERNEL_TYPES and value is not None:
+                value = local(value)
+            if value is None:
+                value = torch.zeros_like(weight, dtype=dtype)
+                made.append((parameter, name, sharded_like(parameter, value)))
+            elif value.dtype is not dtype or value.stride() != weight.stride():
+                value = torch.empty_like(weight, dtype=dtype).copy_(value)
+                made.append((parameter, name, sharded_like(parameter, value)))
+            some.append(value)
+        if counts:
+            count = state.get("step")
+            if count is None:
+                count = torch.zeros((), device=weight.device)
+                made.append((parameter, "step", count))
+            elif count.device != weight.device or count.dtype is not torch.float32:
+                count = count.to(weight.device, torch.float32)
+                made.append((parameter, "step", count))
+            lists[-1].append(count)
+    return lists
+
+
+def _like(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return `gradient` with the strides of `weight`; autograd's have them already, but for rare layouts."""
+    if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _operator(optimizer: Optimizer) -> tuple[str, Any]:
+    """Return the name of the optimizer's operator and the operator."""
+    if isinstance(optimizer, Adam):
+        return "adam_", ops.adam_
+    return ("sgd_", ops.sgd_) if isinstance(optimizer, SGD) else ("lion_", ops.lion_)
+
+
+def _options(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the options of `group` as the operator takes them, after the learning rate."""
+    decay, maximize = group["weight_decay"], group["maximize"]
+    if isinstance(optimizer, Adam):
+        decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
+        return (*group["betas"], group["eps"], decay, decoupled, maximize)
+    if isinstance(optimizer, SGD):
+        return group["momentum"], decay, group["nesterov"], maximize
+    return (*group["betas"], decay, maximize)
