@@ -118,8 +118,8 @@ def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str)
     for factor in noise:
         gradient = (low.detach() - target).mul_(1 + 0.5 * factor).to(torch.bfloat16)
         wide.grad, low.grad = gradient.float(), gradient
-        FusedUpdate(optimizers[0], None, None, [wide]).write(one, good)
-        FusedUpdate(optimizers[1], store, None, [low]).write(one, good)
+        FusedUpdate(optimizers[0], None, None, [wide], [wide.grad]).write(one, good)
+        FusedUpdate(optimizers[1], store, None, [low], [low.grad]).write(one, good)
     assert torch.equal(store.read(low), wide.detach())
     assert torch.equal(low.detach(), split_bf16(wide.detach())[0])
 

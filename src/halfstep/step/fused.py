@@ -35,7 +35,7 @@ from halfstep.step.phases import profiler_runs
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["KNOWN", "FusedUpdate", "GradientCheck", "check_gradients"]
+__all__ = ["KNOWN", "PLAIN", "FusedUpdate", "GradientCheck", "check_gradients", "same"]
 
 KNOWN: Mapping[type[Optimizer], tuple[str, ...]] = MappingProxyType(
     {
@@ -122,6 +122,7 @@ class FusedUpdate:
         store: what stands behind its low parameters, or None.
         states: what keeps its states in bf16, or None for fp32 states.
         parameters: those of the optimizer that have gradients, in the order of its groups.
+        gradients: these.
 
     Attributes:
         stays: whether it can be used again, as long as it `fits`.
@@ -133,6 +134,7 @@ class FusedUpdate:
         store: WeightStore | None,
         states: LowStates | None,
         parameters: Sequence[nn.Parameter],
+        gradients: list[Tensor],
     ) -> None:
         self._optimizer, self._store, self._parameters = optimizer, store, parameters
         self._draws = states.draws if states is not None else getattr(store, "draws", None)
@@ -143,12 +145,11 @@ class FusedUpdate:
         with torch.no_grad():
             self._gather(torch.float32 if states is None else torch.bfloat16)
         self._tensors = [t for call in self._calls for tensors in (*call.values, *call.states) for t in tensors]
-        gradients = [*map(_grad, parameters)]
         self._laid_out = laid_out = self._lay_out(gradients)
-        same = all(
-            _same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
+        in_place = all(
+            same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
         )
-        self.stays = same and not self._made and PLAIN.issuperset(map(type, chain(gradients, self._tensors)))
+        self.stays = in_place and not self._made and PLAIN.issuperset(map(type, chain(gradients, self._tensors)))
         if self.stays:
             self._laid_out = []  # they are the parameters' own, and end with these
             self._note(gradients)
@@ -184,9 +185,10 @@ class FusedUpdate:
         groups, parameters = self._optimizer.param_groups, self._parameters
         self._groups, self._lengths = list(groups), [len(group["params"]) for group in groups]
         self._generation = 0 if self._store is None else self._store.generation
-        self._states = self._states_now(parameters)
+        self._states = self._states_now()
         self._addresses = [*map(_address, self._tensors)]
         self._strided = [n for n, p in enumerate(parameters) if not p.is_contiguous()]
+        self._others = [n for n, p in enumerate(parameters) if p.is_contiguous()]
         self._strides = [parameters[n].stride() for n in self._strided]
         self._columns = Columns(gradients)
         self._kernels = native_kernels(parameters[0])
@@ -194,37 +196,37 @@ class FusedUpdate:
             first, second, steps = _named(call.states)
             call.packed = Packed((*call.values, first, second, [gradients[n] for n in call.chosen]), steps)
 
-    def _states_now(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
-        """Return the states of parameters and what these hold."""
-        states = [*map(self._optimizer.state.get, parameters)]
-        return [*states, *chain.from_iterable(map(dict.values, filter(None, states)))]
+    def _states_now(self) -> list[Any]:
+        """Return the optimizer's states and what these hold."""
+        states = self._optimizer.state.values()
+        return [*states, *chain.from_iterable(map(dict.values, states))]
 
-    def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether an update of `parameters`, which have gradients now, is of the tensors gathered before."""
+    def fits(self, parameters: Sequence[nn.Parameter], gradients: list[Tensor]) -> bool:
+        """Return whether an update of `parameters`, which have these gradients, is of the tensors gathered before."""
         groups, store = self._optimizer.param_groups, self._store
         if not (
             self.stays
-            and _same(parameters, self._parameters)
-            and _same(groups, self._groups)
+            and same(parameters, self._parameters)
+            and same(groups, self._groups)
             and [len(group["params"]) for group in groups] == self._lengths
+            and same(self._states_now(), self._states)
+            and PLAIN.issuperset(map(type, gradients))
+            and self._lie_as_weights(gradients)
+            and self._columns.take(gradients)
         ):
             return False
         if store is not None:
             store.take_over(self._low)
             if store.generation != self._generation:
                 return False
-        gradients = [*map(_grad, parameters)]
-        contiguous = [*map(Tensor.is_contiguous, gradients)]
-        for n in self._strided:
-            contiguous[n] = True
-        return (
-            all(contiguous)
-            and [gradients[n].stride() for n in self._strided] == self._strides
-            and PLAIN.issuperset(map(type, gradients))
-            and _same(self._states_now(parameters), self._states)
-            and [*map(_address, self._tensors)] == self._addresses
-            and self._columns.take(gradients)
-        )
+        return [*map(_address, self._tensors)] == self._addresses
+
+    def _lie_as_weights(self, gradients: list[Tensor]) -> bool:
+        """Return whether gradients have the strides of their parameters."""
+        if not self._strided:
+            return all(map(Tensor.is_contiguous, gradients))
+        strides = [gradients[n].stride() for n in self._strided]
+        return strides == self._strides and all(gradients[n].is_contiguous() for n in self._others)
 
     def _direct(self) -> Kernels | None:
         """Return the native kernels if they can be called without torch's dispatcher: nothing watches it."""
@@ -232,11 +234,11 @@ class FusedUpdate:
 
     # ------------------------------------------------------------------ the two passes
 
-    def check(self, divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
+    def check(self, gradients: list[Tensor], divisor: Tensor | None, clip_norm: float | None) -> GradientCheck:
         """Read the gradients: `check_gradients`."""
         kernels = self._direct()
         if kernels is None:
-            return check_gradients([*map(_grad, self._parameters)], divisor, clip_norm)
+            return check_gradients(gradients, divisor, clip_norm)
         norms = kernels.norms_of(self._columns)
         return GradientCheck(norms, *kernels.check_norms(norms, divisor, clip_norm))
 
@@ -273,7 +275,7 @@ class FusedUpdate:
         torch.clear_autocast_cache()  # low copies of weights in it, if a region is open around the step, are stale
 
 
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two lists have the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +72,9 @@ if TYPE_CHECKING:
 __all__ = ["TrainStep"]
 
 WHOLE = nullcontext()
+NO_GRADIENT = {NoneType}
 ORDINALS = count(1)
+_grad = attrgetter("grad")
 KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph", "retry")  # of a copy
 
 
@@ -291,8 +295,8 @@ class TrainStep:
     def _begin_window(self) -> None:
         """Drop what another step's loss, or one that failed, left in the gradients, and begin a window."""
         for group in self.optimizer.param_groups:  # zero_grad enters the profiler: 1 % of a step of LeNet-5
-            for parameter in group["params"]:
-                if parameter.grad is not None:
+            if {*map(type, map(_grad, group["params"]))} - NO_GRADIENT:
+                for parameter in group["params"]:
                     parameter.grad = None
         self._moments.begin_window()
 
@@ -482,19 +486,20 @@ class TrainStep:
         record, moments, updater = self.record, self._moments, self._updater
         if record.history is not None and record.history.judged is not None:
             self._examine(wait=True)  # after this update the parameters are no longer those of the last one
-        updater.check_rates()
+        updater.check_optimizer()
         moments.before_update()
-        parameters = updater.parameters()
+        parameters, gradients = updater.gradients()
         device = parameters[0].device
         divisor = record.scale.to(device) if self._scales else None
         if count != self.accumulate:  # the seeds of a short window assumed a whole one
             share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
             divisor = share if divisor is None else divisor * share
-        check, write = updater.plan(parameters, divisor, self.clip_norm, self.clip_value)
+        check, write = updater.plan(parameters, gradients, divisor, self.clip_norm, self.clip_value)
         found = check.norm, check.bad, Culprits(norms=check.norms, parameters=parameters, names=self._names)
         if self._retry is not None and self._retry.discards(check.bad):
             return found
         moments.update(write, check.bad)
+        del gradients, write  # their memory is free before anything else is done
         for parameter in parameters:
             parameter.grad = None
         record.host_reads += updater.host_read

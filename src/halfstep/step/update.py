@@ -9,7 +9,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from itertools import chain
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ from halfstep.errors import StepError
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, cannot_update
 from halfstep.kernels.sharded import local
-from halfstep.step.arguments import RATES, check_rates
-from halfstep.step.fused import KNOWN, FusedUpdate, GradientCheck, check_gradients
+from halfstep.step.arguments import check_rates
+from halfstep.step.fused import KNOWN, PLAIN, FusedUpdate, GradientCheck, check_gradients, same
 from halfstep.step.optimizer_step import clip_values_, step_unless
 from halfstep.step.undo import Marks
 from halfstep.weights import WeightStore
@@ -31,9 +33,8 @@ from halfstep.weights.states import LowStates
 __all__ = ["Culprits", "Updater", "refusal", "suits"]
 
 LOG = logging.getLogger("halfstep")
-STRIDED = frozenset({torch.strided})
 
-_layout = attrgetter("layout")
+_grad, _layout = attrgetter("grad"), attrgetter("layout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +81,8 @@ class Updater:
         self.host_read = False
         self._marks: Marks | None = None
         self._fused: FusedUpdate | None = None  # the tables of the last update, if they can be used again
-        rates = [name for name in RATES if all(name in group for group in optimizer.param_groups)]
-        self._rates_of = itemgetter(*rates, *rates) if rates else lambda group: ()  # twice: of one name it is no tuple
-        self._sound_rates: list[tuple[Any, ...]] = []
+        self._seen: list[object] = []  # options and hooks of the optimizer that were found to be in order
+        self._unknown = ""  # what of it the operators do not implement
 
     def stepped_parameters(self) -> list[nn.Parameter]:
         """Return what the optimizer changes in a step: the model's parameters, or the precise ones behind them."""
@@ -108,46 +108,60 @@ class Updater:
                     "hs.prepare, as fully_shard and parallelize_module do; call these first, or hs.shard(model, policy)"
                 )
 
-    def check_rates(self) -> None:
-        """Do what `check_rates` does; look closer only where a number is another object than before.
+    def check_optimizer(self) -> None:
+        """Do what `check_rates` and `_unknown` do, where one of the optimizer's options or hooks is not the last one.
 
         Raises:
             StepError: as `check_rates`.
         """
-        found = [self._rates_of(group) for group in self.optimizer.param_groups]
-        known = self._sound_rates
-        if len(found) == len(known) and all(all(map(is_, *pair)) for pair in zip(found, known, strict=True)):
+        groups = self.optimizer.param_groups
+        found = [*chain.from_iterable(map(dict.values, groups)), *_other_code(self.optimizer)]
+        if same(found, self._seen):
             return
         check_rates(self.optimizer)
-        tensors = any(isinstance(value, (Tensor, list)) for values in found for value in values)  # change in place
-        self._sound_rates = [] if tensors else found
+        self._unknown = _unknown(self.optimizer)
+        # a tensor or a list may change in its place
+        changing = any(isinstance(v, (Tensor, list)) for g in groups for name, v in g.items() if name != "params")
+        self._seen = [] if changing else found
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the optimizer's parameters that have gradients, none of these partial or with repeated indices.
+    def gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Return the optimizer's parameters that have gradients, and these: none partial or with repeated indices.
+
+        While the list of gradients exists, reading ``.grad`` makes no new Python objects.
 
         Raises:
             StepError: there are none.
         """
-        parameters = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        groups = self.optimizer.param_groups
+        parameters = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
+        gradients = [*map(_grad, parameters)]
+        kinds = {*map(type, gradients)}
+        if NoneType in kinds:
+            parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+            gradients = [g for g in gradients if g is not None]
         if not parameters:
             raise StepError(
                 "no parameter of the optimizer received a gradient; check that loss_fn uses the model and that its "
                 "parameters require gradients"
             )
-        gradients = [p.grad for p in parameters]
-        if STRIDED.issuperset(map(_layout, gradients)) and KERNEL_TYPES.issuperset(map(type, gradients)):
-            return parameters
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                parameter.grad = gradient.coalesce()  # a norm is one of sums
-            elif type(gradient) is not Tensor and any(p.is_partial() for p in getattr(gradient, "placements", ())):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
-        return parameters
+        if kinds - PLAIN or torch.sparse_coo in map(_layout, gradients):
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is not None and gradient.is_sparse:
+                    parameter.grad = gradient.coalesce()  # a norm is one of sums
+                elif type(gradient) is not Tensor and any(p.is_partial() for p in getattr(gradient, "placements", ())):
+                    parameter.grad = gradient.redistribute(placements=parameter.placements)
+            gradients = [*map(_grad, parameters)]
+        return list(parameters), gradients
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the first of `gradients`."""
+        return self.gradients()[0]
 
     def plan(
         self,
         parameters: Sequence[nn.Parameter],
+        gradients: list[Tensor],
         divisor: Tensor | None,
         clip_norm: float | None,
         clip_value: float | None,
@@ -156,11 +170,12 @@ class Updater:
 
         Args:
             parameters: those with gradients.
+            gradients: these.
             divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
             clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
             clip_value: largest absolute value of an element of it; None for no clipping.
         """
-        fused = self._fitting(parameters) if clip_value is None else None
+        fused = self._fitting(parameters, gradients) if clip_value is None else None
         if fused is None:
             by_value = "clip_value clips gradients one by one before it" if clip_value is not None else ""
             reason = by_value or refusal(self.optimizer, self.store, parameters)
@@ -168,16 +183,14 @@ class Updater:
                 self.reason = reason
                 LOG.debug("%s: %s", type(self.optimizer).__name__, reason or "updated by halfstep's own operators")
             if not reason:
-                fused = FusedUpdate(self.optimizer, self.store, self.states, parameters)
+                fused = FusedUpdate(self.optimizer, self.store, self.states, parameters, gradients)
                 self._fused = fused if fused.stays else None
         if fused is not None:
             self.host_read = False
-            check = fused.check(divisor, clip_norm)
+            check = fused.check(gradients, divisor, clip_norm)
             return check, partial(fused.write, check.factor, check.bad)
         if self.store is not None:
             gradients = self.store.widen_gradients(self.optimizer)
-        else:
-            gradients = [p.grad for p in parameters if p.grad is not None]
         check = check_gradients(gradients, divisor, clip_norm)
         factor = None if divisor is None and clip_norm is None else check.factor
         if clip_value is not None:
@@ -187,12 +200,12 @@ class Updater:
             self._marks = Marks(self.optimizer, self.store)
         return check, lambda: self._step_optimizer(gradients, factor, check.bad)
 
-    def _fitting(self, parameters: Sequence[nn.Parameter]) -> FusedUpdate | None:
+    def _fitting(self, parameters: Sequence[nn.Parameter], gradients: list[Tensor]) -> FusedUpdate | None:
         """Return the tables of the last update if they are those of the next one too."""
         fused, self._fused = self._fused, None
-        if fused is None or _unknown(self.optimizer) or (self.store is not None and self.store.cannot_update()):
+        if fused is None or self._unknown or (self.store is not None and self.store.cannot_update()):
             return None
-        self._fused = fused if fused.fits(parameters) else None
+        self._fused = fused if fused.fits(parameters, gradients) else None
         return self._fused
 
     def _step_optimizer(self, gradients: list[Tensor], factor: Tensor | None, bad: Tensor) -> None:
@@ -268,20 +281,28 @@ def _unknown(optimizer: Optimizer) -> str:
 
 def _hooked(optimizer: Optimizer) -> str:
     """Return which other code depends on ``optimizer.step`` being called; "" for none."""
-    own = vars(optimizer)
-    if "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"):
+    step, scale, found, *hooks = _other_code(optimizer)
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         return "its step was replaced by another function"
-    if own.get("grad_scale") is not None or own.get("found_inf") is not None:
+    if scale is not None or found is not None:
         return "its grad_scale or found_inf was set by hand"
-    hooks = [
+    if all((getattr(hook, "__module__", None) or "").startswith("halfstep.") for hook in hooks):
+        return ""
+    return "it has hooks that run before or after its step"
+
+
+def _other_code(optimizer: Optimizer) -> list[Any]:
+    """Return a `step` of the object's own, torch's two attributes for scaled steps, then all hooks around its step."""
+    own = vars(optimizer)
+    return [
+        own.get("step"),
+        own.get("grad_scale"),
+        own.get("found_inf"),
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
         *_global_optimizer_pre_hooks.values(),
         *_global_optimizer_post_hooks.values(),
     ]
-    if all((getattr(hook, "__module__", None) or "").startswith("halfstep.") for hook in hooks):
-        return ""
-    return "it has hooks that run before or after its step"
 
 
 def _special(group: dict[str, Any]) -> str:

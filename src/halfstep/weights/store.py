@@ -319,14 +319,12 @@ class WeightStore(ABC):
             self._wrapper = weakref.ref(wrapper)
             self.stepped(broadcast(self, wrapper))
 
-    def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that both parts of the low ones among `parameters` were changed."""
+    def stepped(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that both parts of low `parameters` were changed."""
         self._fresh.clear()
         if self._copies:
             self._check_copies()
-        for parameter in parameters:
-            if id(parameter) in self._versions:
-                self._versions[id(parameter)] = parameter._version
+        self._versions.update(zip(map(id, parameters), map(_version, parameters), strict=True))
 
     # ------------------------------------------------------------------ manual changes: note [changes by hand]
 

@@ -115,11 +115,18 @@ def _end(pushed: RuleMode | None, others: int, outer: tuple[RuleMode | None, Any
 
 def backward(recipe: Recipe, loss: Tensor, seed: Tensor) -> None:
     """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`."""
-    if type(loss) is not Tensor or not _needed(recipe):
+    if type(loss) is not Tensor or (_len_torch_function_stack() and not _needed(recipe)):
         loss.backward(gradient=seed)
-        return
-    with rules_on(recipe.mode, STATE.bound):  # Tensor.backward would report itself to the mode and switch it off
-        _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    elif not _needed(recipe):
+        _run(loss, seed)
+    else:
+        with rules_on(recipe.mode, STATE.bound):
+            _run(loss, seed)
+
+
+def _run(loss: Tensor, seed: Tensor) -> None:
+    """Do what Tensor.backward does, which would report itself to the mode and switch it off."""
+    _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager
