@@ -191,6 +191,7 @@ class FusedUpdate:
         self._others = [n for n, p in enumerate(parameters) if p.is_contiguous()]
         self._strides = [parameters[n].stride() for n in self._strided]
         self._columns = Columns(gradients)
+        self._factor = torch.ones((), dtype=torch.float32, device="cpu")  # of an update on a CPU, from its check on
         self._kernels = native_kernels(parameters[0])
         for call in self._calls if self._kernels is not None else ():
             first, second, steps = _named(call.states)
@@ -239,8 +240,7 @@ class FusedUpdate:
         kernels = self._direct()
         if kernels is None:
             return check_gradients(gradients, divisor, clip_norm)
-        norms = kernels.norms_of(self._columns)
-        return GradientCheck(norms, *kernels.check_norms(norms, divisor, clip_norm))
+        return GradientCheck(*kernels.check(self._columns, divisor, clip_norm, self._factor), self._factor)
 
     @torch.no_grad()
     def write(self, factor: Tensor, bad: Tensor) -> None:

@@ -152,6 +152,7 @@ class TrainStep:
         self._metrics: Metrics | None = None
         self._box: Any = None  # the black box, made by the first step that is not finite
         self._keeps_pages = False
+        self._one: Tensor | None = None  # the scale of windows where nothing is scaled
         self.saving: Saving | None = None  # the last `hs.save`, whose writing may be under way
         self.preemption: Preemption | None = None  # the open `hs.on_preemption`
         with unchanged_on_failure(model, optimizer):
@@ -335,7 +336,9 @@ class TrainStep:
             elif self._scales:
                 record.scale = self._scaler.scale_on(loss.device).clone()
             else:
-                record.scale = torch.ones((), dtype=torch.float32, device=loss.device)
+                if self._one is None or self._one.device != loss.device:
+                    self._one = torch.ones((), dtype=torch.float32, device=loss.device)
+                record.scale = self._one
         seed = record.scale if self.accumulate == 1 else record.scale / self.accumulate
         if loss.dtype is not seed.dtype or loss.dim():
             seed = seed.to(loss.dtype).reshape(loss.shape)

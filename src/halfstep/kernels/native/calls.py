@@ -32,6 +32,7 @@ Tensors: TypeAlias = Sequence[Tensor]
 ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000}
 """Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
 
+CPU = torch.device("cpu")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3, torch.float64: 4}
 FORM_CODES = {form: code for code, form in enumerate(FORMS)}
 NUMBER_CODES = {torch.float16: "e", torch.float32: "f", torch.float64: "d"}
@@ -96,12 +97,14 @@ class Kernels:
             "lion_": library.halfstep_lion,
         }
         self._norms.argtypes = self._exponents.argtypes = (address, text, number, text)
+        self._both = library.halfstep_read
+        self._both.argtypes = (address, text, number, text, address, text, address, address, address)
         self._check.argtypes = (address, number, address, text, address, address, address)
         double, single = ctypes.c_double, ctypes.c_float
         self._advance.argtypes = (*[address] * 4, ctypes.c_bool, double, double, number, single, single)
         for update in self._updates.values():
             update.argtypes = (text, text)
-        for function in (self._norms, self._check, self._advance, self._exponents, *self._updates.values()):
+        for function in (self._norms, self._check, self._both, self._advance, self._exponents, *self._updates.values()):
             function.restype = None
 
     def _read(self, function: Any, work: str, out: Tensor, columns: Columns) -> None:
@@ -111,13 +114,33 @@ class Kernels:
 
     def norms(self, gradients: Tensors) -> Tensor:
         """Carry out `ops.norms`."""
-        return self.norms_of(Columns(gradients))
-
-    def norms_of(self, gradients: Columns) -> Tensor:
-        """Carry out `ops.norms` of the tensors that were put into columns last."""
-        norms = torch.empty(len(gradients.sizes), dtype=torch.float32, device="cpu")
-        self._read(self._norms, "norms", norms, gradients)
+        norms = torch.empty(len(gradients), dtype=torch.float32, device=CPU)
+        self._read(self._norms, "norms", norms, Columns(gradients))
         return norms
+
+    def check(
+        self, gradients: Columns, divisor: Tensor | None, clip_norm: float | None, factor: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Carry out `ops.norms` and `ops.check_norms` of the tensors put into columns last, in one call.
+
+        Args:
+            gradients: they.
+            divisor: 0-dim fp32, or None.
+            clip_norm: as in `ops.check_norms`.
+            factor: 0-dim fp32, written.
+
+        Returns:
+            Norms, their norm, and whether it is not finite.
+        """
+        count = len(gradients.sizes)
+        norms = torch.empty(count, dtype=torch.float32, device=CPU)
+        norm, bad = norms.new_empty(()), torch.empty((), dtype=torch.bool, device=CPU)
+        threads = torch.get_num_threads() if gradients.elements > ALONE["norms"] else 1
+        clip = None if clip_norm is None else pack("f", clip_norm)
+        at = None if divisor is None else divisor.data_ptr()
+        out = norm.data_ptr(), bad.data_ptr(), factor.data_ptr()
+        self._both(norms.data_ptr(), gradients.packed, count, pack("4q", threads, *self._runtime), at, clip, *out)
+        return norms, norm, bad
 
     def exponents_(self, rows: Tensor, tensors: Tensors) -> None:
         """Carry out `ops.exponents_`."""

@@ -70,6 +70,13 @@ void halfstep_check_norms(const float *norms, int64_t count, const float *diviso
     *factor = 1.0f / whole;
 }
 
+// Both of them, for a caller that has the columns packed already.
+void halfstep_read(float *norms, const int64_t *columns, int64_t tensors, const Threads *threads, const float *divisor,
+                   const float *clip_norm, float *norm, bool *bad, float *factor) {
+    halfstep_norms(norms, columns, tensors, threads);
+    halfstep_check_norms(norms, tensors, divisor, clip_norm, norm, bad, factor);
+}
+
 void halfstep_advance(float *scale, int32_t *good, int32_t *total, bool *alarm, bool found, double growth,
                       double backoff, int64_t interval, float floor, float ceiling) {
     *alarm = found && *scale <= floor;
