@@ -8,8 +8,8 @@ what was done is in `Record`.
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
 statistics, which the forward pass has already changed, are restored by the same verdict, also those of other prepared
-models that loss_fn calls. Where a scheduler or the black box needs the verdict of update n, the host reads it before
-update n+1, by which time the device has long produced it.
+models that loss_fn calls. Where a scheduler or the black box needs the verdict of update n, the host waits for it when
+the next forward and backward pass are queued, if it has not arrived before: the device does not idle meanwhile.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class TrainStep:
         moments.grad = torch.is_grad_enabled()
         if profiler_runs():
             show_phases(self)
-        self._settle()
+        self._settle(wait=self._graphs is not None)  # a graph reads its learning rate when it begins
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
@@ -264,6 +264,8 @@ class TrainStep:
         if kept is not None:
             kept.loss, kept.seed = shown, seed
         record.micro_batches += 1
+        if record.micro_batches == 1:
+            self._settle(wait=True)
         if last:
             count = self.accumulate if self._ranks is None else self._ranks.window(self.accumulate)
             norm, bad, culprits = self._update(count)
@@ -410,7 +412,7 @@ class TrainStep:
         if moments.phase:
             moments.refuse(record.done)
         moments.grad = torch.is_grad_enabled()
-        self._settle()
+        self._settle(wait=True)
         count, scale = float(record.micro_batches), record.scale
         if ranks is not None and (self.accumulate > 1 or ranks.joining):
             count, scale = ranks.agree(record.micro_batches, record.scale)
@@ -481,7 +483,7 @@ class TrainStep:
         """
         record, moments, updater = self.record, self._moments, self._updater
         if record.history is not None and record.history.judged is not None:
-            self._examine(wait=True)  # after this update the parameters are no longer those of the last one
+            self._examine(wait=True, together=True)  # after this update the parameters are no longer those of the last one
         updater.check_rates()
         moments.before_update()
         parameters = updater.parameters()
@@ -500,22 +502,22 @@ class TrainStep:
         record.host_reads += updater.host_read
         if device.type == "cpu":
             if record.history is not None and record.history.judged is not None:
-                self._examine(wait=False)  # known at once, before weights or batch can be written to
+                self._examine(wait=False, together=True)  # known at once, before weights or batch can be written to
             if not self._keeps_pages:
                 keep_pages(self)
                 self._keeps_pages = True
         return found
 
-    def _settle(self) -> None:
-        """Read the verdict of the last update and advance the scheduler if it was applied."""
+    def _settle(self, *, wait: bool) -> None:
+        """Give the verdict of the last update to black box and scheduler, if it is known or `wait`."""
         record = self.record
-        if record.history is not None and record.history.judged is not None and self._alone:
-            self._examine(wait=False)
-        if record.bad is not None and self.scheduler is not None:
-            record.host_reads += 1
-            if not bool(record.bad):
-                advance(self.scheduler, self.optimizer, self._moments, record)
-        record.bad = None
+        record.scheduled = self.scheduler is not None
+        if record.history is not None and record.history.judged is not None:
+            self._examine(wait=wait, together=self._alone)
+        if self.scheduler is None:
+            record.bad = None
+        elif record.bad is not None:
+            advance(self.scheduler, self.optimizer, self._moments, record, wait=wait)
 
     # ------------------------------------------------------------------ explanations
 
@@ -543,19 +545,26 @@ class TrainStep:
                 self.record.history.watched = True
         return self._box
 
-    def _examine(self, *, wait: bool) -> None:
-        """Give the last update to the black box if it was not applied or its loss was not finite, once that is known.
+    def _examine(self, *, wait: bool, together: bool) -> None:
+        """Give the last update to the black box, once its verdict is known.
 
-        On several ranks every rank must call this at the same place of a step: there they exchange verdicts.
+        On several ranks every rank must call this at the same place of a step with `together`: there they exchange
+        verdicts. Without it a bad update is left for that call.
         """
-        assert self.record.history is not None
-        window = self.record.history.arrived(wait=wait)
-        if window is not None and (window.wrong or self._box is not None):
+        history = self.record.history
+        assert history is not None
+        window = history.arrived(wait=wait)
+        if window is None or (window.wrong and not together):
+            return
+        window.seen = True
+        if window.wrong or self._box is not None:
             copies, STATE.copies = STATE.copies, None  # a replay has its own
             try:
                 self._black_box().see(window)
             finally:
                 STATE.copies = copies
+        if self.record.micro_batches:
+            history.judged = None
 
     # ------------------------------------------------------------------ state
 
@@ -567,7 +576,7 @@ class TrainStep:
         """
         if self._moments.phase:
             self._moments.refuse(self.record.done)
-        self._settle()
+        self._settle(wait=True)
         return save_step(self, self._updater)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -578,7 +587,7 @@ class TrainStep:
         """
         if self._moments.phase:
             self._moments.refuse(self.record.done)
-        self._settle()
+        self._settle(wait=True)
         refuse_window(self, "a copy")
         named = {name: getattr(self, name) for name in KEPT}
         named["policy"] = prepared_policy(self.model)
