@@ -33,7 +33,7 @@ from halfstep.step.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["Culprits", "FusedUpdate", "Updater", "refusal", "suits"]
+__all__ = ["Culprits", "FusedUpdate", "Updater", "refusal", "suits", "unsuited"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -192,6 +192,8 @@ class Updater:
         divisor: Tensor | None,
         clip_norm: float | None,
         clip_value: float | None,
+        *,
+        part: int | None = None,
     ) -> tuple[GradientCheck, Callable[[], None]]:
         """Read the gradients; return what was found, and the function that updates unless they are bad.
 
@@ -200,6 +202,7 @@ class Updater:
             divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
             clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
             clip_value: largest absolute value of an element of it; None for no clipping.
+            part: number of the first of them where these are only some of the update's; None: they are all.
         """
         if clip_value is not None:
             reason = "clip_value clips gradients one by one before it"
@@ -215,7 +218,7 @@ class Updater:
         check = check_gradients(gradients, divisor, clip_norm)
         if not reason:
             self.host_read = False
-            return check, FusedUpdate(self.optimizer, self.store, self.states, check.factor, check.bad).write
+            return check, FusedUpdate(self.optimizer, self.store, self.states, check.factor, check.bad, part).write
         factor = None if divisor is None and clip_norm is None else check.factor
         if clip_value is not None:
             clip_values_(gradients, divisor, clip_value)
@@ -284,8 +287,13 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
 
 def suits(optimizer: Optimizer) -> bool:
     """Return whether `FusedUpdate` will step `optimizer` as it is, as far as can be told before there are gradients."""
+    return not unsuited(optimizer)
+
+
+def unsuited(optimizer: Optimizer) -> str:
+    """Return why `FusedUpdate` will not step `optimizer`, as far as can be told before there are gradients."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return bool(parameters) and not _unknown(optimizer) and not cannot_update(parameters)
+    return _unknown(optimizer) or (cannot_update(parameters) if parameters else "it has no parameters")
 
 
 def _unknown(optimizer: Optimizer) -> str:
@@ -341,12 +349,19 @@ class FusedUpdate:
         states: what keeps its states in bf16, or None for fp32 states.
         factor: 0-dim fp32 on the parameters' device: gradients are multiplied by it.
         bad: 0-dim bool on it: parameters, states and step counts stay as they are.
+        part: as in `Updater.plan`; the caller then counts the random bits drawn.
     """
 
     def __init__(
-        self, optimizer: Optimizer, store: WeightStore | None, states: LowStates | None, factor: Tensor, bad: Tensor
+        self,
+        optimizer: Optimizer,
+        store: WeightStore | None,
+        states: LowStates | None,
+        factor: Tensor,
+        bad: Tensor,
+        part: int | None = None,
     ) -> None:
-        self._optimizer, self._store, self._factor, self._bad = optimizer, store, factor, bad
+        self._optimizer, self._store, self._factor, self._bad, self._part = optimizer, store, factor, bad, part
         self._draws = states.draws if states is not None else getattr(store, "draws", None)
         self._calls: list[tuple[Any, ...]] = []
         self._made: Made = []
@@ -356,7 +371,7 @@ class FusedUpdate:
     def _gather(self, dtype: torch.dtype) -> None:
         optimizer, store, factor = self._optimizer, self._store, self._factor
         names = KNOWN[type(optimizer)]
-        start = 0
+        start = self._part or 0
         for group in optimizer.param_groups:
             for form, shard, parameters in _by_form(group["params"], store):
                 weights, beside = [], []
@@ -389,7 +404,7 @@ class FusedUpdate:
             _call(optimizer, group, values, states, given)
             lists += [*values, *states]
         increment_version([tensor for tensors in lists for tensor in tensors])
-        if self._draws is not None:
+        if self._draws is not None and self._part is None:
             self._draws.advance(self._factor.device, ~self._bad)
         if store is not None:
             store.stepped(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)

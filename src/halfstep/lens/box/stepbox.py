@@ -205,6 +205,11 @@ APPLIED = (
     "those after it"
 )
 
+BEFORE = (
+    "update_in_backward=True: parameters whose gradients came before the first that was not finite were updated, and the "
+    "replay ran with them"
+)
+
 UPDATE, CALL = "update", "call"
 
 
@@ -551,6 +556,8 @@ class StepBox(Box):
         )
         if window.flag is not None and not bool(window.flag):
             notes.append(APPLIED)
+        elif step.update_in_backward:
+            notes.append(BEFORE)
         subject.notes = tuple(notes)
         verdict = self.explain_subject(subject, self._topic(window, place))
         self._explained_step = window.last
