@@ -78,6 +78,7 @@ class Run:
     norm: bool = True
     clip_norm: float | None = None
     clip_value: float | None = None
+    in_backward: bool = False
     bad: int = -1  # the micro-batch whose loss is not finite
 
     def step(self) -> hs.TrainStep:
@@ -95,6 +96,7 @@ class Run:
             clip_norm=self.clip_norm,
             clip_value=self.clip_value,
             blackbox=False,
+            update_in_backward=self.in_backward,
         )
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:

@@ -31,10 +31,3 @@ def test_others_cost_a_read_a_step() -> None:
 def test_what_an_optimizer_objects_to_is_the_answer() -> None:
     assert "closure" in host_reads("cpu", torch.optim.LBFGS).problem
     assert host_reads("cpu", Refuses).problem == "RuntimeError: not today"
-
-
-def test_a_scheduler_costs_a_read_a_step_more() -> None:
-    """Of the update before, so not in the first step."""
-    with_one = host_reads("cpu", torch.optim.AdamW, scheduler=True)
-    assert with_one == HostReads(optimizer="AdamW", scheduler=True, first=0, later=1)
-    assert host_reads("cpu", torch.optim.RMSprop, scheduler=True).later == 2

@@ -50,7 +50,6 @@ def run_doctor(*, device: str, json_path: Path | None, quick: bool, sizes: Sizes
         speeds = [measure_speed(each, chosen(each), on_step=status.show) for each in devices]
         status.show("optimizers")
         reads = [host_reads(main, kind) for kind in optimizer_classes()]
-        reads.append(host_reads(main, torch.optim.AdamW, scheduler=True))
     advice = [advise(there, speed) for there, speed in zip(units, speeds, strict=True)]
     found = pitfalls(speeds, load=load, granted=cores_granted(), environ=os.environ)
     for speed in speeds:
@@ -177,19 +176,17 @@ def _print_advice(out: Console, advice: Advice) -> None:
 
 def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
     """Print the optimizers that behave alike on one row."""
-    groups: dict[tuple[int, int, str, bool], list[str]] = {}
+    groups: dict[tuple[int, int, str], list[str]] = {}
     for each in reads:
-        name = f"{each.optimizer}, with a scheduler" if each.scheduler else each.optimizer
-        groups.setdefault((each.later, each.first, each.problem, each.scheduler), []).append(name)
+        groups.setdefault((each.later, each.first, each.problem), []).append(each.optimizer)
     say(out)
     say(
         out, f"Does a step under a loss scale (fp16) wait for the device? torch's optimizers, tried on {device}", "bold"
     )
     made = table(out, "reads a step", "what that means", "optimizers")
     for key, names in sorted(groups.items(), key=lambda group: (bool(group[0][2]), group[0])):
-        later, first, problem, scheduler = key
-        meaning = _meaning(later, first, problem, scheduler=scheduler)
-        made.add_row("-" if problem else str(later), meaning, ", ".join(names))
+        later, first, problem = key
+        made.add_row("-" if problem else str(later), _meaning(later, first, problem), ", ".join(names))
     out.print(made)
     item(out, "hs.TrainStep reads as often in every format, and fuses Adam and its like by itself")
     item(
@@ -198,15 +195,13 @@ def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
     )
 
 
-def _meaning(later: int, first: int, problem: str, *, scheduler: bool) -> Text:
+def _meaning(later: int, first: int, problem: str) -> Text:
     if problem:
         return Text(f"cannot step under a loss scale: {problem}", style="yellow")
     if later == 0:
         return Text(
             "no: it takes the verdict on the device" + (f"; {first} in the first step" if first else ""), "green"
         )
-    if scheduler:
-        return Text("yes: before a step the host reads whether the last update was applied, to advance the scheduler")
     return Text("yes: the host reads whether gradients are finite")
 
 

@@ -123,6 +123,8 @@ class FusedUpdate:
         states: what keeps its states in bf16, or None for fp32 states.
         parameters: those of the optimizer that have gradients, in the order of its groups.
         gradients: these.
+        part: number of the first of them where these are only some of the update's, whose random bits the caller
+            counts; None: they are all.
 
     Attributes:
         stays: whether it can be used again, as long as it `fits`.
@@ -135,8 +137,9 @@ class FusedUpdate:
         states: LowStates | None,
         parameters: Sequence[nn.Parameter],
         gradients: list[Tensor],
+        part: int | None = None,
     ) -> None:
-        self._optimizer, self._store, self._parameters = optimizer, store, parameters
+        self._optimizer, self._store, self._parameters, self._part = optimizer, store, parameters, part
         self._draws = states.draws if states is not None else getattr(store, "draws", None)
         self._low = [p for p in parameters if store is not None and p in store]
         self._calls: list[_Call] = []
@@ -149,7 +152,12 @@ class FusedUpdate:
         in_place = all(
             same(some, [gradients[n] for n in call.chosen]) for call, some in zip(self._calls, laid_out, strict=True)
         )
-        self.stays = in_place and not self._made and PLAIN.issuperset(map(type, chain(gradients, self._tensors)))
+        self.stays = (
+            part is None
+            and in_place
+            and not self._made
+            and PLAIN.issuperset(map(type, chain(gradients, self._tensors)))
+        )
         if self.stays:
             self._laid_out = []  # they are the parameters' own, and end with these
             self._note(gradients)
@@ -157,7 +165,7 @@ class FusedUpdate:
     def _gather(self, dtype: torch.dtype) -> None:
         optimizer, store = self._optimizer, self._store
         names, places = KNOWN[type(optimizer)], {id(p): n for n, p in enumerate(self._parameters)}
-        start = 0
+        start = self._part or 0
         for group in optimizer.param_groups:
             for form, shard, parameters in _by_form(group["params"], store):
                 weights, beside = [], []
@@ -267,7 +275,7 @@ class FusedUpdate:
                 call.packed.take([self._columns.addresses[n] for n in call.chosen])
                 kernels.update(name, call.packed, *given)
         increment_version(self._tensors)
-        if self._draws is not None:
+        if self._draws is not None and self._part is None:
             self._draws.advance(factor.device, ~bad)
         if store is not None:
             store.stepped(self._low)

@@ -60,6 +60,7 @@ class Moments:
         phase: which part of a call is under way, or was cut off; `REST` between calls.
         grad: whether gradients were recorded where the call came from.
         scheduler: the scheduler before the step it is making.
+        interrupted: the phase in which it makes that step.
         critical: the context manager of the critical part.
         cause: what ended a part that cannot be undone.
     """
@@ -73,12 +74,13 @@ class Moments:
         "critical",
         "grad",
         "has_written",
+        "interrupted",
         "phase",
         "scheduler",
     )
 
     def __init__(self, participants: Iterable[object], has_written: Callable[[], bool]) -> None:
-        self.phase = REST
+        self.phase = self.interrupted = REST
         self.grad = True
         self.has_written = has_written
         self.scheduler: SchedulerCopy | None = None
@@ -141,7 +143,7 @@ class Moments:
             torch._C._set_grad_enabled(self.grad)  # also where the end of a torch.no_grad() was cut off
         if self.phase == ADVANCE and self.scheduler is not None:
             self.scheduler.restore()
-            self.phase = REST
+            self.phase = self.interrupted
         if self.phase not in {UPDATE, MICRO_BATCH}:
             return
         written = self.phase == UPDATE and self.has_written()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.kernels.native.calls import number, peek
+from halfstep.step.landing import Landing
 from halfstep.trees import tensors
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "versions_of",
 ]
 
+LIMIT = 1 << 30  # bytes of batches
+ROWS = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged}
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
@@ -63,6 +66,17 @@ class MicroBatch:
     seed: Tensor | None = None
     tensors: Sequence[Tensor] = ()
     put_generators: Callable[[], None] | None = None
+    _bytes: int = -1
+
+    def bytes(self) -> int:
+        """Return the bytes of the tensors in its batch; found once."""
+        if self._bytes < 0:
+            self._bytes = sum(_size(tensor) for tensor in tensors((self.batch, self.named)))
+        return self._bytes
+
+    def drop(self) -> None:
+        """Drop the batch; it cannot be run again."""
+        self.batch, self.named, self.versions, self._bytes = (), {}, [], 0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +91,8 @@ class Window:
         flag: 0-dim bool on the device: the update was not applied; None before it.
         bad: that flag, as soon as it has been read.
         lossy: whether a loss was not finite, as soon as that has been read.
+        seen: whether the black box has been given it.
+        dropped: how many of the first micro-batches have lost their batch to `History.limit`.
     """
 
     batches: list[MicroBatch] = field(default_factory=list)
@@ -86,6 +102,8 @@ class Window:
     flag: Tensor | None = None
     bad: bool | None = None
     lossy: bool | None = None
+    seen: bool = False
+    dropped: int = 0
 
     @property
     def wrong(self) -> bool:
@@ -117,17 +135,21 @@ class Record:
         micro_batches: those of the current window whose backward pass has run.
         scale: 0-dim fp32, the loss scale of the current window, or of the last one.
         bad: 0-dim bool, whether the last update was not applied, until the scheduler has read it; None: read, or none.
-        host_reads: how often an update had to wait for the device.
+        scheduled: whether a scheduler will read it.
+        host_reads: how often the host had to wait until the device had done all of its work.
+        landing: what of the last update is on its way to the host.
         history: the micro-batches; None: not kept.
     """
 
-    __slots__ = ("bad", "done", "history", "host_reads", "micro_batches", "scale")
+    __slots__ = ("bad", "done", "history", "host_reads", "landing", "micro_batches", "scale", "scheduled")
 
     def __init__(self, model: nn.Module, *, replayable: bool) -> None:
         self.done = self.micro_batches = self.host_reads = 0
         self.scale = torch.ones(())
         self.bad: Tensor | None = None
-        self.history = History(model) if replayable else None
+        self.scheduled = False
+        self.landing = Landing()
+        self.history = History(model, landing=self.landing) if replayable else None
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -151,9 +173,26 @@ class Record:
         try:
             if self.history is not None:
                 self.history.end(bad, self.scale)
+            if self.scheduled and self.landing.flag is not bad and self.landing.takes(bad):
+                self.landing.send([bad])
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         return None
+
+    def verdict(self, *, wait: bool) -> bool | None:
+        """Return whether the last update was not applied; None: that is not known yet.
+
+        Args:
+            wait: whether to wait for it: for that alone where it was sent, else for all that the device was given.
+        """
+        bad, landing = self.bad, self.landing
+        assert bad is not None
+        if landing.flag is bad:
+            return peek(landing.landed()[0]) if wait or landing.there() else None
+        if type(bad) is Tensor and bad.device.type == "cpu":
+            return peek(bad)
+        self.host_reads += wait
+        return bool(bad) if wait else None
 
     def abort(self, *, written: bool) -> None:
         """Forget the window: its gradients are partial, and dropped when the next one begins."""
@@ -172,22 +211,29 @@ class History:
         judged: that of the last update, until its verdict was read and was good, or the next window begins.
         watched: whether good updates are of interest too; else a CPU drops their batches at once.
         examined: whether a black box reads it; else a window is dropped with its update.
+        landing: what of the last update is on its way to the host.
+        limit: the most bytes of tensors that the batches kept may have together, without those of the newest one;
+            beyond it the oldest are dropped, and a verdict names what it could not run again. May be set at any time.
+            A window that may run again (`retry`) stays whole.
     """
 
-    def __init__(self, model: nn.Module, *, watched: bool = False, examined: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, watched: bool = False, examined: bool = True, landing: Landing | None = None
+    ) -> None:
         self.model, self.watched, self.examined = model, watched, examined
+        self.landing = Landing() if landing is None else landing
+        self.limit = LIMIT
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
         self.window = Window()
         self.judged: Window | None = None
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._unchanged: list[tuple[nn.Module, str, Tensor, int]] | None = None  # buffers, with their versions
-        self._landed: list[Tensor] = []  # pinned, on the host: the flag, then losses
-        self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
         """Begin a window."""
-        if self.judged is not None and self.judged.bad is not None:
-            self.judged = None
+        old = self.judged
+        if old is not None and (old.seen or (old.bad is None and old.flag is not self.landing.flag)):
+            self.judged = None  # it was examined, or its device sends no flag
         self.window = window = Window()
         if self._unchanged is None:
             self._note_buffers()
@@ -206,7 +252,21 @@ class History:
             kept.tensors, kept.put_generators = tensors((batch, named)), generators(self._own)
         self.window.last = number
         self.window.batches.append(kept)
+        if self.judged is not None or len(self.window.batches) > 1:
+            self._make_room()
         return kept
+
+    def _make_room(self) -> None:
+        """Drop the oldest batches beyond `limit`, but not the newest."""
+        windows = [w for w in (self.judged, self.window if self._own is None else None) if w is not None]
+        excess = sum(micro.bytes() for window in windows for micro in window.batches) - self.limit
+        for window in windows:
+            for micro in window.batches[window.dropped :]:
+                if excess <= 0 or micro is self.window.batches[-1]:
+                    return
+                excess -= micro.bytes()
+                micro.drop()
+                window.dropped += 1
 
     def end(self, bad: Tensor, scale: Tensor | None) -> None:
         """End the window; waits for nothing.
@@ -224,8 +284,8 @@ class History:
         if type(bad) is not Tensor or (bad.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         window.flag = bad
-        if bad.is_cuda:
-            self._send([bad, *window.losses()])
+        if self.landing.takes(bad):
+            self.landing.send([bad, *window.losses()])
         elif bad.device.type == "cpu":
             window.lossy = _lossy(window.losses())
         if not self.watched and window.lossy is False and not peek(bad):
@@ -251,44 +311,27 @@ class History:
         put_buffers([kept for kept in self.window.buffers if (id(kept[0]), kept[1]) in self._changing])
 
     def arrived(self, *, wait: bool) -> Window | None:
-        """Return the window of the last update if its verdict has just become known.
+        """Return the window of the last update if its verdict is known and it has not been seen; drop it if it is good.
 
         Args:
             wait: whether to wait for a verdict under way: for that alone, not for what the device was given since.
         """
         window = self.judged
-        if window is None or window.bad is not None or window.flag is None:
+        if window is None or window.seen or window.flag is None:
             return None
-        if window.flag.device.type == "cpu":
-            window.bad = peek(window.flag)
-        elif window.flag.is_cuda and self._event is not None:
-            if not self._event.query():
-                if not wait:
+        if window.bad is None:
+            if self.landing.flag is window.flag:
+                if not wait and not self.landing.there():
                     return None
-                self._event.synchronize()
-            flag, *losses = self._landed
-            window.bad, window.lossy = peek(flag), _lossy(losses)
-        else:  # no event to ask: explain() waits for it
-            return None
+                flag, *losses = self.landing.landed()
+                window.bad, window.lossy = peek(flag), _lossy(losses)
+            elif window.flag.device.type == "cpu":
+                window.bad = peek(window.flag)
+            else:  # not sent: explain() waits for it
+                return None
         if not window.wrong:
             self.judged = None
         return window
-
-    def _send(self, found: list[Tensor]) -> None:
-        """Have a flag and losses copied to the host by the copy engine, a few bytes each; waits for nothing.
-
-        A loss on another device than the flag would need an event of its own, and is ignored.
-        """
-        device = found[0].device
-        with torch.cuda.device(device):
-            here = [t for t in found if type(t) is Tensor and t.device == device]
-            if [t.dtype for t in here] != [t.dtype for t in self._landed]:
-                self._landed = [torch.zeros((), dtype=t.dtype, pin_memory=True) for t in here]
-            for place, value in zip(self._landed, here, strict=True):  # one copy each: joining them is a kernel
-                place.copy_(value.reshape(()), non_blocking=True)
-            if self._event is None:
-                self._event = torch.cuda.Event()
-            self._event.record()
 
     def _find_changing(self) -> None:
         """Find out which buffers the window's forward passes have changed."""
@@ -329,6 +372,13 @@ class History:
 def _lossy(losses: list[Tensor]) -> bool:
     """Return whether one of some losses, of those in the host's memory, is not finite."""
     return any(type(loss) is Tensor and not loss.is_cuda and not math.isfinite(number(loss)) for loss in losses)
+
+
+def _size(tensor: Tensor) -> int:
+    """Return the bytes of what a tensor holds; of a sparse one those of its values."""
+    if tensor.is_sparse:
+        return tensor._values().nbytes
+    return (tensor.values() if tensor.layout in ROWS else tensor).nbytes
 
 
 def versions_of(tree: Any) -> list[int]:

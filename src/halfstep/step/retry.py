@@ -17,7 +17,8 @@ the others and starts its backward passes from nan, so that the window is skippe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import ScaleError
+from halfstep.events import StepResult
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.fused import check_gradients
 from halfstep.step.moments import Moments
+from halfstep.step.ranks import Ranks
 from halfstep.step.record import History, MicroBatch, Record, versions_of
 from halfstep.trees import tensors
 
@@ -140,13 +143,35 @@ class Retry:
             return self.scaler.scale_on(device).clone()
         return torch.full((), self.scale, dtype=torch.float32, device=device)
 
-    def restart(self, moments: Moments) -> Sequence[MicroBatch]:
-        """Return to the state before the window, and return its micro-batches."""
-        batches = self.history.window.batches
+    def run(
+        self,
+        moments: Moments,
+        ranks: Ranks | None,
+        begin_window: Callable[[], None],
+        micro_batch: Callable[[tuple[Any, ...], dict[str, Any]], StepResult],
+    ) -> StepResult | None:
+        """Run the micro-batches of a window that was discarded again; return what the last one gave, None for none.
+
+        Args:
+            moments: of the step.
+            ranks: of DistributedDataParallel, or None.
+            begin_window: begins a window of the step.
+            micro_batch: runs one micro-batch of it.
+        """
+        batches, result = self.history.window.batches, None
         moments.restart()
         self.history.restore()
         self.retries += 1
-        return batches
+        if not batches:  # a flush, and other ranks have some
+            if ranks is not None:
+                ranks.keep_up()
+            begin_window()
+            self.record.scale = self.scale_on(self.record.scale.device)
+        for kept in batches:
+            if kept.put_generators is not None:
+                kept.put_generators()
+            result = micro_batch(kept.batch, kept.named)
+        return result
 
     def after_update(self, bad: Tensor) -> Exception | None:
         """Count the attempts that were discarded, now that one was applied."""

@@ -9,26 +9,40 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import StepError
-from halfstep.step.moments import ADVANCE, REST, Moments
+from halfstep.step.moments import ADVANCE, Moments
 from halfstep.step.record import Record
 from halfstep.step.undo import SchedulerCopy
 
 __all__ = ["advance"]
 
 
-def advance(scheduler: LRScheduler, optimizer: Optimizer, moments: Moments, record: Record) -> None:
-    """Advance `scheduler`, of `optimizer`, by one update, and note in `record` that the verdict is used up.
+def advance(scheduler: LRScheduler, optimizer: Optimizer, moments: Moments, record: Record, *, wait: bool) -> None:
+    """Advance `scheduler`, of `optimizer`, if the last update was applied, and note that its verdict is used up.
+
+    Args:
+        scheduler: sets the learning rate of the next update.
+        optimizer: whose groups it changes.
+        moments: of the step; its phase may be `REST` or `MICRO_BATCH`.
+        record: knows the verdict.
+        wait: whether to wait for a verdict that has not arrived; else nothing happens.
 
     Raises:
         StepError: ``scheduler.step()`` raised; it stays one update behind.
     """
+    flag, bad = record.bad, record.verdict(wait=wait)
+    if bad is None:
+        return
     try:
-        moments.scheduler = SchedulerCopy(scheduler, optimizer)
-        moments.phase = ADVANCE
-        scheduler.step()
+        if not bad:
+            moments.scheduler, moments.interrupted = SchedulerCopy(scheduler, optimizer), moments.phase
+            moments.phase = ADVANCE
+            scheduler.step()
         record.bad = None
-        moments.phase = REST
+        if not bad:
+            moments.phase = moments.interrupted
     except BaseException as error:
+        if moments.phase == ADVANCE:
+            record.bad = flag
         moments.abort()
         if isinstance(error, MemoryError) or not isinstance(error, Exception):
             raise  # the next call tries again

@@ -8,8 +8,8 @@ what was done is in `Record`.
 Note [bad steps]: in every format, with or without scaling, an update whose gradient norm is not finite is not applied.
 The verdict is a tensor on the device; fused optimizers read it there, others cost one counted host read. BatchNorm
 statistics, which the forward pass has already changed, are restored by the same verdict, also those of other prepared
-models that loss_fn calls. Where a scheduler or the black box needs the verdict of update n, the host reads it before
-update n+1, by which time the device has long produced it.
+models that loss_fn calls. Where a scheduler or the black box needs the verdict of update n, the host waits for it when
+the next forward and backward pass are queued, if it has not arrived before: the device does not idle meanwhile.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from halfstep.step.evaluate import evaluate
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
+from halfstep.step.in_backward import InBackward, refuse_in_backward
 from halfstep.step.metrics import Metrics, MetricsLogger
 from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers
 from halfstep.step.phases import profiler_runs, show_phases
@@ -75,7 +76,8 @@ WHOLE = nullcontext()
 NO_GRADIENT = {NoneType}
 ORDINALS = count(1)
 _grad = attrgetter("grad")
-KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph", "retry")  # of a copy
+KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph", "retry")
+KEPT += ("update_in_backward",)  # of a copy
 
 
 class TrainStep:
@@ -107,6 +109,8 @@ class TrainStep:
             and explained, by one line of the logger "halfstep"; a folder: and its evidence kept there. See `explain`.
         retry: whether a window that overflowed under a dynamic scale runs again at the lower one, so that no batch is
             lost; a number: so often at most (True: 16). `loss_fn` is called again. One wait for the device an update.
+        update_in_backward: whether each parameter is updated as soon as its gradient is complete, which is then freed:
+            no memory for all gradients. Without clipping, scaling, accumulation and ranks; see `in_backward`.
 
     Raises:
         StepError: arguments that make no sense together; later, a loss that is not a scalar, or no gradient at all.
@@ -130,12 +134,14 @@ class TrainStep:
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
         retry: bool | int = False,
+        update_in_backward: bool = False,
     ) -> None:
         optimizer = unwrap_optimizer(optimizer)
         accumulate = check_arguments(model, loss_fn, accumulate, scaler, scheduler, optimizer, cuda_graph=cuda_graph)
         self.clip_norm, self.clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
         self.evidence = evidence_folder(blackbox)
         self.retry = retries(retry, ENOUGH, cuda_graph=cuda_graph)
+        self.update_in_backward = bool(update_in_backward)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -207,7 +213,13 @@ class TrainStep:
             self._retry = Retry(self.retry, self._scaler, optimizer, self.record, unwrap(model))
             participants.append(self._retry)
             self._watchers.discards = self._retry.discards_unseen
-        self._moments = Moments(participants, self._updater.has_written)
+        self._in_backward = None
+        if self.update_in_backward:
+            refuse_in_backward(
+                unwrap(model), optimizer, store, vars(self) | {"scaler": self._scaler}, alone=self._alone
+            )
+            self._in_backward = InBackward(self._updater, self.record, self._watchers, self._names)
+        self._moments = Moments(participants, (self._in_backward or self._updater).has_written)
         self._statistics = Statistics(unwrap(model), self._moments.add)
 
     # ------------------------------------------------------------------ one micro-batch
@@ -227,7 +239,7 @@ class TrainStep:
         moments.grad = torch.is_grad_enabled()
         if profiler_runs():
             show_phases(self)
-        self._settle()
+        self._settle(wait=self._graphs is not None)  # a graph reads its learning rate when it begins
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
@@ -236,7 +248,7 @@ class TrainStep:
                 self._retry.begin()
             result = self._micro_batch(batch, named) if self._graphs is None else self._graphs(batch, named)
             while self._retry is not None and self._retry.due:
-                result = self._run_again(self._retry) or result
+                result = self._retry.run(moments, self._ranks, self._begin_window, self._micro_batch) or result
                 result.retries = self._retry.retries
             moments.phase = REST
         except BaseException as error:
@@ -264,11 +276,19 @@ class TrainStep:
             loss, aux = self.run_forward(self.model, batch, named)
             if aux is not None:
                 aux = detached(aux, loss, check=not record.done)
+            shown = loss.detach()
+            if kept is not None:
+                kept.loss = shown
+            if self._in_backward is not None:
+                self._settle(wait=True)
+                norm, bad, culprits = self._update(1, loss)
+                return StepResult(number, shown, aux, record.scale, norm, bad, True, culprits)
             scale, seed = self.run_backward(loss)
-        shown = loss.detach()
         if kept is not None:
-            kept.loss, kept.seed = shown, seed
+            kept.seed = seed
         record.micro_batches += 1
+        if record.micro_batches == 1:
+            self._settle(wait=True)
         if last:
             count = self.accumulate if self._ranks is None else self._ranks.window(self.accumulate)
             norm, bad, culprits = self._update(count)
@@ -278,20 +298,6 @@ class TrainStep:
         nothing = torch.zeros((), dtype=torch.bool, device=loss.device)
         unknown = torch.full((), float("nan"), device=loss.device)
         return StepResult(number, shown, aux, scale, unknown, nothing, False)
-
-    def _run_again(self, retry: Retry) -> StepResult | None:
-        """Run the micro-batches of a window that was discarded again; return what the last one gave."""
-        batches, result = retry.restart(self._moments), None
-        if not batches:  # a flush, and other ranks have some
-            if self._ranks is not None:
-                self._ranks.keep_up()
-            self._begin_window()
-            self.record.scale = retry.scale_on(self.record.scale.device)
-        for kept in batches:
-            if kept.put_generators is not None:
-                kept.put_generators()
-            result = self._micro_batch(kept.batch, kept.named)
-        return result
 
     def _begin_window(self) -> None:
         """Drop what another step's loss, or one that failed, left in the gradients, and begin a window."""
@@ -417,7 +423,7 @@ class TrainStep:
         if moments.phase:
             moments.refuse(record.done)
         moments.grad = torch.is_grad_enabled()
-        self._settle()
+        self._settle(wait=True)
         count, scale = float(record.micro_batches), record.scale
         if ranks is not None and (self.accumulate > 1 or ranks.joining):
             count, scale = ranks.agree(record.micro_batches, record.scale)
@@ -439,7 +445,7 @@ class TrainStep:
                 self._retry.begin()
             norm, bad, culprits = self._update(count)
             while self._retry is not None and self._retry.due:
-                self._run_again(self._retry)
+                self._retry.run(moments, ranks, self._begin_window, self._micro_batch)
                 if ranks is not None and ranks.joining:
                     count = ranks.window(self.accumulate)  # the others do so again
                 norm, bad, culprits = self._update(count)
@@ -481,15 +487,19 @@ class TrainStep:
         """
         return evaluate(self.model, self.loss_fn, self._recipe, batch, named)
 
-    def _update(self, count: float) -> tuple[Tensor, Tensor, Culprits]:
+    def _update(self, count: float, loss: Tensor | None = None) -> tuple[Tensor, Tensor, Culprits]:
         """Update with a window of `count` micro-batches; return the gradient's norm, the verdict and its culprits.
 
-        If the window is to run again instead, nothing is written.
+        If the window is to run again instead, nothing is written. With `loss` its backward pass is still to come.
         """
         record, moments, updater = self.record, self._moments, self._updater
         if record.history is not None and record.history.judged is not None:
-            self._examine(wait=True)  # after this update the parameters are no longer those of the last one
+            self._examine(
+                wait=True, together=True
+            )  # after this update the parameters are no longer those of the last one
         updater.check_optimizer()
+        if self._in_backward is not None and loss is not None:
+            return self._done(self._in_backward.update(moments, loss, self.run_backward))
         moments.before_update()
         parameters, gradients = updater.gradients()
         device = parameters[0].device
@@ -506,24 +516,28 @@ class TrainStep:
         for parameter in parameters:
             parameter.grad = None
         record.host_reads += updater.host_read
-        if device.type == "cpu":
-            if record.history is not None and record.history.judged is not None:
-                self._examine(wait=False)  # known at once, before weights or batch can be written to
+        return self._done(found)
+
+    def _done(self, found: tuple[Tensor, Tensor, Culprits]) -> tuple[Tensor, Tensor, Culprits]:
+        """Examine an update on a CPU, where its verdict is known at once: weights and batch have not been written to."""
+        if found[1].device.type == "cpu":
+            if self.record.history is not None and self.record.history.judged is not None:
+                self._examine(wait=False, together=True)
             if not self._keeps_pages:
                 keep_pages(self)
                 self._keeps_pages = True
         return found
 
-    def _settle(self) -> None:
-        """Read the verdict of the last update and advance the scheduler if it was applied."""
+    def _settle(self, *, wait: bool) -> None:
+        """Give the verdict of the last update to black box and scheduler, if it is known or `wait`."""
         record = self.record
-        if record.history is not None and record.history.judged is not None and self._alone:
-            self._examine(wait=False)
-        if record.bad is not None and self.scheduler is not None:
-            record.host_reads += 1
-            if not bool(record.bad):
-                advance(self.scheduler, self.optimizer, self._moments, record)
-        record.bad = None
+        record.scheduled = self.scheduler is not None
+        if record.history is not None and record.history.judged is not None:
+            self._examine(wait=wait, together=self._alone)
+        if self.scheduler is None:
+            record.bad = None
+        elif record.bad is not None:
+            advance(self.scheduler, self.optimizer, self._moments, record, wait=wait)
 
     # ------------------------------------------------------------------ explanations
 
@@ -551,19 +565,26 @@ class TrainStep:
                 self.record.history.watched = True
         return self._box
 
-    def _examine(self, *, wait: bool) -> None:
-        """Give the last update to the black box if it was not applied or its loss was not finite, once that is known.
+    def _examine(self, *, wait: bool, together: bool) -> None:
+        """Give the last update to the black box, once its verdict is known.
 
-        On several ranks every rank must call this at the same place of a step: there they exchange verdicts.
+        On several ranks every rank must call this at the same place of a step with `together`: there they exchange
+        verdicts. Without it a bad update is left for that call.
         """
-        assert self.record.history is not None
-        window = self.record.history.arrived(wait=wait)
-        if window is not None and (window.wrong or self._box is not None):
+        history = self.record.history
+        assert history is not None
+        window = history.arrived(wait=wait)
+        if window is None or (window.wrong and not together):
+            return
+        window.seen = True
+        if window.wrong or self._box is not None:
             copies, STATE.copies = STATE.copies, None  # a replay has its own
             try:
                 self._black_box().see(window)
             finally:
                 STATE.copies = copies
+        if self.record.micro_batches:
+            history.judged = None
 
     # ------------------------------------------------------------------ state
 
@@ -575,7 +596,7 @@ class TrainStep:
         """
         if self._moments.phase:
             self._moments.refuse(self.record.done)
-        self._settle()
+        self._settle(wait=True)
         return save_step(self, self._updater)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -586,7 +607,7 @@ class TrainStep:
         """
         if self._moments.phase:
             self._moments.refuse(self.record.done)
-        self._settle()
+        self._settle(wait=True)
         refuse_window(self, "a copy")
         named = {name: getattr(self, name) for name in KEPT}
         named["policy"] = prepared_policy(self.model)

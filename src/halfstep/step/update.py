@@ -30,7 +30,7 @@ from halfstep.step.undo import Marks
 from halfstep.weights import WeightStore
 from halfstep.weights.states import LowStates
 
-__all__ = ["Culprits", "Updater", "refusal", "suits"]
+__all__ = ["Culprits", "Updater", "refusal", "suits", "unsuited"]
 
 LOG = logging.getLogger("halfstep")
 
@@ -165,6 +165,8 @@ class Updater:
         divisor: Tensor | None,
         clip_norm: float | None,
         clip_value: float | None,
+        *,
+        part: int | None = None,
     ) -> tuple[GradientCheck, Callable[[], None]]:
         """Read the gradients; return what was found, and the function that updates unless they are bad.
 
@@ -174,8 +176,9 @@ class Updater:
             divisor: 0-dim fp32, what unscales them; None where nothing is scaled.
             clip_norm: largest 2-norm of the unscaled gradient; None for no clipping.
             clip_value: largest absolute value of an element of it; None for no clipping.
+            part: number of the first of them where these are only some of the update's; None: they are all.
         """
-        fused = self._fitting(parameters, gradients) if clip_value is None else None
+        fused = self._fitting(parameters, gradients) if clip_value is None and part is None else None
         if fused is None:
             by_value = "clip_value clips gradients one by one before it" if clip_value is not None else ""
             reason = by_value or refusal(self.optimizer, self.store, parameters)
@@ -183,7 +186,7 @@ class Updater:
                 self.reason = reason
                 LOG.debug("%s: %s", type(self.optimizer).__name__, reason or "updated by halfstep's own operators")
             if not reason:
-                fused = FusedUpdate(self.optimizer, self.store, self.states, parameters, gradients)
+                fused = FusedUpdate(self.optimizer, self.store, self.states, parameters, gradients, part)
                 self._fused = fused if fused.stays else None
         if fused is not None:
             self.host_read = False
@@ -268,8 +271,13 @@ def refusal(optimizer: Optimizer, store: WeightStore | None, parameters: Sequenc
 
 def suits(optimizer: Optimizer) -> bool:
     """Return whether `FusedUpdate` will step `optimizer` as it is, as far as can be told before there are gradients."""
+    return not unsuited(optimizer)
+
+
+def unsuited(optimizer: Optimizer) -> str:
+    """Return why `FusedUpdate` will not step `optimizer`, as far as can be told before there are gradients."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return bool(parameters) and not _unknown(optimizer) and not cannot_update(parameters)
+    return _unknown(optimizer) or (cannot_update(parameters) if parameters else "it has no parameters")
 
 
 def _unknown(optimizer: Optimizer) -> str:

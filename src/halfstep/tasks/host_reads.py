@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR
 
 import halfstep as hs
 
@@ -31,7 +30,6 @@ class HostReads:
     """What one optimizer costs in waiting."""
 
     optimizer: str  # its class and the options it was made with
-    scheduler: bool = False  # whether the step was given a learning-rate scheduler
     first: int = 0  # reads of a device value by the host in the first step
     later: int = 0  # the same in each later step; 0: the optimizer checks the flag on the device
     problem: str = ""  # why it cannot be stepped with a loss scale, "" if it can
@@ -44,8 +42,8 @@ def optimizer_classes() -> Iterator[type[Optimizer]]:
             yield kind
 
 
-def host_reads(device: str, kind: type[Optimizer], *, scheduler: bool = False) -> HostReads:
-    """Step an optimizer of class `kind` on `device`, perhaps with a scheduler, and count its reads."""
+def host_reads(device: str, kind: type[Optimizer]) -> HostReads:
+    """Step an optimizer of class `kind` on `device` and count its reads."""
     options = dict(USUAL.get(kind.__name__, {}))
     name = ", ".join([kind.__name__, *(f"{key}={value}" for key, value in options.items())])
     sparse = "Sparse" in kind.__name__
@@ -56,16 +54,14 @@ def host_reads(device: str, kind: type[Optimizer], *, scheduler: bool = False) -
     try:
         optimizer: Any = kind
         model = model.to(device)
-        made = optimizer(model.parameters(), **options)
-        decay = ConstantLR(made, factor=1.0) if scheduler else None
-        step = hs.TrainStep(model, made, _loss, policy=policy, scheduler=decay)
+        step = hs.TrainStep(model, optimizer(model.parameters(), **options), _loss, policy=policy)
         for _ in range(STEPS):
             before = step.host_reads + step.scaler.host_reads
             step(batch.to(device))
             counts.append(step.host_reads + step.scaler.host_reads - before)
     except Exception as error:  # the optimizer's objection is the result
-        return HostReads(optimizer=name, scheduler=scheduler, problem=_problem(error))
-    return HostReads(optimizer=name, scheduler=scheduler, first=counts[0], later=max(counts[1:]))
+        return HostReads(optimizer=name, problem=_problem(error))
+    return HostReads(optimizer=name, first=counts[0], later=max(counts[1:]))
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:

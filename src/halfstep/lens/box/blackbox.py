@@ -120,6 +120,7 @@ class BlackBox(Box):
         """
         self._read()
         self.step += 1
+        self._memory.judged = None
         self._memory.begin()
         self._statistics.begin_window()
         self._around = _regions_here()

@@ -51,6 +51,8 @@ class Subject:
         normed: whether an update is skipped when the norm of all gradients is not finite.
         foreign: whether the loss function opens the regions; then trials open others in their places.
         region: the name of what opens them.
+        dropped: how many micro-batches of its window came before those of `replay`, and are not kept any more.
+        gone: why none can be run again, in words; "" if one can.
     """
 
     replay: Replay
@@ -66,6 +68,8 @@ class Subject:
     normed: bool = True
     foreign: bool = False
     region: str = "torch.autocast"
+    dropped: int = 0
+    gone: str = ""
 
     @property
     def low(self) -> str:
@@ -115,8 +119,9 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
             notes += more
         if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN:
             notes += _large(subject)
-    if len(subject.replay.window) > 1 and attempt.index is not None:
-        notes.append(f"micro-batch {attempt.index + 1} of {len(subject.replay.window)} of its window")
+    size = subject.dropped + len(subject.replay.window)
+    if size > 1 and attempt.index is not None:
+        notes.append(f"micro-batch {subject.dropped + attempt.index + 1} of {size} of its window")
     if _compiled(subject.model):
         notes.append("the model is compiled; the replay ran it eagerly")
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *notes)), attempt
@@ -294,7 +299,8 @@ def _bad_states(subject: Subject) -> list[str]:
 
 def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
     """Yield in words where the replay differs from the step."""
-    for index, (micro, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False)):
+    dropped = subject.dropped
+    for index, (micro, loss) in enumerate(zip(subject.replay.window, attempt.losses, strict=False), dropped):
         if micro.loss is not None and not torch.equal(micro.loss.cpu(), loss.float().cpu().to(micro.loss.dtype)):
             if micro.loss.numel() != 1 or loss.numel() != 1:  # reduced outside of the loss function
                 if not torch.equal(micro.loss.cpu().nan_to_num(), loss.float().cpu().to(micro.loss.dtype).nan_to_num()):
@@ -303,7 +309,7 @@ def _differences(subject: Subject, attempt: Attempt) -> Iterator[str]:
             first, second = float(micro.loss), float(loss)
             if first == first or second == second:
                 yield f"the loss of micro-batch {index + 1} was {first!r} and is {second!r} in the replay"
-    for index, micro in enumerate(subject.replay.window):
+    for index, micro in enumerate(subject.replay.window, dropped):
         if versions_of((micro.batch, micro.named)) != micro.versions:
             yield f"micro-batch {index + 1} has been written to since its forward pass began"
 

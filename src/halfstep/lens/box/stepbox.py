@@ -205,6 +205,11 @@ APPLIED = (
     "those after it"
 )
 
+BEFORE = (
+    "update_in_backward=True: parameters whose gradients came before the first that was not finite were updated, and the "
+    "replay ran with them"
+)
+
 UPDATE, CALL = "update", "call"
 
 
@@ -269,7 +274,7 @@ class Box:
             try:
                 if sharded:
                     self._gather(subject.model, topic, whole)
-                verdict, attempt = diagnose(subject)
+                verdict, attempt = (inspect(subject, subject.gone), None) if subject.gone else diagnose(subject)
                 if sharded and verdict.kind == "bad_state" and not parts:
                     verdict = replace(verdict, kind="not_reproducible", detail=ELSEWHERE, parameter="")
             except Exception as error:
@@ -523,7 +528,7 @@ class StepBox(Box):
         """Return the topic of an update that was not applied; None of any other, and without other ranks."""
         if window.flag is None or not bool(window.flag) or self.exchange is None:
             return None
-        number = self._bad_steps + (window.bad is None)  # not counted yet
+        number = self._bad_steps + (not window.seen)  # not counted yet
         return Topic(f"{number}.{window.last}", place)
 
     def _explained(self, window: Window, place: str = CALL) -> Verdict:
@@ -531,8 +536,13 @@ class StepBox(Box):
         around = partial(_recomputing, model)
         wide = step.policy.grads == "fp32"
         binding = binding_of(model)
+        dropped, notes = window.dropped, []
+        if dropped:
+            size, limit = len(window.batches), f"the batches exceeded step.record.history.limit, {self._history.limit}"
+            notes.append(f"micro-batches 1 to {dropped} of {size} were dropped and not run again: {limit} bytes")
+        gone = notes.pop() if dropped == len(window.batches) else ""
         subject = Subject(
-            replay=Replay(model, self._forward, window.batches, window.buffers, around, wide),
+            replay=Replay(model, self._forward, window.batches[0 if gone else dropped :], window.buffers, around, wide),
             model=model,
             optimizer=step.optimizer,
             policy=None if binding is None else binding.wanted,
@@ -541,9 +551,14 @@ class StepBox(Box):
             scale=_scale(window),
             step=window.last,
             rank=rank(),
+            dropped=0 if gone else dropped,
+            gone=gone,
         )
         if window.flag is not None and not bool(window.flag):
-            subject.notes = (APPLIED,)
+            notes.append(APPLIED)
+        elif step.update_in_backward:
+            notes.append(BEFORE)
+        subject.notes = tuple(notes)
         verdict = self.explain_subject(subject, self._topic(window, place))
         self._explained_step = window.last
         return verdict

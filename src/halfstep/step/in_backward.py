@@ -1,0 +1,239 @@
+"""Update in backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed.
+
+In: the backward pass of a window of one micro-batch. Out: the norm of all gradients, and whether one was not finite.
+The arithmetic is that of the whole update (`update.Updater.plan`), which reads no more than one gradient at a time where
+nothing is clipped or scaled: weights and optimizer state have the same bits. What is different: memory for one gradient
+in the place of all of them, and what a step leaves that is not finite.
+
+Note [not finite]: the verdict on all gradients comes too late for the parameters that have been updated by then. So it
+is one flag on the device, to which each gradient adds: parameters that come before the first gradient that is not
+finite are updated, that one and all after it are not. Where the loss is not finite that is none of them, as in a normal
+step. Everything else (BatchNorm's statistics, the scheduler, `StepResult.skipped`) treats such a step as not applied.
+
+Note [torn]: an exception in the backward pass leaves a mixed state once a parameter was updated; the step then refuses
+to go on until a checkpoint is loaded, as after an update that was cut off (note [cut off] in `moments`). The whole
+backward pass belongs to the critical part: signals are deferred to its end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import StepError
+from halfstep.kernels.choose import check_norms
+from halfstep.step.moments import Moments
+from halfstep.step.record import Record
+from halfstep.step.update import Culprits, Updater, unsuited
+from halfstep.weights import WeightStore
+
+__all__ = ["InBackward", "refuse_in_backward"]
+
+TOGETHER = 1 << 20
+"""Bytes of gradients that wait for each other, so that small parameters are updated in one call."""
+
+RECOMPUTES = "CheckpointFunctionBackward"  # runs a backward pass of its own for each part
+REENTRANT = (
+    "update_in_backward=True needs each gradient complete when it arrives, and re-entrant checkpoints hand over parts; "
+    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class InBackward:
+    """The updates of one training step, made inside its backward passes.
+
+    Args:
+        updater: of the step.
+        record: of the step.
+        watchers: of the step; refused, because they are shown all gradients.
+        names: of the model's parameters, by id.
+    """
+
+    def __init__(self, updater: Updater, record: Record, watchers: Sequence[object], names: dict[int, str]) -> None:
+        self._updater, self._record, self._watchers, self._names = updater, record, watchers, names
+        store = updater.store
+        self._draws = updater.states.draws if updater.states is not None else getattr(store, "draws", None)
+        self._written = self._looked = False
+        self._task = -1  # of autograd's engine: the backward pass of the step; -1: none is under way
+        self._bad = torch.zeros(())
+        self._untouched: Tensor | None = None  # 0-dim: no parameter was updated
+        self._waiting: list[nn.Parameter] = []
+        self._bytes = 0
+        self._found: list[tuple[nn.Parameter, Tensor]] = []  # what was updated, and its gradient's norm
+        self._aside: dict[nn.Parameter, Tensor] = {}  # gradients of a backward pass inside loss_fn
+        self._places: dict[nn.Parameter, int] = {}  # of random bits, as in an update of all parameters
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have gradients handed over: of all parameters, and of groups that were added since."""
+        store = self._updater.store
+        for group in self._updater.optimizer.param_groups:
+            new = [p for p in group["params"] if p.requires_grad and p not in self._places]
+            for parameter in sorted(new, key=lambda p: store is None or p not in store):
+                self._places[parameter] = len(self._places)
+                parameter.register_post_accumulate_grad_hook(_taker(weakref.ref(self)))
+
+    def has_written(self) -> bool:
+        """Return whether the update under way has changed a parameter."""
+        return self._written
+
+    def update(self, moments: Moments, loss: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, Culprits]:
+        """Run the backward pass of `loss` and update; return the gradients' norm, the verdict and its culprits.
+
+        Args:
+            moments: of the step.
+            loss: of its micro-batch.
+            run: runs the backward pass.
+
+        Raises:
+            StepError: a gradient is not complete when it arrives, or not one for halfstep's own update; or there are
+                watchers.
+        """
+        if self._watchers:
+            raise StepError(
+                f"update_in_backward=True frees each gradient when it has been used, and a watcher "
+                f"({type(self._watchers[0]).__name__}) is shown all of them; leave one of the two out"
+            )
+        moments.before_update()
+        if not self._looked and _recomputes(loss):
+            raise StepError(REENTRANT)
+        self._looked = True
+        self._written, self._found, self._waiting, self._bytes, self._untouched = False, [], [], 0, None
+        self._bad = torch.zeros(
+            (), dtype=torch.bool, device=self._updater.optimizer.param_groups[0]["params"][0].device
+        )
+        moments.update(partial(self._write, loss, run), self._bad)
+        order = {id(p): i for i, p in enumerate(p for g in self._updater.optimizer.param_groups for p in g["params"])}
+        self._found.sort(key=lambda pair: order[id(pair[0])])
+        parameters, norms = [p for p, _ in self._found], torch.stack([norm for _, norm in self._found])
+        self._found = []
+        return (
+            check_norms(norms, None, None)[0],
+            self._bad,
+            Culprits(norms=norms, parameters=parameters, names=self._names),
+        )
+
+    def _write(self, loss: Tensor, run: Callable[[Tensor], Any]) -> None:
+        self._watch()
+        self._aside = {p: p.grad for p in self._places if p.grad is not None}
+        for parameter in self._aside:
+            parameter.grad = None
+        handle = loss.register_hook(self._begin)
+        try:
+            run(loss)
+        finally:
+            handle.remove()
+            self._task = -1
+        self._apply(0)
+        for parameter, gradient in self._aside.items():
+            parameter.grad = gradient
+        self._waiting = self._updater.parameters() if self._aside or not self._found else []
+        self._apply(len(self._places))
+        if self._draws is not None and self._untouched is not None:
+            self._draws.advance(self._bad.device, ~self._untouched)
+        self._record.micro_batches = 1
+
+    def _begin(self, gradient: Tensor) -> None:
+        self._task = torch._C._current_graph_task_id()
+
+    def take(self, parameter: Any) -> None:
+        """Take the gradient that `parameter` has just got."""
+        if self._task < 0:
+            return
+        if torch._C._current_graph_task_id() != self._task:
+            raise StepError(REENTRANT)
+        if parameter in self._aside:
+            parameter.grad = self._aside.pop(parameter).add_(parameter.grad)
+        self._waiting.append(parameter)
+        self._bytes += parameter.grad.nbytes
+        if self._draws is not None or self._bytes >= TOGETHER:
+            self._apply(self._places[parameter])
+
+    def _apply(self, place: int) -> None:
+        """Update the parameters that wait, unless a gradient was not finite, and drop their gradients.
+
+        Args:
+            place: of the first one, by which random bits are numbered.
+        """
+        parameters, self._waiting, self._bytes = self._waiting, [], 0
+        if not parameters:
+            return
+        gradients: list[Tensor] = [p.grad for p in parameters]  # type: ignore[misc]
+        check, write = self._updater.plan(parameters, gradients, None, None, None, part=place)
+        del gradients
+        if self._updater.reason:
+            raise StepError(f"update_in_backward=True needs halfstep's own update: {self._updater.reason}")
+        with torch.no_grad():
+            check.bad.copy_(self._bad.logical_or_(check.bad))
+            if self._untouched is None:
+                self._untouched = check.bad.clone()
+        self._written = True
+        write()
+        self._found += zip(parameters, check.norms.unbind(), strict=True)
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _taker(owner: weakref.ref[InBackward]) -> Callable[[Tensor], None]:
+    """Return the hook, which parameters keep: weakly, so that step and model go with the last reference to them."""
+
+    def take(parameter: Tensor) -> None:
+        found = owner()
+        if found is not None:
+            found.take(parameter)
+
+    return take
+
+
+def _recomputes(loss: Tensor) -> bool:
+    """Return whether the graph of `loss` has re-entrant checkpoints."""
+    seen, todo = set[Any](), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == RECOMPUTES:
+            return True
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return False
+
+
+def refuse_in_backward(
+    model: nn.Module, optimizer: Optimizer, store: WeightStore | None, settings: dict[str, Any], *, alone: bool
+) -> None:
+    """Refuse ``update_in_backward=True`` where an update needs more than one gradient at a time.
+
+    Args:
+        model: the user's, unwrapped.
+        optimizer: of the step.
+        store: what stands behind its low parameters, or None.
+        settings: arguments of the step by name: those that clip, accumulate, compile or capture, and the scaler.
+        alone: whether no other ranks take part in the step.
+
+    Raises:
+        StepError: why, and what to leave out.
+    """
+    reason = unsuited(optimizer) or ("" if store is None else store.cannot_update())
+    for refused, why in (
+        (settings["clip_norm"] is not None, "clip_norm needs the norm of all of them"),
+        (settings["clip_value"] is not None, "clip_value clips in a pass of its own"),
+        (settings["accumulate"] > 1, "accumulate adds those of several micro-batches first"),
+        (settings["scaler"].is_enabled(), "a loss scale skips a step by the verdict on all of them; train in bf16"),
+        (settings["cuda_graph"], "cuda_graph captures one update of all parameters"),
+        (bool(settings["compile"]), "compile makes all gradients of a graph at once, so that none is freed early"),
+        (not alone, "ranks average them; use fully_shard, which shards gradients, without update_in_backward"),
+        (any(getattr(m, "sparse", False) for m in model.modules()), "an embedding of the model makes sparse ones"),
+        (bool(reason), f"this needs halfstep's own update: {reason}"),
+    ):
+        if refused:
+            raise StepError(
+                f"update_in_backward=True updates each parameter when its gradient is there, and {why}; leave one of the "
+                "two out"
+            )

@@ -1,0 +1,62 @@
+"""Landing: a few values of an update on their way from a CUDA device to the host, for which nothing waits.
+
+In: a flag and other 0-dim tensors on one device. Out: their copies in pinned memory, as soon as an event says that
+they are there, or after a wait for that event alone: work that was queued since goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Landing"]
+
+
+class Landing:
+    """The values that were sent last; sending again takes their place.
+
+    Attributes:
+        flag: the first of them, on its device; None: nothing was sent.
+        waits: how often the host has waited for them.
+    """
+
+    def __init__(self) -> None:
+        self.flag: Tensor | None = None
+        self.waits = 0
+        self._pinned: list[Tensor] = []
+        self._event: torch.cuda.Event | None = None
+
+    @staticmethod
+    def takes(flag: Tensor) -> bool:
+        """Return whether `flag` can be sent: it is on a CUDA device and no graph is being captured."""
+        return type(flag) is Tensor and flag.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+    def send(self, found: Sequence[Tensor]) -> None:
+        """Have 0-dim tensors copied to the host by the copy engine, a few bytes each; waits for nothing.
+
+        One on another device than the first would need an event of its own, and is ignored.
+        """
+        device = found[0].device
+        with torch.cuda.device(device):
+            here = [t for t in found if type(t) is Tensor and t.device == device]
+            if [t.dtype for t in here] != [t.dtype for t in self._pinned]:
+                self._pinned = [torch.zeros((), dtype=t.dtype, pin_memory=True) for t in here]
+            for place, value in zip(self._pinned, here, strict=True):  # one copy each: joining them is a kernel
+                place.copy_(value.reshape(()), non_blocking=True)
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._event.record()
+        self.flag = found[0]
+
+    def there(self) -> bool:
+        """Return whether what was sent has landed."""
+        return self._event is not None and self._event.query()
+
+    def landed(self) -> list[Tensor]:
+        """Return what was sent, on the host; waits until it is there."""
+        if self._event is not None and not self.there():
+            self.waits += 1
+            self._event.synchronize()
+        return self._pinned
