@@ -152,9 +152,14 @@ def test_the_tape_notices_what_is_captured(fault: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(Rates, "as_tensors", lambda self, optimizer: nullcontext())
         monkeypatch.setattr(Rates, "fill", lambda self, optimizer: None)
     if fault == "batch":
-        monkeypatch.setattr(
-            Graphs, "_fill_inputs", lambda self, graph, found, updates: self._rates.fill(self._step.optimizer)
-        )
+        fill = Graphs._fill_inputs
+
+        def fill_rates(self: Graphs, graph: Any, found: Any, *, updates: bool) -> None:
+            if graph.replay is None:
+                fill(self, graph, found, updates=updates)
+            self._rates.fill(self._step.optimizer)
+
+        monkeypatch.setattr(Graphs, "_fill_inputs", fill_rates)
     if fault == "casts":
         monkeypatch.setattr(Graphs, "_clear_casts", staticmethod(lambda: None))
         monkeypatch.setattr(Graphs, "_mark_written", lambda self: None)
@@ -168,6 +173,47 @@ def test_the_tape_notices_what_is_captured(fault: str, monkeypatch: pytest.Monke
                 group["lr"] = 2**-3
             told.append(lines + run(step, 3, start=10) + [str(step.model(batch(0)[0]).sum().item())])
     assert told[0] != told[1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("fault", "kernel"), [("rate", r"halfstep\.adam_"), ("format", "torch.float64")])
+def test_a_kernel_that_no_warm_up_has_called_fails_the_capture(
+    fault: str, kernel: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Graphs._rates_as_tensors
+
+    def warm() -> bool:
+        return any(graph.calls < WARM_UPS for graph in graphs(step)._graphs.values())
+
+    def rates_in_captures(self: Graphs, *, updates: bool) -> Any:
+        return nullcontext() if warm() else rates(self, updates=updates)
+
+    def wide_in_captures(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(model, x, y) + (0 if warm() else x.double().mean())
+
+    step = trained(True, accumulate=accumulate, loss=wide_in_captures if fault == "format" else loss_fn)
+    if fault == "rate":
+        monkeypatch.setattr(Graphs, "_rates_as_tensors", rates_in_captures)
+    with pytest.raises(StepError, match=f"CaptureError: no warm-up has loaded .*{kernel}"):
+        run(step, (WARM_UPS + 1) * accumulate)
+
+
+def test_warm_ups_read_the_tensors_that_the_capture_reads() -> None:
+    """Triton compiles another kernel for tensors that begin elsewhere, and torch.compile for other strides."""
+    places, gradients = [], []
+
+    def noting(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        places.append((x.data_ptr(), x.stride(), y.data_ptr()))
+        gradients.append(x.grad)
+        return F.cross_entropy(model(x), y)
+
+    step = trained(True, loss=noting)
+    memory = torch.randn(6 * 9)
+    for i in range(WARM_UPS + 3):
+        x = memory[i : i + 48].view(8, 6).t().requires_grad_()  # at another address each time, and transposed
+        step(x, batch(i)[1])
+    assert len(places) == WARM_UPS + 1 and len(set(places)) == 1  # replays do not call it
+    assert gradients == [None] * len(places)
 
 
 def test_in_an_outer_region_low_copies_follow_the_weights() -> None:
