@@ -55,7 +55,8 @@ def variant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashabl
             return value.dtype, triton and value.data_ptr() % 16 == 0
         if isinstance(value, (list, tuple)):
             return frozenset(v.dtype if isinstance(v, Tensor) else type(v) for v in value)
-        return value if isinstance(value, (str, bool)) else type(value)
+        kind: Hashable = type(value)
+        return value if isinstance(value, (str, bool)) else kind
 
     return func, tuple(map(form, args)), tuple((name, form(value)) for name, value in sorted(kwargs.items()))
 

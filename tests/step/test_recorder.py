@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 from halfstep.kernels.triton import tables
-from halfstep.step import recorder
 from halfstep.step.recorder import CudaRecorder
 
 DEFAULT = "the default stream"
@@ -129,7 +129,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-    monkeypatch.setattr(recorder.ctypes, "CDLL", lambda name: SimpleNamespace(cuStreamBeginCapture_v2=begin))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuStreamBeginCapture_v2=begin))
     return made
 
 
@@ -205,7 +205,7 @@ def test_a_capture_that_cannot_be_ended_is_told(
     def missing(name: str) -> None:
         raise OSError("no driver")
 
-    monkeypatch.setattr(recorder.ctypes, "CDLL", missing)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(ValueError, match="the cause"):
         made.capture(failures(world)["waits"], ())
     assert world.current == DEFAULT and world.underway
