@@ -8,9 +8,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.triton import tables
@@ -136,6 +138,42 @@ def test_old_tables_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         tables.plan_walk([[torch.empty(size)]], 16)
     assert len(memory.rows) == 10  # of three words
     assert len(memory.layouts) == tables.LAYOUTS
+
+
+class Graph:
+    """Stands for one of CUDA's."""
+
+
+def test_the_tables_of_a_graph_go_with_the_first_capture_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake CUDA tensors."""
+    kept, reserve = tables.Kept(), tables.Reserve()
+    monkeypatch.setattr(tables, "_kept", lambda: kept)
+    monkeypatch.setattr(tables, "_reserve", lambda: reserve)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    reserve.free = torch.empty(1000, dtype=torch.int64)
+    pinned = ref(reserve.free.untyped_storage())
+
+    def capture() -> None:
+        tables.Copied(torch.arange(8), torch.device("cuda", 0))
+        earlier.stream = object()  # type: ignore[assignment]  # as one that was copied before the capture
+        earlier.here()
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        earlier = tables.Copied(torch.arange(3), torch.device("cuda", 0))  # in a capture by others: kept for good
+        graphs: list[Graph] = []
+        for n in range(6):  # the last two exist at a time
+            graphs = [*graphs[-1:], Graph()]
+            with tables.tables_of(graphs[-1]):
+                capture()
+            assert [len(each) for graph, each in kept.graphs if graph() is not None] == [3] * min(n + 1, 2)
+            assert len(kept.graphs) <= 3 and len(kept.now) == 2
+        kept.now.clear()
+        reserve.free = torch.empty(0, dtype=torch.int64)
+        graphs.clear()
+        assert pinned() is not None
+        with tables.tables_of(Graph()):
+            assert not kept.graphs and pinned() is None
+    assert not kept.now
 
 
 def test_tables_are_made_on_the_host_whatever_the_default_device() -> None:

@@ -3,13 +3,15 @@
 While it captures, every operator below autograd is put on a tape, with its tensors. When the capture ends, every tensor
 that was there before is as it was, random generators too. A replay runs the tape: the same operators on the same
 tensors, results written into the tensors that the capture made; no Python of the step runs. Reading a value during a
-capture raises, as CUDA does. So whatever a step bakes into a graph by mistake (a number, an address, a stale copy)
-shows as a difference from eager training.
+capture raises, as CUDA does, and so does a kernel that no warm-up has loaded, as old drivers do. So whatever a step
+bakes into a graph by mistake (a number, an address, a stale copy) shows as a difference from eager training.
+
+A kernel is an operator with what Triton, or torch, compiles or loads another one for (`variant`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,9 +43,50 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return found
 
 
-class _Tape(TorchDispatchMode):
-    def __init__(self) -> None:
+def variant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Return the operator with its arguments: formats of tensors, text, truth, and the types of all others.
+
+    Of tensors that a kernel of halfstep gets directly, also whether they begin at a multiple of 16 bytes.
+    """
+    triton = func.namespace == "halfstep"
+
+    def form(value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            return value.dtype, triton and value.data_ptr() % 16 == 0
+        if isinstance(value, (list, tuple)):
+            return frozenset(v.dtype if isinstance(v, Tensor) else type(v) for v in value)
+        kind: Hashable = type(value)
+        return value if isinstance(value, (str, bool)) else kind
+
+    return func, tuple(map(form, args)), tuple((name, form(value)) for name, value in sorted(kwargs.items()))
+
+
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled code runs inside; torch would run the loss eagerly in another mode."""
+        return True
+
+
+class _Loading(_Mode):
+    """Notes the kernels that are loaded; holds results as the tape does, because autograd copies a gradient so held."""
+
+    def __init__(self, loaded: set[Hashable]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.loaded = loaded
+        self.held: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.loaded.add(variant(func, args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.held.append((args, kwargs, result))
+        return result
+
+
+class _Tape(_Mode):
+    def __init__(self, loaded: set[Hashable]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.loaded = loaded
         self.calls: list[Call] = []
         self.made: dict[int, Tensor] = {}  # storages that the capture made, by address; held, so that none comes twice
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what it has written into, and the value that was there
@@ -53,6 +96,8 @@ class _Tape(TorchDispatchMode):
         schema = func._schema
         if func in {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}:
             raise CaptureError("operation not permitted when stream is capturing")
+        if (kernel := variant(func, args, kwargs)) not in self.loaded:
+            raise CaptureError(f"no warm-up has loaded {kernel}, and no kernel may be loaded when stream is capturing")
         for tensor in _written(schema, args, kwargs):
             address = tensor.untyped_storage().data_ptr()
             if address not in self.made and address not in self.before:
@@ -73,19 +118,22 @@ class TapeRecorder:
 
     Attributes:
         warmed, captured, replayed: how many calls of each verb there were.
+        loaded: the kernels that warm-ups have called.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.warmed = self.captured = self.replayed = 0
+        self.loaded: set[Hashable] = set()
 
     def warm(self, function: Callable[[], T]) -> T:
         self.warmed += 1
-        return function()
+        with _Loading(self.loaded):
+            return function()
 
     def capture(self, function: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Callable[[], None], T]:
         random = [torch.default_generator, *generators]
         states = [generator.get_state() for generator in random]
-        tape = _Tape()
+        tape = _Tape(self.loaded)
         try:
             with tape:
                 result = function()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import StepError
+from halfstep.kernels.triton import tables
 from halfstep.step.graph.graphs import WARM_UPS
 
 pytestmark = pytest.mark.gpu
@@ -101,6 +103,56 @@ def test_a_failed_capture_names_the_line_and_training_goes_on() -> None:
     on = hs.TrainStep(step.model, step.optimizer, loss_fn, cuda_graph=True)
     for i in range(6):
         assert on(*batch(i)).host().updated
+
+
+def test_a_failed_capture_leaves_nothing_behind() -> None:
+    """Stream, memory and generators are those before it, and the same step is captured once its loss is mended."""
+    waits = [False]
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        large = torch.ones(1 << 26, device="cuda")  # 256 MiB in the pool
+        loss = F.cross_entropy(model(x), y) + 0 * large.sum()
+        if waits[0]:
+            loss.item()
+        return loss
+
+    torch.manual_seed(0)
+    model = Net(0.5).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 2**-7)
+    step = hs.TrainStep(model, optimizer, loss, policy=hs.Policy.of("mixed", dtype="bf16"), cuda_graph=True)
+    for i in range(WARM_UPS):
+        step(*batch(i))
+    torch.cuda.empty_cache()
+    reserved, stream, state = torch.cuda.memory_reserved(), torch.cuda.current_stream(), torch.cuda.get_rng_state()
+    waits[0] = True
+    for _ in range(2):  # the second is a warm-up, which may wait, and the third a capture again
+        with pytest.raises(StepError, match="cannot be captured"):
+            step(*batch(4))
+        assert torch.cuda.current_stream() == stream and torch.equal(torch.cuda.get_rng_state(), state)
+        torch.rand(8, device="cuda")  # raises where the generator still draws for a capture
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= reserved + (1 << 24)
+        assert step(*batch(5)).host().updated
+        state = torch.cuda.get_rng_state()
+        torch.cuda.empty_cache()
+    waits[0] = False
+    for i in range(3):
+        assert step(*batch(i)).host().updated
+    assert step._graphs is not None and step._graphs.captures == 1
+
+
+def test_graphs_are_captured_again_after_all_were_dropped() -> None:
+    """Into a new memory pool: torch refuses the one whose graphs are gone. Their tables are freed."""
+    step = trained("O2", "bf16", "adamw", cuda_graph=True)
+    held = []
+    for k in range(4):
+        step.optimizer.param_groups[0]["weight_decay"] = 0.125 * k
+        for i in range(WARM_UPS + 2):
+            assert step(*batch(i)).host().updated
+        held.append(sum(len(each) for _, each in tables._kept().graphs))
+    assert step._graphs is not None and step._graphs.captures == 4
+    assert held[1:] == held[:1] * 3
 
 
 def test_batches_on_the_host_are_brought_to_the_device() -> None:

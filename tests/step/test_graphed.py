@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,10 +20,11 @@ import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.step import recorder
 from halfstep.step.graph import capturable
+from halfstep.step.graph import graphs as graph_module
 from halfstep.step.graph.facts import Rates
 from halfstep.step.graph.graphs import KINDS, RESETS, WARM_UPS, Graphs
 from halfstep.weights import attachment
-from tests.step.tape import TapeRecorder
+from tests.step.tape import CaptureError, TapeRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -152,9 +154,14 @@ def test_the_tape_notices_what_is_captured(fault: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(Rates, "as_tensors", lambda self, optimizer: nullcontext())
         monkeypatch.setattr(Rates, "fill", lambda self, optimizer: None)
     if fault == "batch":
-        monkeypatch.setattr(
-            Graphs, "_fill_inputs", lambda self, graph, found, updates: self._rates.fill(self._step.optimizer)
-        )
+        fill = Graphs._fill_inputs
+
+        def fill_rates(self: Graphs, graph: Any, found: Any, *, updates: bool) -> None:
+            if graph.replay is None:
+                fill(self, graph, found, updates=updates)
+            self._rates.fill(self._step.optimizer)
+
+        monkeypatch.setattr(Graphs, "_fill_inputs", fill_rates)
     if fault == "casts":
         monkeypatch.setattr(Graphs, "_clear_casts", staticmethod(lambda: None))
         monkeypatch.setattr(Graphs, "_mark_written", lambda self: None)
@@ -168,6 +175,47 @@ def test_the_tape_notices_what_is_captured(fault: str, monkeypatch: pytest.Monke
                 group["lr"] = 2**-3
             told.append(lines + run(step, 3, start=10) + [str(step.model(batch(0)[0]).sum().item())])
     assert told[0] != told[1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("fault", "kernel"), [("rate", r"halfstep\.adam_"), ("format", "torch.float64")])
+def test_a_kernel_that_no_warm_up_has_called_fails_the_capture(
+    fault: str, kernel: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Graphs._rates_as_tensors
+
+    def warm() -> bool:
+        return any(graph.calls < WARM_UPS for graph in graphs(step)._graphs.values())
+
+    def rates_in_captures(self: Graphs, *, updates: bool) -> Any:
+        return nullcontext() if warm() else rates(self, updates=updates)
+
+    def wide_in_captures(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(model, x, y) + (0 if warm() else x.double().mean())
+
+    step = trained(True, accumulate=accumulate, loss=wide_in_captures if fault == "format" else loss_fn)
+    if fault == "rate":
+        monkeypatch.setattr(Graphs, "_rates_as_tensors", rates_in_captures)
+    with pytest.raises(StepError, match=f"CaptureError: no warm-up has loaded .*{kernel}"):
+        run(step, (WARM_UPS + 1) * accumulate)
+
+
+def test_warm_ups_read_the_tensors_that_the_capture_reads() -> None:
+    """Triton compiles another kernel for tensors that begin elsewhere, and torch.compile for other strides."""
+    places, gradients = [], []
+
+    def noting(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        places.append((x.data_ptr(), x.stride(), y.data_ptr()))
+        gradients.append(x.grad)
+        return F.cross_entropy(model(x), y)
+
+    step = trained(True, loss=noting)
+    memory = torch.randn(6 * 9)
+    for i in range(WARM_UPS + 3):
+        x = memory[i : i + 48].view(8, 6).t().requires_grad_()  # at another address each time, and transposed
+        step(x, batch(i)[1])
+    assert len(places) == WARM_UPS + 1 and len(set(places)) == 1  # replays do not call it
+    assert gradients == [None] * len(places)
 
 
 def test_in_an_outer_region_low_copies_follow_the_weights() -> None:
@@ -424,6 +472,66 @@ def test_a_failed_capture_ends_the_window_and_leaves_the_step_usable() -> None:
     assert [step(*batch(i)).host().updated for i in (10, 11)] == [False, True]
 
 
+class WaitsBehind(torch.autograd.Function):
+    """Waits in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient.item()
+        return gradient
+
+
+@pytest.mark.parametrize("case", ["fp16", "adagrad", "O2"])
+@pytest.mark.parametrize("place", ["forward", "backward", "update", "scale", "end"])
+def test_a_capture_that_fails_anywhere_leaves_the_state_before_it(
+    place: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its twin, trained eagerly, has not seen the batch."""
+    fails = [False]
+
+    def drawing(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        random.random()
+        loss = F.cross_entropy(model(x) * torch.rand(()), y)
+        if fails[0] and place == "forward":
+            loss.item()
+        if fails[0] and place == "backward":
+            loss = WaitsBehind.apply(loss)  # type: ignore[no-untyped-call]  # torch's
+        return loss
+
+    def fail_after(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def method(*args: Any, **named: Any) -> Any:
+            result = real(*args, **named)
+            if fails[0]:
+                raise CaptureError("operation not permitted when stream is capturing")
+            return result
+
+        monkeypatch.setattr(owner, name, method)
+
+    eager, graph = pair(**{**CASES[case], "drop": 0.3, "loss": drawing})
+    if place == "update":
+        fail_after(graph._updater, "plan")
+    elif place == "scale":
+        fail_after(graph.scaler, "update")
+    elif place == "end":  # all is done, and CUDA refuses to end the capture
+        fail_after(graph_module, "_packed")
+    expected = run(eager, WARM_UPS) + run(eager, 5, start=20)
+    told = run(graph, WARM_UPS)
+    fails[0] = True
+    before = random.getstate(), torch.get_rng_state()
+    with pytest.raises(StepError, match="cannot be captured.*Nothing was trained on this batch"):
+        graph(*batch(90))
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    fails[0] = False
+    assert told + run(graph, 5, start=20) == expected and same(eager, graph)
+    assert (graphs(graph).captures, graphs(graph).replays) == (1, 3)  # a warm-up, the capture, replays
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
@@ -457,35 +565,6 @@ def test_what_no_graph_can_hold_is_refused_and_changes_nothing(monkeypatch: pyte
     assert_refused(
         r"needs a model on one CUDA device and this one is on cpu; move it with model.to\('cuda'\)", model, adam
     )
-
-
-def test_a_capture_that_fails_raises_what_the_step_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's own complaint at the end of a capture that was broken says nothing about the cause."""
-
-    class Graph:
-        def __init__(self, *args: Any, **named: Any) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *args: Any) -> None:
-            raise RuntimeError("capture was invalidated")
-
-        def replay(self) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    made = recorder.CudaRecorder(torch.device("cuda", 0))
-
-    def fails() -> None:
-        raise ValueError("the cause")
-
-    with pytest.raises(ValueError, match="the cause"):
-        made.capture(fails, ())
-    with pytest.raises(RuntimeError, match="capture was invalidated"):
-        made.capture(lambda: None, ())
 
 
 def test_a_place_is_the_users_innermost_line() -> None:

@@ -5,12 +5,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
+from halfstep.kernels.triton.tables import tables_of
+
 __all__ = ["CudaRecorder", "Recorder", "recorder_for"]
+
+LOG = logging.getLogger("halfstep.step")
+THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of CUDA's driver
 
 T = TypeVar("T")
 
@@ -35,16 +45,24 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs, one memory pool for all of them, captured on one side stream.
+    """CUDA graphs, captured on one side stream, in one memory pool as long as there are any.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (torch 2.13). One pool is enough because the graphs
-    of a training step never run at the same time, and none reads freed memory of another.
+    of a training step never run at the same time, and none reads freed memory of another. torch refuses to capture into
+    a pool whose graphs are gone, so the next one gets a new pool.
+
+    Note [failed captures]: after an operation that a capture forbids, `CUDAGraph.capture_end` raises in its first call
+    of CUDA (torch 2.11 to 2.15) and leaves what follows undone: torch's allocators still record into the pool, and its
+    random generators still draw for a capture, so that every later draw and capture fails. Ending an empty capture of
+    the same stream in its place does all of that; torch itself would begin one with a state of its own, so the driver
+    begins it. ``torch.cuda.graph`` leaves the side stream current too, and is not used.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those in the pool
 
     def warm(self, function: Callable[[], T]) -> T:
         """Call `function` on the side stream, in order with the work before and after it."""
@@ -57,27 +75,55 @@ class CudaRecorder:
 
     def capture(self, function: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Callable[[], None], T]:
         """Capture `function`; if that fails, raise what it raised, not the error of ending a broken capture."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        failure: BaseException | None = None
-        result: list[T] = []
-        try:
-            # thread_local: a data loader's thread that pins memory meanwhile would end a "global" capture
-            with (
-                torch.cuda.device(self._device),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the pool can use none of what is cached
+            with tables_of(graph):
                 try:
-                    result.append(function())
-                except BaseException as error:
-                    failure = error
+                    # thread_local: a data loader's thread that pins memory meanwhile would end a "global" capture
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    result = function()
+                except BaseException:
+                    with suppress(Exception):
+                        self._end(graph)
                     raise
-        except BaseException as error:
-            if failure is None or failure is error:
-                raise
-            raise failure from None
-        return graph.replay, result[0]
+                self._end(graph)
+        self._graphs.add(graph)
+        return graph.replay, result
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End the capture that is under way."""
+        torch.cuda.set_stream(self._stream)  # the function may have left another one current
+        try:
+            graph.capture_end()
+        except Exception as error:
+            try:
+                mark = torch.zeros((), device=self._device)
+                _begin_capture(self._stream)
+                mark.zero_()  # torch warns of graphs without any work
+                graph.capture_end()
+            except Exception as again:
+                LOG.warning(
+                    "a capture failed (%s) and could not be ended (%s): start the process anew before the next one, or "
+                    "leave cuda_graph out",
+                    str(error).strip(),
+                    again,
+                )
+            graph.reset()
+            raise
+
+
+def _begin_capture(stream: torch.cuda.Stream) -> None:
+    """Begin a capture that torch does not know of."""
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    status = driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), THREAD_LOCAL)
+    if status:
+        raise RuntimeError(f"cuStreamBeginCapture returned {status}")
 
 
 RECORDERS = {"cuda": CudaRecorder}

@@ -6,25 +6,27 @@ are made on the host, copied without a wait (from pinned memory, which torch's a
 done), and cached. Also what every launch needs: `on`, `FAITHFUL`, `KINDS`.
 
 Note [capture]: a CUDA graph replays its copies and kernels with the addresses they had. A table made during a capture
-is therefore copied by the graph itself, from pinned memory that is kept for good: a few KB a capture. Such memory
-cannot be allocated during a capture, so a reserve is allocated at the first step. Like every kernel the
-operators must have run once before, with as many tensors of the same formats. A table copied before the capture is
-used as it is, because torch.cuda.graph synchronises before a capture; what a graph uses is never freed.
+is therefore copied by the graph itself, from pinned memory: a few KB a capture. Such memory cannot be allocated during
+a capture, so a reserve is allocated at the first step. Like every kernel the operators must have run once before, with
+as many tensors of the same formats. A table copied before the capture is used as it is, because a capture begins with
+an idle device. What a graph uses is kept for good, or, in `tables_of`, until the first capture after the graph is gone:
+before, a replay that reads it may be under way.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-__all__ = ["FAITHFUL", "KINDS", "Walk", "on", "plan_walk"]
+__all__ = ["FAITHFUL", "KINDS", "Walk", "on", "plan_walk", "tables_of"]
 
 FAITHFUL: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options: a product and a sum stay two roundings, as they are in the reference."""
@@ -83,7 +85,7 @@ class Copied:
             host = _reserve().take(self.words)
             host.copy_(values.flatten())
             self.tensor = host.to(device, non_blocking=True).view(values.shape)
-            _kept().extend((host, self.tensor))
+            _kept().now += (host, self.tensor)
             return
         _reserve().hold(self.words)
         self.tensor = values.pin_memory().to(device, non_blocking=True)
@@ -96,7 +98,7 @@ class Copied:
         if self.stream is None:
             return self.tensor
         if torch.cuda.is_current_stream_capturing():
-            _kept().append(self.tensor)
+            _kept().now.append(self.tensor)
         elif (stream := torch.cuda.current_stream(self.tensor.device)) != self.stream:
             stream.wait_event(self.copied)
             self.tensor.record_stream(stream)
@@ -104,7 +106,7 @@ class Copied:
 
 
 class Reserve:
-    """Pinned words for tables that are made while a CUDA graph is captured; they are never given back."""
+    """Pinned words for tables that are made while a CUDA graph is captured."""
 
     def __init__(self) -> None:
         self.free = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -130,10 +132,39 @@ def _reserve() -> Reserve:
     return Reserve()
 
 
+class Kept:
+    """The tables that CUDA graphs use.
+
+    Attributes:
+        now: where those of a capture go. Outside of `tables_of` nothing tells when its graph is gone: kept for good.
+        graphs: a reference to each graph of `tables_of`, and its tables.
+    """
+
+    def __init__(self) -> None:
+        self.now: list[Tensor] = []
+        self.graphs: list[tuple[ref[object], list[Tensor]]] = []
+
+
 @cache
-def _kept() -> list[Tensor]:
-    """Return the tables that CUDA graphs use; they are never freed, because the end of a graph is not observable."""
-    return []
+def _kept() -> Kept:
+    return Kept()
+
+
+@contextmanager
+def tables_of(graph: object) -> Iterator[None]:
+    """Keep the tables that a capture inside uses as long as `graph`; free those of graphs that are gone.
+
+    Args:
+        graph: what replays them; weak references to it must be possible. No graph may run on the device meanwhile.
+    """
+    kept = _kept()
+    kept.graphs = [(other, tables) for other, tables in kept.graphs if other() is not None]
+    before, kept.now = kept.now, []
+    try:
+        yield
+    finally:
+        kept.graphs.append((ref(graph), kept.now))
+        kept.now = before
 
 
 def _capturing(device: torch.device) -> bool:

@@ -51,7 +51,7 @@ def _on_device(rate: object) -> bool:
 
 
 class Rates:
-    """Learning rates as fp32 tensors on the device while a graph is captured; otherwise they are the user's numbers.
+    """Learning rates as fp32 tensors on the device in warm-ups and captures; otherwise they are the user's numbers.
 
     A rate that is a tensor on the device already stays as it is: changing it in place changes what graphs read.
     """
@@ -63,14 +63,8 @@ class Rates:
 
     @contextmanager
     def as_tensors(self, optimizer: Optimizer) -> Iterator[None]:
-        """Replace the rates of `optimizer` by tensors, and mark it capturable."""
+        """Replace the rates of `optimizer` by tensors that `fill` has filled, and mark it capturable."""
         groups = optimizer.param_groups
-        if not self._tensors:
-            self._tensors = [
-                None if _on_device(group["lr"]) else torch.zeros((), dtype=torch.float32, device=self._device)
-                for group in groups
-            ]
-            self._filled = [None] * len(groups)
         before = [(group["lr"], group.get("capturable")) for group in groups]
         for group, tensor in zip(groups, self._tensors, strict=True):
             if tensor is not None:
@@ -87,6 +81,12 @@ class Rates:
 
     def fill(self, optimizer: Optimizer) -> None:
         """Write the rates that have changed into the tensors that graphs read; waits for nothing."""
+        if not self._tensors:
+            self._tensors = [
+                None if _on_device(group["lr"]) else torch.zeros((), dtype=torch.float32, device=self._device)
+                for group in optimizer.param_groups
+            ]
+            self._filled = [None] * len(self._tensors)
         for i, (group, tensor) in enumerate(zip(optimizer.param_groups, self._tensors, strict=True)):
             if tensor is not None and (now := float(group["lr"])) != self._filled[i]:
                 tensor.fill_(now)

@@ -4,9 +4,13 @@ Forward, backward, scaling, clipping, the optimizer and the scale's update wait 
 captured. A call of the step with a new kind of batch runs eagerly `WARM_UPS` times, then it is captured and replayed;
 warm-up calls, the call that captures and replays are all real steps, each on its own batch.
 
+Note [warm-ups]: a warm-up calls the function that is captured, with the same static tensors, so that every kernel is
+compiled and loaded before the capture, in which old drivers (before CUDA 12.3) refuse to load one. Triton makes another
+kernel where an argument is None, or is a tensor that begins elsewhere; torch.compile guards strides.
+
 Note [what is captured]: a graph repeats kernels, their arguments and addresses. What may change from call to call is
 copied to static tensors before a replay: the batch, and the learning rate, which is a number in `param_groups` and a
-tensor only while a graph is captured. Everything else that Python decides is either part of the key of a graph (shapes
+tensor only in warm-ups and captures. Everything else that Python decides is either part of the key of a graph (shapes
 and formats of the batch, what in it is no tensor, train or eval mode, which parameters are frozen) or a fact that all
 graphs depend on (other hyperparameters, the addresses of parameters, buffers and optimizer state): if a fact changes,
 all graphs are dropped and captured again.
@@ -21,7 +25,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +40,7 @@ from halfstep.step.graph.facts import Rates, facts_of
 from halfstep.step.graph.static import StaticTensors
 from halfstep.step.moments import MICRO_BATCH, REST, UPDATE, Moments
 from halfstep.step.prepare import unwrap
+from halfstep.step.record import generators as generators_now
 from halfstep.step.recorder import Recorder, recorder_for
 from halfstep.step.statistics import Statistics
 from halfstep.step.update import Culprits, Updater
@@ -57,9 +62,9 @@ class _Graph:
     """One graph: of one kind of batch at one place of a window.
 
     Attributes:
-        calls: eager calls so far.
+        calls: warm-ups so far.
         replay: repeats what was captured; None before that.
-        inputs: static tensors of the batch.
+        inputs: static tensors of the batch; made by the first call.
         outputs: what the step returned while it was captured, in static tensors.
         numbers: scale, gradient norm, all gradients' norms, and the loss if it is fp32, in one fp32 tensor.
         skipped: 0-dim bool.
@@ -131,18 +136,30 @@ class Graphs:
         kind = (kind_of((batch, named), found, generators), self._modes())
         self._check_facts()
         graph, watched = self._graph_of(kind), self._watched()
-        if graph is None or graph.calls < WARM_UPS or watched:
+        if graph is None or watched:
             batch, named = map_tensors((batch, named), self._moved)
             result = self._recorder.warm(lambda: self._static_step(batch, named))
-            if graph is not None:
-                graph.calls += 1
             return replace(result, scale=result.scale.clone())
         updates = step.record.micro_batches + 1 == step.accumulate
-        if graph.replay is None:
-            self._capture(graph, found, generators, batch, named, updates=updates)
-        else:
-            self.replays += 1
+        if graph.calls == 0:
+            graph.inputs = [torch.empty_like(t, device=self._device).requires_grad_(t.requires_grad) for t in found]
         self._fill_inputs(graph, found, updates=updates)
+        if graph.replay is not None:
+            self.replays += 1
+            return self._replayed(graph, updates=updates)
+        following = iter(graph.inputs)
+        batch, named = map_tensors((batch, named), lambda tensor: next(following))
+
+        def work() -> tuple[StepResult, Tensor, Tensor]:
+            return _packed(self._static_step(batch, named))
+
+        self._clear_casts()  # a copy made before would not be made in the graph
+        if graph.calls < WARM_UPS:
+            with self._rates_as_tensors(updates=updates):
+                result, _, _ = self._recorder.warm(work)
+            graph.calls += 1
+            return replace(result, scale=result.scale.clone(), aux=map_tensors(result.aux, _copied))
+        self._capture(graph, work, generators, updates=updates)
         return self._replayed(graph, updates=updates)
 
     def _watched(self) -> bool:
@@ -200,36 +217,30 @@ class Graphs:
 
     # ------------------------------------------------------------------ capture and replay
 
+    def _rates_as_tensors(self, *, updates: bool) -> AbstractContextManager[None]:
+        return self._rates.as_tensors(self._step.optimizer) if updates else nullcontext()
+
     def _capture(
         self,
         graph: _Graph,
-        found: list[Tensor],
+        work: Callable[[], tuple[StepResult, Tensor, Tensor]],
         generators: list[torch.Generator],
-        batch: tuple[Any, ...],
-        named: dict[str, Any],
         *,
         updates: bool,
     ) -> None:
-        """Capture the step into `graph`; if that fails the state is that before the call.
+        """Capture `work` into `graph`; if that fails the state is that before the call, and the next one is a warm-up.
 
         Raises:
             StepError: something in the step waits for the device, or cannot be captured for another reason.
         """
         step = self._step
-        graph.inputs = [
-            torch.empty_like(t, device=self._device).copy_(t.detach()).requires_grad_(t.requires_grad) for t in found
-        ]
-        following = iter(graph.inputs)
-        batch, named = map_tensors((batch, named), lambda tensor: next(following))
         before, statistics = step.record.position, self._statistics.open
         gradients = [(p, p.grad) for p in self._model.parameters()]
+        put_generators = generators_now(generators)
         step.watchers.paused = True  # what they do is not part of a step
-        self._clear_casts()
         try:
-            with self._rates.as_tensors(step.optimizer) if updates else nullcontext():
-                graph.replay, (outputs, numbers, skipped) = self._recorder.capture(
-                    lambda: _packed(self._static_step(batch, named)), generators
-                )
+            with self._rates_as_tensors(updates=updates):
+                graph.replay, (outputs, numbers, skipped) = self._recorder.capture(work, generators)
         except BaseException as error:
             self._moments.phase = MICRO_BATCH
             step.record.position, self._statistics.open = before, statistics
@@ -237,6 +248,8 @@ class Graphs:
                 parameter.grad = gradient
             self._updater.abort(written=False)
             step.scaler.forget()
+            put_generators()
+            graph.calls = WARM_UPS - 1  # the loss may be another one by then: a warm-up loads its kernels
             if not isinstance(error, Exception) or isinstance(error, StepError):
                 raise
             raise StepError(
@@ -254,7 +267,8 @@ class Graphs:
         step.record.done, step.record.micro_batches = before[:2]  # `_done` counts
         self._moments.phase = MICRO_BATCH
         self.captures += 1
-        LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, [*map(_shape, found)])
+        shapes = [*map(_shape, graph.inputs)]
+        LOG.info("TrainStep(cuda_graph=True): captured graph %d, inputs %s", self.captures, shapes)
 
     @staticmethod
     def _clear_casts() -> None:
@@ -266,6 +280,7 @@ class Graphs:
         with torch.no_grad():
             for static, tensor in zip(graph.inputs, found, strict=True):
                 static.copy_(tensor, non_blocking=True)
+                static.grad = None  # a warm-up's
         if updates:
             self._updater.check_rates()
             self._rates.fill(self._step.optimizer)
@@ -307,7 +322,7 @@ class Graphs:
         result = StepResult(
             step=number,
             loss=loss,
-            aux=map_tensors(static.aux, lambda tensor: tensor.detach().clone()),
+            aux=map_tensors(static.aux, _copied),
             scale=numbers[0],
             grad_norm=numbers[1],
             skipped=skipped,
@@ -365,6 +380,10 @@ def _packed(result: StepResult) -> tuple[StepResult, Tensor, Tensor]:
         parts.append(result.find_culprits.norms)
     numbers = torch.cat([part.reshape(-1).to(torch.float32) for part in (*parts, result.loss)])
     return result, numbers, result.skipped
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _shape(tensor: Tensor) -> str:
