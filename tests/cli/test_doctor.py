@@ -57,6 +57,13 @@ def test_doctor_says_what_the_machine_has_and_what_to_use(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("tiny")
+def test_doctor_says_why_updates_go_through_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFSTEP_NATIVE", "0")
+    shown = " ".join(run("--device", "cpu", "--quick").stdout.split())
+    assert "updates AdamW through torch's operators: the environment variable HALFSTEP_NATIVE is 0" in shown
+
+
+@pytest.mark.usefixtures("tiny")
 def test_doctor_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (64.0, 64.0, 64.0))
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()

@@ -67,15 +67,54 @@ def test_without_a_device_the_kernels_say_so() -> None:
         assert load_kernels("cuda") == "there is no CUDA device"
 
 
-def test_triton_is_not_imported_before_a_kernel_runs() -> None:
-    said = output_of(
-        "-c",
-        "import sys, halfstep, halfstep.kernels.choose as kernels\n"
-        "kernels.load_kernels('cuda')\n"
-        "assert not [name for name in sys.modules if name.split('.')[0] == 'triton']\n"
-        "print('not imported')",
-    )
-    assert said.endswith("not imported\n")
+WITHOUT_COMPILER = """
+import logging, os, sys, torch
+from unittest import mock
+from halfstep.kernels import choose, triton
+
+said = []
+logging.getLogger("halfstep").addHandler(logging.StreamHandler(mock.Mock(write=said.append)))
+functions = (triton.missing, triton.unsupported, choose._loaded, choose._registered)
+torch.cuda.is_available = lambda: False
+print(choose.load_kernels("cuda"), "triton" in sys.modules)
+answers = {
+    "is_available": lambda: True,
+    "current_device": lambda: 0,
+    "is_current_stream_capturing": lambda: False,
+    "get_device_capability": lambda device: (9, 0),
+}
+for name, answer in answers.items():
+    setattr(torch.cuda, name, answer)
+for function in functions:
+    function.cache_clear()
+os.environ["HALFSTEP_TRITON"] = "0"
+print(choose.load_kernels("cuda"), len(said), "triton" in sys.modules)
+for function in functions:
+    function.cache_clear()
+del os.environ["HALFSTEP_TRITON"]
+os.environ.pop("CC", None)
+
+from triton.backends import backends
+for name, backend in backends.items():
+    backend.driver.is_active = staticmethod(lambda name=name: name == "nvidia")
+reasons = {choose.load_kernels("cuda"), choose.load_kernels("cuda", 0), triton.unsupported(torch.device("cuda", 0))}
+print(*reasons)
+print(*(line.strip() for line in said))
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print([name for name in choose.OPERATORS if has(f"halfstep::{name}", "CUDA")])
+"""
+
+
+@needs_triton
+def test_without_a_c_compiler_torch_s_operators_run_and_one_sentence_says_why(tmp_path: Path) -> None:
+    nowhere = str(tmp_path)  # without compiler, cache and driver
+    found = output_of("-c", WITHOUT_COMPILER, PATH=nowhere, TRITON_CACHE_DIR=nowhere, TRITON_LIBCUDA_PATH=nowhere)
+    absent, switched, reason, said, registered = found.splitlines()
+    assert absent == "there is no CUDA device False", "Triton is not imported without a device"
+    assert switched == "the environment variable HALFSTEP_TRITON is 0 0 False"
+    assert reason.startswith("Triton cannot launch a kernel on cuda:0 (RuntimeError: Failed to find C compiler.")
+    assert said.startswith(f"{reason}; torch's operators run instead") and said.count("Triton cannot launch") == 1
+    assert registered == "[]"
 
 
 # ------------------------------------------------------------------ tables

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from halfstep.tasks.host_reads import HostReads, host_reads, optimizer_classes
@@ -24,8 +25,14 @@ def test_fused_optimizers_take_the_verdict_on_the_device() -> None:
 
 
 def test_others_cost_a_read_a_step() -> None:
-    assert host_reads("cpu", torch.optim.RMSprop) == HostReads(optimizer="RMSprop", first=1, later=1)
-    assert host_reads("cpu", torch.optim.SparseAdam) == HostReads(optimizer="SparseAdam", first=1, later=1)
+    for kind in (torch.optim.RMSprop, torch.optim.SparseAdam):
+        reason = f"{kind.__name__} is none of Adam, AdamW, SGD and Lion"
+        assert host_reads("cpu", kind) == HostReads(optimizer=kind.__name__, first=1, later=1, generic=reason)
+
+
+def test_why_no_kernel_of_halfstep_updates_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFSTEP_NATIVE", "0")
+    assert host_reads("cpu", torch.optim.AdamW).generic == "the environment variable HALFSTEP_NATIVE is 0"
 
 
 def test_what_an_optimizer_objects_to_is_the_answer() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.kernels import triton
 from halfstep.testing import CountError, Counts, count_step, fake_cuda
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -23,8 +27,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def net() -> nn.Module:
-    with torch.device("cuda"):
+def net(device: str = "cuda") -> nn.Module:
+    with torch.device(device):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 
@@ -61,6 +65,46 @@ def own_loop(form: str) -> Counts:
     return count_step(step, *batch())
 
 
+def without_triton() -> list[Any]:
+    """Train where no Triton kernel can be launched: return why torch's operators updated, and how often it waited."""
+    with mock.patch.object(triton, "missing", lambda: "no compiler"):
+        model = net()
+        step = hs.TrainStep(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            loss_fn,
+            policy=hs.Policy.of("O2", dtype="fp16"),
+            clip_norm=1.0,
+        )
+        counts = count_step(step, *batch(), warm=1)
+        own = [row.operator for row in counts.rows if row.operator.startswith("halfstep")]
+        return [step.generic, len(counts.syncs), own]
+
+
+def made_inside() -> dict[str, list[Any]]:
+    """Train modules that reach the device in the ways that programs use: return devices, waits, and what stays."""
+    found = {}
+    ways: dict[str, Callable[[], nn.Module]] = {
+        "to": lambda: net("cpu").to("cuda"),
+        "cuda": lambda: net("cpu").cuda(),
+        "to_empty": lambda: net("meta").to_empty(device="cuda"),
+        "deepcopy": lambda: copy.deepcopy(net("cpu").cuda()),
+    }
+    for name, make in ways.items():
+        model = make()
+        devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = hs.TrainStep(model, optimizer, loss_fn, policy=hs.Policy.of("O2", dtype="fp16"))
+        found[name] = [*devices, len(count_step(step, *batch(), warm=1).syncs)]
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    optimizer = torch.optim.SGD(tied.parameters(), lr=0.1)
+    tied.to("cuda")
+    (first, *_), weight = optimizer.param_groups[0]["params"], tied[0].weight
+    found["tied"] = [str(weight.device), tied[1].weight is weight, first is weight, copy.deepcopy(weight).is_leaf]
+    return found
+
+
 def moves(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Wait three times: a number from the host, a value to the host, and a flag."""
     weight = torch.tensor(1.0, device="cuda")
@@ -88,6 +132,8 @@ def main() -> None:
             train("mixed", "fp16", "SGD", shapes)
         except CountError as error:
             answer["shapes"] = str(error)
+        answer["inside"] = made_inside()
+        answer["without triton"] = without_triton()
         answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason
     answer["after"] = torch.cuda.is_available()
     print(json.dumps(answer), file=sys.stdout)

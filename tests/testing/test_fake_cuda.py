@@ -111,6 +111,17 @@ def test_a_loop_of_ones_own_waits_for_nothing(found: dict[str, Any]) -> None:
 
 
 @device
+def test_without_triton_torch_s_operators_update_and_wait_for_nothing(found: dict[str, Any]) -> None:
+    assert found["without triton"] == ["no compiler", 0, []]
+
+
+@device
+def test_modules_made_inside_reach_the_device_in_every_way_and_stay_the_same_objects(found: dict[str, Any]) -> None:
+    ways = dict.fromkeys(("to", "cuda", "to_empty", "deepcopy"), ["cuda:0", 0])
+    assert found["inside"] == {**ways, "tied": ["cuda:0", True, True, True]}
+
+
+@device
 def test_copies_between_devices_are_waits(found: dict[str, Any]) -> None:
     assert found["moves"] == ["aten::_to_copy", "aten::_to_copy", "aten::_local_scalar_dense"]
 

@@ -188,7 +188,9 @@ def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
         later, first, problem = key
         made.add_row("-" if problem else str(later), _meaning(later, first, problem), ", ".join(names))
     out.print(made)
-    item(out, "hs.TrainStep reads as often in every format, and fuses Adam and its like by itself")
+    reason = next((each.generic for each in reads if each.optimizer == "AdamW"), "")
+    fused = "fuses Adam and its like by itself" if not reason else f"updates AdamW through torch's operators: {reason}"
+    item(out, f"hs.TrainStep reads as often in every format, and {fused}")
     item(
         out,
         "in a loop of your own hs.GradScaler needs fused=True for 0 reads; without a scaler (bf16, fp32) none are made",

@@ -88,24 +88,25 @@ _LOCK = threading.RLock()
 # ------------------------------------------------------------------ loading
 
 
-def load_kernels(device: str) -> str:
-    """Register the kernels of a device type; return "" if they can be used, else the reason in one sentence.
+def load_kernels(device: str, index: int | None = None) -> str:
+    """Register the kernels of a device type; return "" if device `index` can use them, else why not, in one sentence.
 
-    On a CPU the first call compiles them, which takes about a second, unless the user's cache has them.
+    On a CPU the first call compiles them, which takes about a second, unless the user's cache has them. On CUDA the
+    first call for a device (default: the current one) launches an empty kernel (`triton.unsupported`).
     """
     if device == "cpu" and os.environ.get("HALFSTEP_NATIVE") == "0":
         return "the environment variable HALFSTEP_NATIVE is 0"
-    return _loaded(device)
+    return _loaded(device, index)
 
 
 @cache
-def _loaded(device: str) -> str:
+def _loaded(device: str, index: int | None) -> str:
     with _LOCK:  # only here: an interrupt at the end of a `with` can leave its lock taken
-        return _registered(device)
+        return _registered(device, index)
 
 
 @cache
-def _registered(device: str) -> str:
+def _registered(device: str, index: int | None) -> str:
     if device == "cpu":
         try:
             kernels = _kernels()
@@ -120,10 +121,9 @@ def _registered(device: str) -> str:
     if device == "cuda":
         if not torch.cuda.is_available():
             return "there is no CUDA device"
-        if reason := triton.unsupported():
+        if reason := triton.unsupported(torch.device(device, torch.cuda.current_device() if index is None else index)):
             return reason
-        for operator, row in OPERATORS.items():
-            ops.LIBRARY.impl(operator, _imported_when_called(row.cuda), "CUDA")
+        _register_triton()
         return ""
     return f"there are no kernels for the device type {device!r}"
 
@@ -136,6 +136,12 @@ def _kernels() -> Kernels:
 def native_kernels(tensor: Tensor) -> Kernels | None:
     """Return the kernels for the CPU, to be called without torch's dispatcher; None for a tensor elsewhere."""
     return None if tensor.device.type != "cpu" or load_kernels("cpu") else _kernels()
+
+
+@cache
+def _register_triton() -> None:
+    for operator, row in OPERATORS.items():
+        ops.LIBRARY.impl(operator, _imported_when_called(row.cuda), "CUDA")
 
 
 def _imported_when_called(path: str) -> Callable[..., Any]:
@@ -156,10 +162,10 @@ def _imported_when_called(path: str) -> Callable[..., Any]:
 
 def why_no_kernels(tensor: Tensor) -> str:
     """Return why there are no kernels on the device of `tensor`, in one sentence; "" if there are, loaded."""
-    device = tensor.device.type
-    if type(tensor) is FakeTensor and device == "cuda" and triton.installed():  # nothing runs, so no device is needed
-        return ""
-    return load_kernels(device)
+    device = tensor.device
+    if type(tensor) is FakeTensor and device.type == "cuda":  # nothing runs, so no device is needed
+        return triton.missing()
+    return load_kernels(device.type, device.index)
 
 
 def cannot_update(parameters: Sequence[Tensor]) -> str:
@@ -239,9 +245,8 @@ def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
             )
     if not found:
         return
-    if all(type(tensor) in KERNEL_TYPES for tensor in found):
-        load_kernels(rows.device.type)  # without kernels the operator runs the reference
-        ops.exponents_(rows, found)
+    if all(type(tensor) in KERNEL_TYPES for tensor in found) and not (why_no_kernels(rows) and rows.is_cuda):
+        ops.exponents_(rows, found)  # without kernels the operator runs the reference, but another GPU may have them
     else:
         exponents.count_(rows, found)
 

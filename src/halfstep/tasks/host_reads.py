@@ -32,6 +32,7 @@ class HostReads:
     optimizer: str  # its class and the options it was made with
     first: int = 0  # reads of a device value by the host in the first step
     later: int = 0  # the same in each later step; 0: the optimizer checks the flag on the device
+    generic: str = ""  # why its update goes through torch's operators, "" if halfstep's own make it
     problem: str = ""  # why it cannot be stepped with a loss scale, "" if it can
 
 
@@ -61,7 +62,7 @@ def host_reads(device: str, kind: type[Optimizer]) -> HostReads:
             counts.append(step.host_reads + step.scaler.host_reads - before)
     except Exception as error:  # the optimizer's objection is the result
         return HostReads(optimizer=name, problem=_problem(error))
-    return HostReads(optimizer=name, first=counts[0], later=max(counts[1:]))
+    return HostReads(optimizer=name, first=counts[0], later=max(counts[1:]), generic=step.generic)
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:

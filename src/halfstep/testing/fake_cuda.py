@@ -10,6 +10,7 @@ asks for its devices while it is imported, so the library has to be in the proce
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -27,6 +28,7 @@ from unittest import mock
 import torch
 import torch.cuda.amp.common as amp_common
 import torch.utils._foreach_utils as foreach_utils
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -36,6 +38,8 @@ __all__ = ["FakeCudaError", "build", "fake_cuda", "missing", "run_python"]
 
 LOADED = "_HALFSTEP_FAKE_CUDA"
 """The environment variable that `run_python` sets in the process it starts with the library."""
+
+SWAP = torch.utils.swap_tensors
 
 CAPABILITY = (9, 0)
 """Compute capability of the fake device: bf16 and fp16 units."""
@@ -203,6 +207,36 @@ class _Mode(FakeTensorMode):
         return True
 
 
+def _swap(one: Tensor, other: Tensor) -> None:
+    """Swap two tensors as `torch.utils.swap_tensors`, of which a module's ``to`` and ``to_empty`` then drop `other`.
+
+    torch refuses tensors with weak references, and its fake mode keeps such references to some of what it makes. So
+    `one` gets the data of `other`, as a real parameter does; where their types forbid that (meta), references go first.
+    """
+    if not isinstance(one, FakeTensor) or not isinstance(other, FakeTensor):
+        SWAP(one, other)
+    elif torch._has_compatible_shallow_copy_type(one, other):
+        one.data, one.fake_device = other, other.fake_device
+    else:
+        memo = one.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [key for key, kept in memo.items() if kept is one or kept is other]:
+            del memo[key]
+        SWAP(one, other)
+
+
+def _deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
+    """Copy a fake tensor; torch's own method copies its mode with it, which ends in damaged memory."""
+    if id(tensor) not in memo:
+        made = tensor.detach().clone(memory_format=torch.preserve_format)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+        made.requires_grad_(tensor.requires_grad)
+        made.grad = copy.deepcopy(tensor.grad, memo)
+        memo[id(tensor)] = made
+    found: Tensor = memo[id(tensor)]
+    return found
+
+
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 that computes nothing.
@@ -233,6 +267,8 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         stack.enter_context(mock.patch.object(amp_common, "amp_definitely_not_available", lambda: False))
         # a torch built for CUDA would make a real tensor first, to wake the driver
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
+        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swap))
+        stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _deepcopy))
         # what decides whether clip_grad_norm_ and optimizers take their multi-tensor path
         for module in (foreach_utils, importlib.import_module("torch.optim.optimizer")):
             types = [*module._foreach_supported_types, FakeTensor]

@@ -1,4 +1,4 @@
-"""The operators on CUDA as Triton kernels; Triton is imported when the first of them runs.
+"""The operators on CUDA as Triton kernels, and whether they can run; Triton is imported when that is first needed.
 
 Nothing here waits for the device. A step of Adam whose parameters agree in format launches five kernels: two for the
 norms, one for the check, one for step counters and bias corrections, one for the update.
@@ -6,34 +6,52 @@ norms, one for the check, one for step counters and bias corrections, one for th
 
 from __future__ import annotations
 
+import logging
+import os
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["installed", "unsupported"]
+__all__ = ["missing", "unsupported"]
+
+LOG = logging.getLogger("halfstep")
 
 OLDEST = (7, 5)
 """Compute capability of the oldest device that Triton supports."""
 
 
 @cache
-def installed() -> bool:
-    """Return whether Triton can be imported."""
-    return find_spec("triton") is not None
+def missing() -> str:
+    """Return why this process has no Triton kernels for any CUDA device, in one sentence; "" if it may have them."""
+    if os.environ.get("HALFSTEP_TRITON") == "0":
+        return "the environment variable HALFSTEP_TRITON is 0"
+    if torch.version.hip is not None:
+        return "the kernels were never tried on AMD's devices"
+    return "" if find_spec("triton") is not None else "the package triton is not installed"
 
 
 @cache
-def unsupported() -> str:
-    """Return why Triton's kernels cannot run on the CUDA devices of this machine, in one sentence; "" if they can."""
-    if torch.version.hip is not None:
-        return "the kernels were never tried on AMD's devices"
-    if not installed():
-        return "the package triton is not installed"
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_capability(index)
-        if found < OLDEST:
-            return (
-                f"cuda:{index} has compute capability {found[0]}.{found[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}"
-            )
+def unsupported(device: torch.device) -> str:
+    """Return why Triton kernels cannot run on a CUDA device, in one sentence; "" if they can.
+
+    The first call launches an empty kernel. If that fails, the reason is logged once, as a warning.
+    """
+    if reason := missing():
+        return reason
+    found = torch.cuda.get_device_capability(device)
+    if found < OLDEST:
+        return f"{device} has compute capability {found[0]}.{found[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}"
+    try:
+        import_module("halfstep.kernels.triton.probe").launch(device)
+    except Exception as error:  # of Triton, its compilers or the driver; any class
+        first = next(iter(str(error).splitlines()), "")[:200]
+        reason = f"Triton cannot launch a kernel on {device} ({type(error).__name__}: {first})"
+        LOG.warning(
+            "%s; torch's operators run instead, which takes more time. Triton needs a C compiler and Python's headers: "
+            "install them, or set HALFSTEP_TRITON=0 to choose torch's operators without this message",
+            reason,
+        )
+        return reason
     return ""
