@@ -26,13 +26,23 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from halfstep.cast.arithmetic.emulate import EMULATED
 from halfstep.cast.arithmetic.functions import apply, rules_off
-from halfstep.cast.losses.cross_entropy import REDUCTIONS, cross_entropy, differentiated, reduced
+from halfstep.cast.losses.cross_entropy import cross_entropy, differentiated
 from halfstep.cast.rules.dispatch import tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import LossError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.choose import losses, rounded_gradient
-from halfstep.kernels.reference.cross_entropy import Shares, gradient, parts, rows_at_a_time, shares, widened
+from halfstep.kernels.reference.cross_entropy import (
+    REDUCTIONS,
+    Shares,
+    gradient,
+    parts,
+    reduced,
+    rows_at_a_time,
+    shares,
+    spread,
+    widened,
+)
 from halfstep.policy.resolve import units
 
 __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
@@ -165,10 +175,10 @@ def fused_loss(
     chunk = settings.chunk or rows_at_a_time(len(linear_weight), input.device.type)
     arguments = (
         *(rows, linear_weight, linear_bias, labels, weight),
-        *(settings.ignored, settings.label_smoothing, chunk, emulating),
+        *(settings.ignored, settings.label_smoothing, settings.reduction, chunk, emulating),
     )
-    each = losses_of_rows(*arguments)
-    return reduced(each.view(target.shape), target, weight, settings.ignored, settings.reduction)
+    loss = loss_of_rows(*arguments)
+    return loss.view(target.shape) if settings.reduction == "none" else loss
 
 
 def loss_in_parts(
@@ -260,8 +270,8 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 # ------------------------------------------------------------------ rows at a time
 
 
-def losses_of_rows(*arguments: Any) -> Tensor:
-    """Return the wide loss of every row; the arguments are those of `LinearCrossEntropy.forward`."""
+def loss_of_rows(*arguments: Any) -> Tensor:
+    """Return the wide loss; the arguments are those of `LinearCrossEntropy.forward`."""
     if torch.compiler.is_compiling():
         call: Any = LinearCrossEntropy.apply
         return call(*arguments)  # type: ignore[no-any-return]
@@ -269,7 +279,7 @@ def losses_of_rows(*arguments: Any) -> Tensor:
 
 
 class LinearCrossEntropy(Function):
-    """Unreduced cross entropy (N,) of ``F.linear(input, linear_weight, linear_bias)`` with class indices (N,)."""
+    """Cross entropy of ``F.linear(input, linear_weight, linear_bias)`` with class indices (N,)."""
 
     generate_vmap_rule = True
 
@@ -282,6 +292,7 @@ class LinearCrossEntropy(Function):
         weight: Tensor | None,
         ignored: int,
         smoothing: float,
+        reduction: str,
         chunk: int,
         emulating: bool,
     ) -> Tensor:
@@ -289,11 +300,11 @@ class LinearCrossEntropy(Function):
         found = [
             losses(product.logits(x), labels, weight, ignored, smoothing) for x, labels in parts(chunk, (input, target))
         ]
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return reduced(torch.cat(found) if len(found) > 1 else found[0], target, weight, ignored, reduction)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.ignored, ctx.smoothing, ctx.chunk, ctx.emulating = inputs
+        *tensors, ctx.ignored, ctx.smoothing, ctx.reduction, ctx.chunk, ctx.emulating = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -301,13 +312,14 @@ class LinearCrossEntropy(Function):
         input, linear_weight, linear_bias, target, weight = ctx.saved_tensors
         device = input.device.type
         with torch.autocast(device, enabled=False) if torch.compiler.is_compiling() else rules_off(device):
-            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, len(linear_weight))
+            grad = spread(grads[0], target, weight, ctx.ignored, ctx.reduction)
+            share = shares(grad, target, weight, ctx.ignored, ctx.smoothing, len(linear_weight))
             if differentiated(grads[0]):
                 found = _differentiable(input, linear_weight, linear_bias, share)
             else:
                 product = _LinearLayer(linear_weight, linear_bias, ctx.emulating)
                 found = _gradients(product, input, share, ctx.chunk, ctx.needs_input_grad[:3])
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None
 
 
 class _LinearLayer:

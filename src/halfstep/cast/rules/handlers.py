@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels: low inputs, fp32 weights, low outputs
-MANY_LOGITS = 1 << 20  # from here the Function is faster than torch on a CPU; below, it would save a few MiB
+MANY_LOGITS = 1 << 18  # from here the Function is no slower than torch on a CPU; below, it would save half a MiB
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # no rule of a policy: torch has a rule and the policy has none, so inputs stay as they are
