@@ -125,9 +125,7 @@ class Kernels:
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         self._read(self._exponents, "exponents", rows, dense)
 
-    def losses(
-        self, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
-    ) -> Tensor:
+    def losses(self, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
         """Carry out `ops.losses`."""
         out = torch.empty(len(logits), dtype=torch.float32, device="cpu")
         target, weight = target.contiguous(), None if weight is None else weight.contiguous()
