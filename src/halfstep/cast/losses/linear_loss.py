@@ -94,7 +94,7 @@ def linear_cross_entropy(
 
     Named as F.linear_cross_entropy of torch 2.13 is; on older versions it is there too. In a region the product has the
     rule of `linear` and the loss that of `cross_entropy`: with a low product and an fp32 loss, as in `mixed` and
-    `pure`, logits are rounded once to the low format, and all sums are fp32. torch.func and torch.compile work, and with
+    `pure`, logits are rounded once to the low format, and all sums are fp32. torch.func and torch.compile work, with
     `recompute` second derivatives; these, and transforms of torch.func, hold all logits while they run.
 
     Args:
@@ -195,10 +195,10 @@ def fused_loss(
         *(settings.ignored, settings.label_smoothing, settings.reduction, chunk),
     )
     if _takes_gradients_ahead(product, needs, settings):
-        loss = _applied(GradientsAhead, *arguments, needs)
+        found = _applied(GradientsAhead, *arguments, needs)
     else:
-        loss = _applied(LinearCrossEntropy, *arguments, emulating)
-    return loss.view(target.shape) if settings.reduction == "none" else loss
+        found = _applied(LinearCrossEntropy, *arguments, emulating)
+    return found.view(target.shape) if settings.reduction == "none" else found
 
 
 def loss_in_parts(
@@ -455,7 +455,7 @@ def _gradients(
     needs: tuple[bool, ...],
     look: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias that are needed; `look` is given each part's logits and targets."""
+    """Return the gradients of input, weight and bias that are needed; `look` gets each part's logits and targets."""
     wide = torch.float64 if input.dtype is torch.float64 else torch.float32
     need_input, need_weight, need_bias = needs
     of_input = torch.empty_like(input) if need_input else None
