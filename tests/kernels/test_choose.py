@@ -82,13 +82,12 @@ def test_the_table_names_every_operator_and_functions_that_exist() -> None:
     assert set(OPERATORS) == defined - {"exponents"}  # made of exponents_
     folder = Path(choose.__file__).parent
     for row in OPERATORS.values():
-        assert hasattr(Kernels, row.cpu) if row.cpu else row.reason
+        assert hasattr(Kernels, row.cpu)
         module, _, name = row.cuda.rpartition(".")
         assert re.search(rf"def {name}\(", (folder / f"{module.replace('.', '/')}.py").read_text())
 
 
 @compiled
-def test_kernels_are_registered_where_the_table_has_one() -> None:
-    for name, row in OPERATORS.items():
-        registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"halfstep::{name}", "CPU")
-        assert registered is (row.cpu is not None)
+def test_kernels_of_every_operator_are_registered() -> None:
+    for name in OPERATORS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"halfstep::{name}", "CPU")

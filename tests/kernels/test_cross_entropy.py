@@ -1,13 +1,18 @@
-"""Losses of logits: the two forms of their gradient agree, and the schemas of the operators."""
+"""Losses of logits: the two forms of their gradient agree, the operators' schemas, and the kernels on a CPU."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 from torch.library import opcheck
+from torch.nn import functional as F
 
 from halfstep.kernels import ops
 from halfstep.kernels.choose import kernels_take_logits
+from halfstep.kernels.native.calls import ALONE
 from halfstep.kernels.reference.cross_entropy import gradient, gradient_into, shares
 
 
@@ -33,5 +38,94 @@ def test_operators_say_what_they_give() -> None:
     opcheck(ops.losses, (logits, labels, None, -100, 0.0), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_cpu_logits_do_not_ask_for_kernels() -> None:
-    assert not kernels_take_logits(torch.ones(2, 3, dtype=torch.bfloat16))
+def test_logits_that_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.ones(4, 6, dtype=torch.bfloat16)
+    assert kernels_take_logits(logits) and kernels_take_logits(logits[::2, :3])
+    for other in (logits.float(), logits.t(), logits[None]):
+        assert not kernels_take_logits(other)
+    monkeypatch.setenv("HALFSTEP_NATIVE", "0")
+    assert not kernels_take_logits(logits)
+
+
+# ------------------------------------------------------------------ the kernels on a CPU
+
+SIZES = [(3, 1), (5, 2), (4, 63), (4, 64), (3, 65), (2, 4097), (2, 50257)]
+
+
+def rows_of(
+    rows: int, classes: int, dtype: torch.dtype, *, weighted: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Logits with a gap after each row, targets of which one is ignored (1), class weights, gradients of losses."""
+    generator = torch.Generator().manual_seed(classes)
+    logits = (torch.randn(rows, classes + 3, generator=generator) * 5).to(dtype)[:, :classes]
+    target = torch.randint(0, classes, (rows,), generator=generator)
+    target[-1] = min(1, classes - 1)
+    weight = torch.rand(classes, generator=generator) if weighted else None
+    return logits, target, weight, torch.randn(rows, generator=generator)
+
+
+@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, False), (0.2, False), (0.0, True), (0.2, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_kernels_are_exact_to_fp64(size: tuple[int, int], dtype: torch.dtype, smoothing: float, weighted: bool) -> None:
+    logits, target, weight, seed = rows_of(*size, dtype, weighted=weighted)
+    assert kernels_take_logits(logits)
+    exact, wide = logits.double().requires_grad_(), None if weight is None else weight.double()
+    want = F.cross_entropy(
+        exact, target, wide, ignore_index=1, reduction="none", label_smoothing=smoothing
+    )  # of all classes that count
+    got = ops.losses(logits, target, weight, 1, smoothing)
+    # exp within 2**-23 and sums of 64 numbers at a time, each addition within 2**-24: 2**-18 at worst
+    assert ((got - want).abs() <= 2.0**-20 + 2.0**-22 * want).all()
+    (true,) = torch.autograd.grad(want, exact, seed.double())
+    grad = ops.logits_gradient(logits, *shares(seed, target, weight, 1, smoothing, size[1]))
+    assert grad.dtype is dtype and grad.is_contiguous()
+    half_ulp = torch.maximum(true.abs() * torch.finfo(dtype).eps, torch.tensor(torch.finfo(dtype).smallest_normal)) / 2
+    half_ulp[true.abs() < torch.finfo(dtype).smallest_normal] *= torch.finfo(dtype).eps
+    assert ((grad - true).abs() <= 1.01 * half_ulp + 2.0**-22 * seed.abs()[:, None]).all()
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    logits, target, _, seed = rows_of(31, 4096, torch.bfloat16)
+    share = shares(seed, target, None, -100, 0.0, 4096)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append((ops.losses(logits, target, None, -100, 0.0), ops.logits_gradient(logits, *share)))
+    finally:
+        torch.set_num_threads(before)
+    assert logits.numel() > ALONE["loss"]
+    for losses, gradient_ in found[1:]:
+        assert torch.equal(losses, found[0][0]) and torch.equal(gradient_, found[0][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_not_finite_is_as_in_torch(dtype: torch.dtype) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor([[1, -inf, 2], [1, inf, 2], [-inf, -inf, -inf], [nan, 1, 2], [1, 2, nan]]).to(dtype)
+    wide = logits.float().requires_grad_()
+    for label in range(3):
+        target = torch.full((5,), label)
+        want = F.cross_entropy(wide, target, reduction="none")
+        (true,) = torch.autograd.grad(want.sum(), wide)
+        got = ops.losses(logits, target, None, -100, 0.0)
+        grad = ops.logits_gradient(logits, *shares(torch.ones(5), target, None, -100, 0.0, 3))
+        assert torch.allclose(got, want, equal_nan=True)
+        assert torch.allclose(grad.float(), true, equal_nan=True, rtol=1e-2)
+
+
+def test_probabilities_that_are_subnormal_are_zero() -> None:
+    logits = torch.tensor([[0.0, -87.0, -87.5, -200.0]]).bfloat16()
+    share = shares(torch.ones(1), torch.tensor([0]), None, -100, 0.0, 4)
+    grad = ops.logits_gradient(logits, *share)[0]
+    assert grad[1:].tolist() == [pytest.approx(math.exp(-87.0), rel=4e-3), 0.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 2**40])
+def test_a_target_that_is_no_class_is_refused(wrong: int) -> None:
+    logits, target = torch.ones(3, 3, dtype=torch.bfloat16), torch.tensor([0, wrong, 1])
+    with pytest.raises(IndexError, match=rf"Target {wrong} is out of bounds\."):
+        ops.losses(logits, target, None, -100, 0.0)
+    assert ops.losses(logits, target, None, wrong, 0.0)[1] == 0.0

@@ -50,19 +50,15 @@ class Implementations(NamedTuple):
     """Functions below `halfstep.kernels` that implement one operator.
 
     Attributes:
-        cpu: a method of `native.calls.Kernels`, or None for `reason`.
+        cpu: a method of `native.calls.Kernels`.
         cuda: a function in Triton.
         otherwise: what runs on other devices, and for tensors that kernels do not take.
-        reason: why there is no kernel.
     """
 
-    cpu: str | None
+    cpu: str
     cuda: str
     otherwise: str
-    reason: str = ""
 
-
-_IN_CACHE = "the reference works on parts that stay in a core's cache"
 
 OPERATORS: Mapping[str, Implementations] = MappingProxyType(
     {
@@ -73,8 +69,8 @@ OPERATORS: Mapping[str, Implementations] = MappingProxyType(
         "sgd_": Implementations("sgd_", "triton.updates.sgd_", "the optimizer's own step"),
         "lion_": Implementations("lion_", "triton.updates.lion_", "the optimizer's own step"),
         "exponents_": Implementations("exponents_", "triton.exponents.exponents_", "reference.exponents"),
-        "losses": Implementations(None, "triton.loss.losses", "reference.cross_entropy", _IN_CACHE),
-        "slope": Implementations(None, "triton.loss.gradient", "reference.cross_entropy", _IN_CACHE),
+        "losses": Implementations("losses", "triton.loss.losses", "reference.cross_entropy"),
+        "slope": Implementations("logits_gradient", "triton.loss.gradient", "reference.cross_entropy"),
     }
 )
 """Operator of torch.ops.halfstep -> what implements it."""
@@ -115,8 +111,7 @@ def _registered(device: str, index: int | None) -> str:
         except OSError as error:  # a full disk, a file taken away
             return f"the kernels could not be compiled: {error}"
         for operator, row in OPERATORS.items():
-            if row.cpu is not None:
-                ops.LIBRARY.impl(operator, getattr(kernels, row.cpu), "CPU")
+            ops.LIBRARY.impl(operator, getattr(kernels, row.cpu), "CPU")
         return ""
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -252,10 +247,9 @@ def count_exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def kernels_take_logits(logits: Tensor) -> bool:
-    """Return whether the loss kernels take these logits: low ones (N, C) on CUDA whose classes are contiguous."""
+    """Return whether the loss kernels take these logits: low ones (N, C) whose classes are contiguous."""
     return (
-        logits.device.type == "cuda"
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and type(logits) in KERNEL_TYPES
         and logits.dtype in LOW_DTYPES
         and logits.dim() == 2

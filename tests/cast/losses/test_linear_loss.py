@@ -19,7 +19,7 @@ from halfstep.errors import LossError
 from halfstep.tasks.measure import SavedForBackward
 
 BF16, HALF = torch.bfloat16, torch.float16
-ROWS, CLASSES, FEATURES = 12, 5, 4
+ROWS, CLASSES, FEATURES = 48, 5, 4  # so many rows that the gradients are smaller than the logits
 CLASS_WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0])
 OPTIONS: list[dict[str, Any]] = [
     {"reduction": reduction, "label_smoothing": smoothing, "weight": weight, "ignore_index": ignored}
@@ -33,6 +33,7 @@ in_mixed = hs.autocast("cpu", policy=MIXED)
 in_mixed_fp32 = hs.autocast("cpu", policy=MIXED.with_ops(fp32=["linear"]))
 
 theirs = getattr(F, "linear_cross_entropy", None)
+ways = pytest.mark.parametrize("recompute", [False, True], ids=["ahead", "recomputed"])
 has_theirs = pytest.mark.skipif(theirs is None, reason="torch has it from 2.13 on")
 
 
@@ -56,9 +57,20 @@ def by_parts(
     return F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
+def loss_of(tensors: list[Tensor], target: Tensor, reduction: str) -> Tensor:
+    return hs.linear_cross_entropy(
+        tensors[0], tensors[1], target, linear_bias=tensors[2], reduction=reduction, chunk=20
+    )
+
+
 class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+def ahead(loss: Tensor) -> bool:
+    """Return whether the gradients of `loss`, not reshaped, were computed in its forward pass."""
+    return type(loss.grad_fn).__name__ == "GradientsAheadBackward"
 
 
 def wide(options: dict[str, Any]) -> dict[str, Any]:
@@ -68,12 +80,16 @@ def wide(options: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ fp64: the formulas
 
 
-@pytest.mark.parametrize("chunk", [None, 5, 1])
+@ways
+@pytest.mark.parametrize("chunk", [None, 20, 1])
 @pytest.mark.parametrize("options", OPTIONS, ids=IDS)
-def test_in_fp64_value_and_gradients_are_those_of_its_parts(options: dict[str, Any], chunk: int | None) -> None:
+def test_in_fp64_value_and_gradients_are_those_of_its_parts(
+    options: dict[str, Any], chunk: int | None, recompute: bool
+) -> None:
     *tensors, target = batch(torch.float64, ROWS)
     x, w, b = tensors
-    got = hs.linear_cross_entropy(x, w, target, linear_bias=b, chunk=chunk, **wide(options))
+    got = hs.linear_cross_entropy(x, w, target, linear_bias=b, chunk=chunk, recompute=recompute, **wide(options))
+    assert ahead(got) == (not recompute and options["reduction"] != "none")
     want = by_parts(x, w, target, b, **wide(options))
     assert got.dtype is torch.float64 and torch.allclose(got, want, rtol=1e-13, atol=1e-13)
     seed = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -86,14 +102,14 @@ def test_second_derivatives(options: dict[str, Any]) -> None:
     *tensors, target = batch(torch.float64, 4)
 
     def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return hs.linear_cross_entropy(x, w, target, linear_bias=b, chunk=3, **wide(options))
+        return hs.linear_cross_entropy(x, w, target, linear_bias=b, chunk=3, recompute=True, **wide(options))
 
     assert gradcheck(loss, tensors) and gradgradcheck(loss, tensors)
 
 
 def test_a_gradient_that_will_be_differentiated_is_that_of_the_first_pass() -> None:
     *tensors, target = batch(torch.float64, ROWS)
-    loss = hs.linear_cross_entropy(tensors[0], tensors[1], target, linear_bias=tensors[2], chunk=5)
+    loss = hs.linear_cross_entropy(tensors[0], tensors[1], target, linear_bias=tensors[2], chunk=5, recompute=True)
     once = grad(loss, tensors, retain_graph=True)
     for mine, again in zip(once, grad(loss, tensors, create_graph=True), strict=True):
         assert torch.allclose(mine, again, rtol=1e-13, atol=1e-14)
@@ -102,12 +118,16 @@ def test_a_gradient_that_will_be_differentiated_is_that_of_the_first_pass() -> N
 # ------------------------------------------------------------------ low formats
 
 
+@ways
 @pytest.mark.parametrize("dtype", [BF16, HALF])
 @pytest.mark.parametrize("options", OPTIONS, ids=IDS)
-def test_low_losses_are_those_of_low_logits_in_fp32(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_low_losses_are_those_of_low_logits_in_fp32(
+    options: dict[str, Any], dtype: torch.dtype, recompute: bool
+) -> None:
     *tensors, target = batch(dtype, ROWS)
     x, w, b = tensors
-    got = hs.linear_cross_entropy(x, w, target, linear_bias=b, chunk=5, **options)
+    got = hs.linear_cross_entropy(x, w, target, linear_bias=b, chunk=20, recompute=recompute, **options)
+    assert ahead(got) == (not recompute and options["reduction"] != "none" and dtype is BF16)
     assert got.dtype is torch.float32
     logits = F.linear(x.float(), w.float(), b.float()).to(dtype).float()  # a product in fp32, rounded once
     want = F.cross_entropy(
@@ -145,10 +165,74 @@ def test_fp16_gradients_do_not_vanish_under_a_loss_scale() -> None:
     assert grad(loss * 2.0**20, x)[0].count_nonzero() == x.numel()
 
 
+# ------------------------------------------------------------------ gradients in the forward pass
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-3, 2.0**10, 1 / 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(reduction: str, factor: float) -> None:
+    *tensors, target = batch(BF16, ROWS)
+    found = {}
+    for recompute in (False, True):
+        loss = hs.linear_cross_entropy(
+            tensors[0], tensors[1], target, linear_bias=tensors[2], reduction=reduction, chunk=20, recompute=recompute
+        )
+        found[recompute] = grad(loss, tensors, torch.tensor(factor), retain_graph=True)
+        again = grad(loss, tensors, torch.tensor(factor))  # nothing was changed by the first time
+        assert all(torch.equal(a, b) for a, b in zip(found[recompute], again, strict=True))
+        once = found[False] if factor == 1.0 else grad(loss_of(tensors, target, reduction), tensors)
+    for mine, right, plain in zip(found[False], found[True], once, strict=True):
+        if factor == 1 / 3:
+            assert torch.equal(mine, (plain.float() * torch.tensor(factor)).to(BF16))  # rounded once more
+        else:
+            assert torch.equal(mine, right)
+
+
+def test_only_the_products_that_are_needed_are_computed() -> None:
+    x, w, b, target = batch(BF16, ROWS)
+    products = 0
+
+    class Products(Watch):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal products
+            products += func in {torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default}
+            return func(*args, **(kwargs or {}))
+
+    def count(*needed: Tensor, recompute: bool = False) -> int:
+        nonlocal products
+        products = 0
+        given = [t if any(t is n for n in needed) else t.detach() for t in (x, w, b)]
+        with Products():
+            loss = hs.linear_cross_entropy(given[0], given[1], target, linear_bias=given[2], recompute=recompute)
+            if loss.requires_grad:
+                loss.backward()
+        return products
+
+    assert [count(x, w, b), count(x, w, b, recompute=True)] == [3, 4]
+    assert [count(x), count(w), count(b), count()] == [2, 2, 1, 1]
+    with torch.no_grad():
+        assert count(x, w, b) == 1
+
+
+def test_gradients_larger_than_the_logits_are_not_kept() -> None:
+    x, w, _, target = batch(torch.float32, 4)
+    assert not ahead(hs.linear_cross_entropy(x, w, target))
+    assert ahead(hs.linear_cross_entropy(x, w.detach(), target))  # the input's gradient alone is smaller
+
+
+def test_a_second_derivative_without_recompute_is_refused() -> None:
+    x, w, _, target = batch(torch.float32, ROWS)
+    loss = hs.linear_cross_entropy(x, w, target)
+    with pytest.raises(LossError, match=r"computed its gradients in the forward pass.* recompute=True .*create_graph"):
+        loss.backward(create_graph=True)
+    assert x.grad is None and w.grad is None
+
+
 # ------------------------------------------------------------------ what is kept and what is held
 
 
-def test_neither_logits_nor_their_gradients_are_kept_or_held() -> None:
+@ways
+def test_neither_logits_nor_their_gradients_are_kept_or_held(recompute: bool) -> None:
     x, w = torch.randn(1024, 8, requires_grad=True), torch.randn(512, 8, requires_grad=True)
     target = torch.randint(0, 512, (1024,))
     largest = 0
@@ -164,10 +248,10 @@ def test_neither_logits_nor_their_gradients_are_kept_or_held() -> None:
 
     with Sizes(), SavedForBackward(nn.Linear(1, 1)) as kept:
         with in_mixed:
-            loss = hs.linear_cross_entropy(x, w, target, chunk=64)
+            loss = hs.linear_cross_entropy(x, w, target, chunk=64, recompute=recompute)
         loss.backward()
     low = 2 * (x.numel() + w.numel()) + 8 * target.numel()
-    assert kept.bytes <= low + 64
+    assert kept.bytes <= low + 64 and ahead(loss) != recompute
     assert largest <= max(64 * 512 * 4, 4 * x.numel())  # one part's logits in fp32, or the input
 
 
@@ -303,7 +387,8 @@ def test_torchs_rows_of_a_chunk_are_taken() -> None:
     with in_mixed:
         got = theirs(x, w, target, options=options)
         assert torch.equal(got, hs.linear_cross_entropy(x, w, target, chunk=5))
-    (first,) = grad(got, w, create_graph=True)  # torch's own has no second derivative
+        got = theirs(x, w, target)
+    (first,) = grad(got, w, create_graph=True)  # with options torch's own has no second derivative
     assert grad(first.sum(), w)[0].isfinite().all()
 
 
@@ -315,30 +400,30 @@ class Model(nn.Module):
         self.tokens, self.norm = nn.Embedding(64, 16), nn.LayerNorm(16)
         self.head = nn.Linear(16, 64, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor, *, in_one: bool) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, *, in_one: bool, recompute: bool) -> Tensor:
         x = self.norm(self.tokens(tokens))
         if in_one:
-            return hs.linear_cross_entropy(x, self.head.weight, targets)
+            return hs.linear_cross_entropy(x, self.head.weight, targets, recompute=recompute)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize("preset", ["mixed:bf16", "mixed:fp16", "O2:bf16", "pure:bf16", "pure:fp16", "O3:bf16"])
 def test_a_training_step_learns_the_same_with_it(preset: str) -> None:
     name, dtype = preset.split(":")
-    losses: dict[bool, list[float]] = {}
-    for in_one in (False, True):
+    losses: dict[tuple[bool, bool], list[float]] = {}
+    for way in ((False, False), (True, False), (True, True)):
         torch.manual_seed(0)
         model = Model()
-        tokens, targets = torch.randint(0, 64, (4, 8)), torch.randint(0, 64, (4, 8))
+        tokens, targets = torch.randint(0, 64, (8, 8)), torch.randint(0, 64, (8, 8))
         step = hs.TrainStep(
             model,
             torch.optim.SGD(model.parameters(), lr=0.5),
-            lambda net, x, y, in_one=in_one: net(x, y, in_one=in_one),
+            lambda net, x, y, way=way: net(x, y, in_one=way[0], recompute=way[1]),
             policy=hs.Policy.of(name, dtype=dtype),
         )
-        losses[in_one] = [step(tokens, targets).host().loss for _ in range(8)]
-    assert losses[True][-1] < losses[True][0] - 0.2
-    assert losses[True] == pytest.approx(losses[False], rel=1e-2)
+        losses[way] = [step(tokens, targets).host().loss for _ in range(8)]
+    assert losses[True, False][-1] < losses[True, False][0] - 0.2
+    assert losses[True, False] == losses[True, True] == pytest.approx(losses[False, False], rel=1e-2)
 
 
 # ------------------------------------------------------------------ transforms
@@ -404,7 +489,7 @@ def test_gradients_in_a_batch_and_under_hooks_on_what_is_saved() -> None:
     rows = grad(each, x, torch.eye(ROWS, dtype=torch.float64), is_grads_batched=True, retain_graph=True)[0]
     assert torch.allclose(rows.sum(0), grad(each.sum(), x)[0])
     with torch.autograd.graph.save_on_cpu():
-        (first,) = grad(hs.linear_cross_entropy(x, w, target), x, create_graph=True)
+        (first,) = grad(hs.linear_cross_entropy(x, w, target, recompute=True), x, create_graph=True)
         assert grad(first.square().sum(), x)[0].isfinite().all()
 
 

@@ -1,9 +1,10 @@
 """Losses that keep low inputs for the backward pass instead of fp32 copies of them.
 
 cross_entropy over a vocabulary is the largest tensor of a language model: torch saves fp32 log-probabilities, twice the
-bytes of the bf16 logits they came from. Here the logits themselves are saved, as they are; the fp32 probabilities of a
-few rows at a time are computed again in the backward pass. The losses of the rows are those torch computes from
-``logits.float()``, bit for bit; the gradient is the fp32 gradient rounded once.
+bytes of the bf16 logits they came from. Here the logits themselves are saved, as they are, and the fp32 probabilities
+are computed again in the backward pass: by kernels that read low logits, without a cast, or for a few rows at a time.
+The gradient is the fp32 gradient rounded once. Without kernels the losses of the rows are those torch computes from
+``logits.float()``, bit for bit; with kernels sums are as exact or more so.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from torch.nn import functional as F
 from halfstep.cast.arithmetic.functions import apply, rules_off
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels import ops
-from halfstep.kernels.choose import kernels_take_logits, losses
-from halfstep.kernels.reference.cross_entropy import gradient, gradient_into, parts, rows_at_a_time, shares
+from halfstep.kernels.choose import kernels_take_logits
+from halfstep.kernels.reference.cross_entropy import (
+    REDUCTIONS,
+    gradient,
+    gradient_into,
+    losses,
+    parts,
+    reduced,
+    rows_at_a_time,
+    shares,
+    spread,
+)
 
-__all__ = ["REDUCTIONS", "cross_entropy", "differentiated", "reduced"]
-
-REDUCTIONS = ("mean", "sum", "none")
+__all__ = ["cross_entropy", "differentiated"]
 
 
 def cross_entropy(
@@ -60,7 +69,7 @@ def cross_entropy(
         and input.numel() > 0
         and size_average is None
         and reduce is None
-        and not (weight is not None and weight.requires_grad)
+        and (weight is None or (weight.shape == input.shape[1:2] and not weight.requires_grad))
         and reduction in REDUCTIONS
         and 0.0 <= label_smoothing <= 1.0
         and not torch.compiler.is_compiling()  # a compiler fuses the widening into the loss by itself
@@ -72,20 +81,7 @@ def cross_entropy(
         return F.cross_entropy(
             input.float(), target, wide_weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    each = apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing)
-    return reduced(each, target, wide_weight, ignore_index, reduction)
-
-
-def reduced(each: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
-    """Return the losses `each` of targets, reduced as torch does: a mean is over the weights of those that count."""
-    if reduction == "none":
-        return each
-    if reduction == "sum":
-        return each.sum()
-    counts = target.ne(ignored)
-    if weight is None:
-        return each.sum() / counts.sum()
-    return each.sum() / torch.where(counts, weight.take(torch.where(counts, target, 0)), 0.0).sum()
+    return apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing, reduction)
 
 
 def differentiated(grad: Tensor) -> bool:
@@ -98,39 +94,43 @@ def differentiated(grad: Tensor) -> bool:
 
 
 class _CrossEntropy(Function):
-    """Unreduced cross entropy of low logits (N, C, ...) with class indices (N, ...)."""
+    """Cross entropy of low logits (N, C, ...) with class indices (N, ...)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
-        rows = _rows(logits)
-        found = [losses(x, labels, weight, ignored, smoothing) for x, labels in parts(rows, (logits, target))]
-        return torch.cat(found) if len(found) > 1 else found[0]
+    def forward(
+        logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, reduction: str
+    ) -> Tensor:
+        if kernels_take_logits(logits):
+            each = ops.losses(logits, target, weight, ignored, smoothing)
+        else:
+            taken = parts(_rows(logits), (logits, target))
+            each = torch.cat([losses(x, labels, weight, ignored, smoothing) for x, labels in taken])
+        return reduced(each, target, weight, ignored, reduction)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        logits, target, weight, ctx.ignored, ctx.smoothing = inputs
+        logits, target, weight, ctx.ignored, ctx.smoothing, ctx.reduction = inputs
         ctx.save_for_backward(logits, target, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         logits, target, weight = ctx.saved_tensors
         with rules_off(logits.device.type):
-            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
+            grad = spread(grads[0], target, weight, ctx.ignored, ctx.reduction)
+            share = shares(grad, target, weight, ctx.ignored, ctx.smoothing, logits.shape[1])
             if differentiated(grads[0]):
-                return gradient(logits, share).to(logits.dtype), None, None, None, None
+                return gradient(logits, share).to(logits.dtype), None, None, None, None, None
             if kernels_take_logits(logits):
-                return ops.logits_gradient(logits, *share), None, None, None, None
+                return ops.logits_gradient(logits, *share), None, None, None, None, None
             out = torch.empty_like(logits)
             rows = _rows(logits)
             for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
                 gradient_into(result, x, of_part)
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def _rows(logits: Tensor) -> int:
-    """Return how many of the first dimension of `logits` are widened at a time; kernels widen none."""
-    if kernels_take_logits(logits):
-        return len(logits)
+    """Return how many of the first dimension of `logits` are widened at a time."""
     return rows_at_a_time(logits.numel() // len(logits), logits.device.type)

@@ -2,15 +2,19 @@
 
 The function is torch's of version 2.13, on every version and on inputs of any number of dimensions.
 
-Over a large vocabulary the logits are most of what a language model saves. Here the input of the last layer is saved,
-as low as it is, and its weight, which is there anyway; the logits of some rows at a time are computed in the forward
-pass and once more in the backward pass: a fourth product where three are needed, for which what is kept does not grow
-with the vocabulary.
+Over a large vocabulary the logits are most of what a language model saves. Here they exist for some rows at a time, and
+one of two things is saved instead:
 
-The gradients of the weight and the bias are summed in fp32 over the parts and rounded once. (The chunked losses of
-Liger, github.com/linkedin/Liger-Kernel, and of torch, nn.LinearCrossEntropyOptions, compute gradients in the forward
-pass: they keep as many bytes as the weight has, have no second derivative, and precede the loss's scale, so that small
-gradients round to 0 in fp16.)
+- The gradients of input, weight and bias, computed in the forward pass right behind the logits of each part
+  (`GradientsAhead`); the backward pass multiplies them by the gradient that arrives. Three products, as without this
+  function. They have no derivative, and are taken only where they are no larger than low logits would be.
+- The input (`LinearCrossEntropy`); the backward pass computes the logits again, a fourth product. Fewest bytes, second
+  derivatives, torch.func. Always in fp16, where gradients that precede the loss scale round to 0, and for losses that
+  are not reduced, whose gradients are no multiples of one.
+
+The gradients of the weight and the bias are summed in fp32 over the parts and rounded once; in the first way the
+product with a gradient that is no power of two is rounded once more. (Liger, github.com/linkedin/Liger-Kernel, and
+torch, nn.LinearCrossEntropyOptions, have the first way in other forms.)
 """
 
 from __future__ import annotations
@@ -26,19 +30,33 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from halfstep.cast.arithmetic.emulate import EMULATED
 from halfstep.cast.arithmetic.functions import apply, rules_off
-from halfstep.cast.losses.cross_entropy import REDUCTIONS, cross_entropy, differentiated, reduced
+from halfstep.cast.losses.cross_entropy import cross_entropy, differentiated
 from halfstep.cast.rules.dispatch import tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import LossError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
-from halfstep.kernels.choose import losses, rounded_gradient
-from halfstep.kernels.reference.cross_entropy import Shares, gradient, parts, rows_at_a_time, shares, widened
+from halfstep.kernels.choose import KERNEL_TYPES, load_kernels, losses, rounded_gradient
+from halfstep.kernels.reference.cross_entropy import (
+    REDUCTIONS,
+    Shares,
+    gradient,
+    parts,
+    reduced,
+    rows_at_a_time,
+    shares,
+    spread,
+    widened,
+)
 from halfstep.policy.resolve import units
 
 __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
 
 PRODUCT_DTYPES = POLICY_DTYPES | {torch.float64}
 """The dtypes of the tensors of the product."""
+
+ENOUGH = 512
+"""Rows of a part at least, where kernels read its low logits: with fewer, adding up the weight's gradient takes longer
+than its product (50,257 classes, 768 features, all three products: 41 rows 1.7 times as long as 256, 512 as 256)."""
 
 NOT_COUNTED = -100  # torch's default for targets that do not count
 
@@ -51,6 +69,7 @@ class Settings(NamedTuple):
     ignore_index: int | None = None
     label_smoothing: float = 0.0
     chunk: int | None = None
+    recompute: bool = False
 
     @property
     def ignored(self) -> int:
@@ -69,13 +88,14 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     chunk: int | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Cross entropy of ``F.linear(input, linear_weight, linear_bias)`` without holding or saving these logits.
 
     Named as F.linear_cross_entropy of torch 2.13 is; on older versions it is there too. In a region the product has the
     rule of `linear` and the loss that of `cross_entropy`: with a low product and an fp32 loss, as in `mixed` and
-    `pure`, logits are rounded once to the low format, and all sums are fp32. Second derivatives, torch.func and
-    torch.compile work; second derivatives, and transforms of torch.func, hold all logits while they run.
+    `pure`, logits are rounded once to the low format, and all sums are fp32. torch.func and torch.compile work, with
+    `recompute` second derivatives; these, and transforms of torch.func, hold all logits while they run.
 
     Args:
         input: (F,) or (..., F), fp32, fp64, fp16 or bf16.
@@ -88,13 +108,17 @@ def linear_cross_entropy(
         ignore_index: class indices that do not count; None is -100.
         label_smoothing: from 0 to 1.
         chunk: rows whose logits exist at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
-            a CPU, and 2**24 logits elsewhere.
+            a CPU, of low logits at least 512, and 2**24 logits elsewhere.
+        recompute: save the input and compute the logits again in the backward pass, for second derivatives and the
+            fewest bytes. False: save the gradients of input, weight and bias, computed in the forward pass, except in
+            fp16, with reduction="none", under torch.func, and where these have more elements than the logits.
 
     Returns:
         0-dim, or with reduction="none" of the shape of `target`; fp32, or fp64 of fp64 inputs.
 
     Raises:
-        LossError: shapes, formats or settings that do not belong together; the message names them.
+        LossError: shapes, formats or settings that do not belong together; the message names them. In a backward pass
+            with create_graph=True: the gradients were computed in the forward pass, and `recompute` is needed.
     """
     tensors = (input, linear_weight, target, linear_bias, weight)
     named: dict[str, Any] = {
@@ -104,6 +128,7 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "chunk": chunk,
+        "recompute": recompute,
     }
     if torch.compiler.is_compiling():  # which traces modes around torch's own functions only
         mode = STATE.mode
@@ -114,7 +139,7 @@ def linear_cross_entropy(
     elif has_torch_function(tensors):
         return handle_torch_function(linear_cross_entropy, tensors, *tensors[:3], **named)
     device = input.device.type
-    settings = Settings(weight, reduction, ignore_index, label_smoothing, chunk)
+    settings = Settings(weight, reduction, ignore_index, label_smoothing, chunk, recompute)
     if not torch.is_autocast_enabled(device):
         emulating = input.dtype is torch.float16 and not units(device).fp16
         return fused_loss(input, linear_weight, linear_bias, target, settings, emulating=emulating)
@@ -162,13 +187,18 @@ def fused_loss(
     weight = settings.weight
     if weight is not None:
         weight = weight.to(torch.float64 if input.dtype is torch.float64 else torch.float32)
-    chunk = settings.chunk or rows_at_a_time(len(linear_weight), input.device.type)
+    chunk = settings.chunk or _rows(input, linear_weight)
+    product = (rows, linear_weight, linear_bias)
+    needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in product)
     arguments = (
-        *(rows, linear_weight, linear_bias, labels, weight),
-        *(settings.ignored, settings.label_smoothing, chunk, emulating),
+        *(*product, labels, weight),
+        *(settings.ignored, settings.label_smoothing, settings.reduction, chunk),
     )
-    each = losses_of_rows(*arguments)
-    return reduced(each.view(target.shape), target, weight, settings.ignored, settings.reduction)
+    if _takes_gradients_ahead(product, needs, settings):
+        found = _applied(GradientsAhead, *arguments, needs)
+    else:
+        found = _applied(LinearCrossEntropy, *arguments, emulating)
+    return found.view(target.shape) if settings.reduction == "none" else found
 
 
 def loss_in_parts(
@@ -260,16 +290,90 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 # ------------------------------------------------------------------ rows at a time
 
 
-def losses_of_rows(*arguments: Any) -> Tensor:
-    """Return the wide loss of every row; the arguments are those of `LinearCrossEntropy.forward`."""
+def _rows(input: Tensor, linear_weight: Tensor) -> int:
+    """Return how many rows' logits exist at a time."""
+    device = input.device.type
+    rows = rows_at_a_time(len(linear_weight), device)
+    small = device == "cpu" and input.dtype in LOW_DTYPES and not load_kernels(device)
+    return max(rows, ENOUGH) if small else rows
+
+
+def _takes_gradients_ahead(
+    product: tuple[Tensor, Tensor, Tensor | None], needs: tuple[bool, ...], settings: Settings
+) -> bool:
+    """Return whether the gradients that are needed of input, weight and bias are computed in the forward pass."""
+    input, linear_weight, _ = product
+    size = sum(t.numel() for t, needed in zip(product, needs, strict=True) if t is not None and needed)
+    return (
+        0 < size <= len(input) * len(linear_weight)
+        and not settings.recompute
+        and settings.reduction != "none"
+        and input.dtype is not torch.float16
+        and all(t is None or type(t) in KERNEL_TYPES for t in product)
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _applied(function: type[Function], *arguments: Any) -> Tensor:
     if torch.compiler.is_compiling():
-        call: Any = LinearCrossEntropy.apply
+        call: Any = function.apply
         return call(*arguments)  # type: ignore[no-any-return]
-    return apply(LinearCrossEntropy, *arguments)
+    return apply(function, *arguments)
+
+
+class GradientsAhead(Function):
+    """Reduced cross entropy of ``F.linear(input, linear_weight, linear_bias)``; its gradients come with it.
+
+    `needs` tells of which of input, weight and bias.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        ignored: int,
+        smoothing: float,
+        reduction: str,
+        chunk: int,
+        needs: tuple[bool, ...],
+    ) -> Tensor:
+        one = torch.ones((), dtype=widened(input[:0]).dtype, device=input.device)
+        share = shares(
+            spread(one, target, weight, ignored, reduction), target, weight, ignored, smoothing, len(linear_weight)
+        )
+        product = _LinearLayer(linear_weight, linear_bias, emulating=False)
+        found: list[Tensor] = []
+
+        def look(logits: Tensor, labels: Tensor) -> None:
+            found.append(losses(logits, labels, weight, ignored, smoothing))
+
+        ctx.save_for_backward(*_gradients(product, input, target, share, chunk, needs, look))
+        return reduced(torch.cat(found), target, weight, ignored, reduction)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise LossError(
+                "linear_cross_entropy computed its gradients in the forward pass, and they have no derivative; call it "
+                "with recompute=True where backward runs with create_graph=True"
+            )
+        found = (None if g is None else _scaled(g, grads[0]) for g in ctx.saved_tensors)
+        return *found, None, None, None, None, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Return ``gradient * factor``, rounded once; `factor` is 0-dim and wide."""
+    if gradient.device.type == "cpu" or torch._C._functorch.is_legacy_batchedtensor(factor):
+        return gradient * factor
+    return torch.mul(gradient, factor.view(1), out=torch.empty_like(gradient))  # a 0-dim factor is rounded first
 
 
 class LinearCrossEntropy(Function):
-    """Unreduced cross entropy (N,) of ``F.linear(input, linear_weight, linear_bias)`` with class indices (N,)."""
+    """Cross entropy of ``F.linear(input, linear_weight, linear_bias)`` with class indices (N,)."""
 
     generate_vmap_rule = True
 
@@ -282,6 +386,7 @@ class LinearCrossEntropy(Function):
         weight: Tensor | None,
         ignored: int,
         smoothing: float,
+        reduction: str,
         chunk: int,
         emulating: bool,
     ) -> Tensor:
@@ -289,11 +394,11 @@ class LinearCrossEntropy(Function):
         found = [
             losses(product.logits(x), labels, weight, ignored, smoothing) for x, labels in parts(chunk, (input, target))
         ]
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return reduced(torch.cat(found) if len(found) > 1 else found[0], target, weight, ignored, reduction)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.ignored, ctx.smoothing, ctx.chunk, ctx.emulating = inputs
+        *tensors, ctx.ignored, ctx.smoothing, ctx.reduction, ctx.chunk, ctx.emulating = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -301,13 +406,14 @@ class LinearCrossEntropy(Function):
         input, linear_weight, linear_bias, target, weight = ctx.saved_tensors
         device = input.device.type
         with torch.autocast(device, enabled=False) if torch.compiler.is_compiling() else rules_off(device):
-            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, len(linear_weight))
+            grad = spread(grads[0], target, weight, ctx.ignored, ctx.reduction)
+            share = shares(grad, target, weight, ctx.ignored, ctx.smoothing, len(linear_weight))
             if differentiated(grads[0]):
                 found = _differentiable(input, linear_weight, linear_bias, share)
             else:
                 product = _LinearLayer(linear_weight, linear_bias, ctx.emulating)
-                found = _gradients(product, input, share, ctx.chunk, ctx.needs_input_grad[:3])
-        return *found, None, None, None, None, None, None
+                found = _gradients(product, input, target, share, ctx.chunk, ctx.needs_input_grad[:3])
+        return *found, None, None, None, None, None, None, None
 
 
 class _LinearLayer:
@@ -341,9 +447,15 @@ class _LinearLayer:
 
 
 def _gradients(
-    product: _LinearLayer, input: Tensor, share: Shares, chunk: int, needs: tuple[bool, ...]
+    product: _LinearLayer,
+    input: Tensor,
+    target: Tensor,
+    share: Shares,
+    chunk: int,
+    needs: tuple[bool, ...],
+    look: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias that are needed, part by part."""
+    """Return the gradients of input, weight and bias that are needed; `look` gets each part's logits and targets."""
     wide = torch.float64 if input.dtype is torch.float64 else torch.float32
     need_input, need_weight, need_bias = needs
     of_input = torch.empty_like(input) if need_input else None
@@ -351,8 +463,11 @@ def _gradients(
     of_weight = torch.zeros_like(product.weight, dtype=wide) if summed else None
     of_bias = torch.zeros_like(product.weight[:, 0], dtype=wide) if need_bias else None
     places = input if of_input is None else of_input
-    for (x, place), of_part in zip(parts(chunk, (input, places)), share.parts(chunk), strict=True):
-        grad = rounded_gradient(product.logits(x), of_part)
+    for (x, place, labels), of_part in zip(parts(chunk, (input, places, target)), share.parts(chunk), strict=True):
+        logits = product.logits(x)
+        if look is not None:
+            look(logits, labels)
+        grad = rounded_gradient(logits, of_part)
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=wide)
         grad = product.operand(grad)

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels: low inputs, fp32 weights, low outputs
-MANY_LOGITS = 1 << 20  # from here the Function is faster than torch on a CPU; below, it would save a few MiB
+MANY_LOGITS = 1 << 18  # from here the Function is no slower than torch on a CPU; below, it would save half a MiB
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # no rule of a policy: torch has a rule and the policy has none, so inputs stay as they are
@@ -282,11 +282,16 @@ def _linear_loss(
     linear_bias: Tensor | None = None,
     options: Any = None,
     chunk: int | None = None,
+    recompute: bool | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Settings]:
-    """Read the arguments of linear_cross_entropy: ours has `chunk`, torch's `options`, whose rows a chunk are taken."""
+    """Read the arguments of linear_cross_entropy: ours has `chunk` and `recompute`, torch's has `options`.
+
+    Of these the rows a chunk are taken; without them torch's function has second derivatives, with them none.
+    """
+    again = options is None if recompute is None else recompute
     rows = chunk if options is None else options.batch_chunk_size
-    return input, linear_weight, target, linear_bias, Settings(chunk=rows, **settings)
+    return input, linear_weight, target, linear_bias, Settings(chunk=rows, recompute=again, **settings)
 
 
 def into_destination(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ __all__ = ["Kernels", "number", "peek"]
 
 Tensors: TypeAlias = Sequence[Tensor]
 
-ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000}
+ALONE = {"update": 100_000, "norms": 400_000, "exponents": 50_000, "loss": 30_000}
 """Up to so many elements the calling thread works alone: waking the others (5 us and more) costs what it gains."""
 
 CPU = torch.device("cpu")
@@ -104,6 +104,11 @@ class Kernels:
         self._advance.argtypes = (*[address] * 4, ctypes.c_bool, double, double, number, single, single)
         for update in self._updates.values():
             update.argtypes = (text, text)
+        self._losses, self._slope = library.halfstep_losses, library.halfstep_slope
+        self._losses.argtypes = (text, address, address, number, double, address)
+        self._losses.restype = number
+        self._slope.argtypes = (text, *[address] * 6)
+        self._slope.restype = None
         for function in (self._norms, self._check, self._both, self._advance, self._exponents, *self._updates.values()):
             function.restype = None
 
@@ -148,6 +153,29 @@ class Kernels:
             raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         self._read(self._exponents, "exponents", rows, Columns(dense))
+
+    def losses(self, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
+        """Carry out `ops.losses`."""
+        out = torch.empty(len(logits), dtype=torch.float32, device="cpu")
+        target, weight = target.contiguous(), None if weight is None else weight.contiguous()
+        at = None if weight is None else weight.data_ptr()
+        wrong = self._losses(self._logits(logits), target.data_ptr(), at, ignored, smoothing, out.data_ptr())
+        if wrong >= 0:
+            raise IndexError(f"Target {int(target[wrong])} is out of bounds.")  # torch's words
+        return out
+
+    def logits_gradient(self, logits: Tensor, *share: Tensor | None) -> Tensor:
+        """Carry out `ops.logits_gradient`."""
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        dense = [None if t is None else t.contiguous() for t in share]
+        self._slope(self._logits(logits), *(None if t is None else t.data_ptr() for t in dense), out.data_ptr())
+        return out
+
+    def _logits(self, logits: Tensor) -> bytes:
+        """Return the struct `Logits` of `loss.h`."""
+        threads = torch.get_num_threads() if logits.numel() > ALONE["loss"] else 1
+        table = (*logits.shape, logits.stride(0), TYPES[logits.dtype], logits.data_ptr())
+        return pack("9q", *table, threads, *self._runtime)
 
     def check_norms(
         self, norms: Tensor, divisor: Tensor | None, clip_norm: float | None

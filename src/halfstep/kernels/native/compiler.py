@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["Unavailable", "cache_folder", "compiled", "library"]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-INCLUDED = ("exponents.h", "formats.h", "norms.h", "threads.h", "updates.h")
+INCLUDED = ("exponents.h", "formats.h", "loss.h", "norms.h", "threads.h", "updates.h")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 SHARED = ("-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")

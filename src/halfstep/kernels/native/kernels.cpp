@@ -14,5 +14,6 @@
 // One unit for the compiler, whatever the number of files: their functions are inlined into each other.
 
 #include "exponents.h"
+#include "loss.h"
 #include "norms.h"
 #include "updates.h"

@@ -19,15 +19,20 @@ from torch.nn import functional as F
 
 __all__ = [
     "CHUNK",
+    "REDUCTIONS",
     "Shares",
     "gradient",
     "gradient_into",
     "losses",
     "parts",
+    "reduced",
     "rows_at_a_time",
     "shares",
+    "spread",
     "widened",
 ]
+
+REDUCTIONS = ("mean", "sum", "none")
 
 CHUNK = {"cpu": 1 << 20}
 """Device type -> elements widened at a time. On a CPU 4 MiB of fp32: 2**18 to 2**20 take the same time, and from 2**21
@@ -87,12 +92,32 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
     return F.nll_loss(log_probabilities, target, weight, ignore_index=ignored, reduction="none")
 
 
+def reduced(each: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
+    """Return the losses `each` of targets, reduced as torch does: a mean is over the weights of those that count."""
+    if reduction == "none":
+        return each
+    return each.sum() / _counted(target, weight, ignored) if reduction == "mean" else each.sum()
+
+
+def spread(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
+    """Return the gradients of the losses, or one of all, where that of the reduced loss is `grad`."""
+    return grad / _counted(target, weight, ignored) if reduction == "mean" else grad
+
+
+def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    counts = target.ne(ignored)
+    if weight is None:
+        return counts.sum()
+    return torch.where(counts, weight.take(torch.where(counts, target, 0)), 0.0).sum()
+
+
 def shares(grad: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, classes: int) -> Shares:
-    """Return what `target` and `grad`, the gradient of the losses, make of the gradients of `classes` logits."""
+    """Return what `target` and `grad`, of the losses or one of all, make of the gradients of `classes` logits."""
     counts = target.ne(ignored)
     scale = torch.where(counts, grad, 0.0)
     label = torch.where(counts, target, 0)
-    own = scale * (1.0 - smoothing) * (1.0 if weight is None else weight.take(label))
+    own = scale * (1.0 - smoothing) if smoothing else scale
+    own = own if weight is None else own * weight.take(label)
     if not smoothing:
         return Shares(label, own, own, scale, None)
     ones = torch.ones(classes, device=grad.device, dtype=grad.dtype) if weight is None else weight
@@ -105,7 +130,7 @@ def gradient(logits: Tensor, share: Shares) -> Tensor:
     label, own, every, scale, by_class = share
     p = torch.softmax(logits, 1, dtype=_wide(logits))
     grad = (p * every.unsqueeze(1)).scatter_add(1, label.unsqueeze(1), -own.unsqueeze(1))
-    return grad if by_class is None else grad - _spread(scale, by_class, logits.dim())
+    return grad if by_class is None else grad - _by_class(scale, by_class, logits.dim())
 
 
 def gradient_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
@@ -117,7 +142,7 @@ def gradient_into(out: Tensor, logits: Tensor, share: Shares) -> Tensor:
         last, other = torch.mul, own.unsqueeze(1)
     else:
         p.mul_(every.unsqueeze(1)).scatter_add_(1, label.unsqueeze(1), -own.unsqueeze(1))
-        last, other = torch.sub, _spread(scale, by_class, logits.dim())
+        last, other = torch.sub, _by_class(scale, by_class, logits.dim())
     if out.dtype is p.dtype or out.device.type == "cuda":
         return last(p, other, out=out)  # CUDA kernels round what they write; on CPU that is a copy of its own anyway
     return out.copy_(last(p, other, out=p))
@@ -127,5 +152,5 @@ def _wide(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype is torch.float64 else torch.float32
 
 
-def _spread(scale: Tensor, by_class: Tensor, dims: int) -> Tensor:
+def _by_class(scale: Tensor, by_class: Tensor, dims: int) -> Tensor:
     return scale.unsqueeze(1) * by_class.view(1, -1, *[1] * (dims - 2))
