@@ -286,13 +286,12 @@ def counted(
 
 
 def bytes_per_parameter() -> str:
-    bf16 = {name: hs.Policy.of(name, dtype="bf16") for name in ("O1", "mixed", "O2", "O3")}
+    bf16 = {name: hs.Policy.of(name, dtype="bf16") for name in hs.policy.PRESETS if name != "O0"}
     runs = {
         "fp32 (torch)": counted(None),
+        "`O0`": counted(hs.policy.PRESETS["O0"]),
         "torch.amp": counted(None, low=True),
-        "`O1`": counted(bf16["O1"]),
-        "`mixed`": counted(bf16["mixed"]),
-        "`O2`": counted(bf16["O2"]),
+        **{f"`{name}`": counted(bf16[name]) for name in ("torch", "O1", "mixed", "O2", "pure", "lean")},
         '`O2`, `grads="fp32"`': counted(bf16["O2"].replace(grads="fp32")),
         **{f'`O2`, `master="{name}"`': counted(bf16["O2"].replace(master=name)) for name in ("master", *COMPACT[1:])},
         **{
