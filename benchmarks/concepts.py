@@ -3,7 +3,8 @@
     python -m benchmarks.concepts [--check]
 
 What these pages say about formats, policies and scale rules is read from the code's own values and docstrings. Bytes
-per parameter are counted while a small GPT trains. `tests/docs/test_concepts.py` holds the pages to it.
+per parameter are counted while a small GPT trains. What training under `lean` loses is read from
+`benchmarks/results/lean.json`. `tests/docs/test_concepts.py` holds the pages to it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from benchmarks.lean_tables import lean_blocks
 from benchmarks.markdown import fill, table
+from benchmarks.reports import load
 from halfstep.events import StepResult
 from halfstep.formats import FORMATS
 from halfstep.policy.optable import RULES, TABLES
@@ -302,6 +305,7 @@ def bytes_per_parameter() -> str:
             f'`O2`, `master="{name}"`, own step': counted(bf16["O2"].replace(master=name), own=False)
             for name in ("master", *COMPACT)
         },
+        "`lean`, own step": counted(bf16["lean"], own=False),
         '`O2`, `master="stochastic"`, Adafactor, own step': counted(
             bf16["O2"].replace(master="stochastic"), make=torch.optim.Adafactor, own=False
         ),
@@ -350,6 +354,7 @@ def blocks() -> dict[str, str]:
         "bytes model": counted_model(),
         "result": attributes(StepResult, "`result.`"),
         "record": attributes(StepMetrics, "`record.`"),
+        **lean_blocks(load("lean.json")),
     }
 
 

@@ -5,9 +5,9 @@
 Three programs. `gpt` and `resnet` are the tasks of ``halfstep compare``, 3,000 steps each from another start with every
 seed; the GPT with 8 rows a batch. `tune 1e-5` and `tune 1e-6` go on from the weights that fp32 reached on `gpt` with
 seed 0: AdamW at a constant learning rate of that size with weight decay 0.1, on other text (sources of Python's
-standard library, where the GPT was trained on its documentation). An update there is a small part of the distance between two
-bf16 numbers. A candidate is a loop of `halfstep.tasks.loops`; `to nearest` keeps nothing
-and rounds to nearest, which must fail there: it shows that the measurement sees lost updates.
+standard library, where the GPT was trained on its documentation). An update there is a small part of the distance
+between two bf16 numbers. A candidate is a loop of `halfstep.tasks.loops`; `to nearest` keeps nothing and rounds to
+nearest, which must fail there: it shows that the measurement sees lost updates.
 
 The metric of `tune` is computed in fp32 from the weights that a checkpoint would contain; its margin is a tenth of what
 fp32 gained. Distances are norms over all
@@ -226,7 +226,7 @@ def runs(parts: Path) -> list[Run]:
     parts.mkdir(parents=True, exist_ok=True)
     file = parts / "runs.jsonl"
     rows = map(json.loads, file.read_text(encoding="utf-8").splitlines()) if file.exists() else ()
-    known = {(run.program, run.label, run.seed): run for run in (Run(**row) for row in rows)}
+    known = {(row["program"], row["label"], row["seed"]): Run(**row | {"losses": tuple(row["losses"])}) for row in rows}
     for key in planned():
         if key in known:
             continue
