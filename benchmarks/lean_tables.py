@@ -54,8 +54,8 @@ def tuning(programs: dict[str, Any]) -> str:
         about.append(
             f"- {rate}: {found['about']}; {found['steps']:,} steps, {seeds(found)} seeds. The loss fell from "
             f"{found['before']:.4f} to {fp32:.4f} nats under fp32, whose seeds differ by {found['spread']:.1g} "
-            f"(standard deviation); margin {found['margin']:.2g}, a tenth of the fall. fp32's ends on other batches are "
-            f"{found['between']:.2f} of its way apart; rounded to bf16, an end moves by {found['rounded']:.2f}."
+            f"(standard deviation); margin {found['margin']:.2g}, a tenth of the fall. fp32's ends on other batches "
+            f"are {found['between']:.2f} of its way apart; rounded to bf16, an end moves by {found['rounded']:.2f}."
         )
         rows += [
             [
