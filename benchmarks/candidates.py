@@ -28,7 +28,7 @@ LOOPS: Mapping[str, Loop] = {
     WRAPPERS[1]: peers.fabric,
     TORCHAO[0]: partial(peers.torchao, optimizer="_AdamW"),
     TORCHAO[1]: partial(peers.torchao, optimizer="AdamW8bit"),
-    **{preset: partial(loops.policy, preset=preset) for preset in OURS},
+    **{preset: partial(loops.policy, preset=preset) for preset in (*OURS, "lean")},
     **{f"{preset} compiled": partial(loops.policy, preset=preset, compile=True) for preset in ("mixed", "pure")},
     **{f"{preset} captured": partial(loops.policy, preset=preset, cuda_graph=True) for preset in ("mixed", "pure")},
     **{name: partial(loops.linear_loss, preset=name.partition(",")[0]) for name in LINEAR_LOSS},

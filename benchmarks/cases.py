@@ -209,7 +209,9 @@ GPT256 = gpt_case(
     seconds=60.0,
 )
 GPT512 = gpt_case("gpt512", "GPT, d = 512, one sequence", 512, 1, 64, seconds=40.0)
-MLP21 = mlp_case("mlp21m", 1024, 4096, 4096, 10, seconds=50.0, cpu=(*PLAIN, *WRAPPERS, *TORCHAO, *OURS, *COMPILED))
+MLP21 = mlp_case(
+    "mlp21m", 1024, 4096, 4096, 10, seconds=50.0, cpu=(*PLAIN, *WRAPPERS, *TORCHAO, *OURS, "lean", *COMPILED)
+)
 MLP25 = mlp_case("mlp25m", 1024, 4096, 4096, 1024, seconds=25.0, cpu=(*PLAIN, *OURS))
 GPT124M = Case(
     name="gpt124m",
@@ -221,7 +223,7 @@ GPT124M = Case(
     linear_loss=linear_cross_entropy,
     rate=3e-4,
     cpu=(),
-    cuda=(*PLAIN, *WRAPPERS, *TORCHAO, *OURS, *COMPILED, *LINEAR_LOSS, *ON_CUDA),
+    cuda=(*PLAIN, *WRAPPERS, *TORCHAO, *OURS, "lean", *COMPILED, *LINEAR_LOSS, *ON_CUDA),
 )
 
 # torch's fp16 kernels on a CPU without fp16 units take ten and more times as long as fp32: few rounds are enough, and

@@ -3,7 +3,8 @@
     python -m benchmarks.concepts [--check]
 
 What these pages say about formats, policies and scale rules is read from the code's own values and docstrings. Bytes
-per parameter are counted while a small GPT trains. `tests/docs/test_concepts.py` holds the pages to it.
+per parameter are counted while a small GPT trains. What training under `lean` loses is read from
+`benchmarks/results/lean.json`. `tests/docs/test_concepts.py` holds the pages to it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from benchmarks.lean_tables import lean_blocks
 from benchmarks.markdown import fill, table
+from benchmarks.reports import load
 from halfstep.events import StepResult
 from halfstep.formats import FORMATS
 from halfstep.policy.optable import RULES, TABLES
@@ -286,13 +289,12 @@ def counted(
 
 
 def bytes_per_parameter() -> str:
-    bf16 = {name: hs.Policy.of(name, dtype="bf16") for name in ("O1", "mixed", "O2", "O3")}
+    bf16 = {name: hs.Policy.of(name, dtype="bf16") for name in hs.policy.PRESETS if name != "O0"}
     runs = {
         "fp32 (torch)": counted(None),
+        "`O0`": counted(hs.policy.PRESETS["O0"]),
         "torch.amp": counted(None, low=True),
-        "`O1`": counted(bf16["O1"]),
-        "`mixed`": counted(bf16["mixed"]),
-        "`O2`": counted(bf16["O2"]),
+        **{f"`{name}`": counted(bf16[name]) for name in ("torch", "O1", "mixed", "O2", "pure", "lean")},
         '`O2`, `grads="fp32"`': counted(bf16["O2"].replace(grads="fp32")),
         **{f'`O2`, `master="{name}"`': counted(bf16["O2"].replace(master=name)) for name in ("master", *COMPACT[1:])},
         **{
@@ -303,6 +305,7 @@ def bytes_per_parameter() -> str:
             f'`O2`, `master="{name}"`, own step': counted(bf16["O2"].replace(master=name), own=False)
             for name in ("master", *COMPACT)
         },
+        "`lean`, own step": counted(bf16["lean"], own=False),
         '`O2`, `master="stochastic"`, Adafactor, own step': counted(
             bf16["O2"].replace(master="stochastic"), make=torch.optim.Adafactor, own=False
         ),
@@ -351,6 +354,7 @@ def blocks() -> dict[str, str]:
         "bytes model": counted_model(),
         "result": attributes(StepResult, "`result.`"),
         "record": attributes(StepMetrics, "`record.`"),
+        **lean_blocks(load("lean.json")),
     }
 
 

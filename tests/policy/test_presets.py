@@ -44,6 +44,7 @@ def test_cannot_be_changed() -> None:
             {"params": "low", "norms": "fp32", "master": "auto", "inputs": "low", "outputs": "fp32", "residual": "low"},
         ),
         ("pure", {"params": "low", "norms": "low", "master": "auto", "outputs": "fp32", "residual": "low"}),
+        ("lean", {"params": "low", "norms": "low", "master": "stochastic", "state": "low", "residual": "low"}),
         ("O3", {"params": "low", "norms": "low", "master": "none", "table": "all-low", "scale": 1.0, "loss": "keep"}),
     ],
 )

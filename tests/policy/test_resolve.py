@@ -135,7 +135,7 @@ class TestResolved:
 
 
 class TestEngine:
-    @pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "O3"])
+    @pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "lean", "O3"])
     def test_runs(self, name: str) -> None:
         assert resolved(PRESETS[name], "cpu").dtype in {"fp32", "bf16"}
 

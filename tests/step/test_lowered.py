@@ -28,7 +28,7 @@ def low(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-@pytest.mark.parametrize("name", ["O2", "pure", "O3"])
+@pytest.mark.parametrize("name", ["O2", "pure", "lean", "O3"])
 @pytest.mark.parametrize("net", NETS)
 def test_outputs_are_those_of_the_prepared_model_bit_for_bit(net: str, name: str) -> None:
     if (net, name) in {("gated", "O2"), ("gated", "O3")}:

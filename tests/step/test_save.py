@@ -28,7 +28,7 @@ from halfstep.step.checkpoints.generators import check_generators
 POLICIES = {
     "mixed": hs.Policy.of("mixed", dtype="fp16"),
     "O2": hs.Policy.of("O2", dtype="fp16"),
-    "stochastic": hs.Policy.of("pure", dtype="bf16", master="stochastic", state="low"),
+    "lean": hs.Policy.of("lean", dtype="bf16"),
 }
 
 

@@ -96,7 +96,7 @@ def test_preset_torch_is_the_torch_amp_loop(optimizer: str, clip: float | None, 
         assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "O3"])
+@pytest.mark.parametrize("name", ["O0", "torch", "O1", "mixed", "O2", "pure", "lean", "O3"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_preset_learns(name: str, dtype: str, optimizer: str) -> None:
@@ -139,7 +139,7 @@ def bad(i: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("name", ["O0", "torch", "mixed", "O2", "pure"])
+@pytest.mark.parametrize("name", ["O0", "torch", "mixed", "O2", "pure", "lean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("when", [0, 3])
 def test_a_bad_step_leaves_no_trace(name: str, optimizer: str, when: int) -> None:
@@ -299,7 +299,7 @@ def test_the_scheduler_does_not_advance_on_a_skip() -> None:
     assert step.state_dict()["scheduler"]["last_epoch"] == 3
 
 
-@pytest.mark.parametrize("name", ["O0", "mixed", "O2", "pure"])
+@pytest.mark.parametrize("name", ["O0", "mixed", "O2", "pure", "lean"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resume_is_bit_exact(name: str, dtype: str, optimizer: str, tmp_path: Any) -> None:

@@ -146,12 +146,12 @@ def test_lion_is_bit_equal_either_way(master: str, state: Any) -> None:
     assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "stochastic", "low states"])
+@pytest.mark.parametrize("policy", [*POLICIES, "stochastic", "lean"])
 @pytest.mark.parametrize("name", ["adamw", "nesterov", "lion"])
 def test_a_bad_step_leaves_no_trace(policy: str, name: str) -> None:
     extra = {
         "stochastic": hs.Policy.of("pure", dtype="bf16", master="stochastic"),
-        "low states": hs.Policy.of("pure", dtype="bf16", master="stochastic", state="low"),
+        "lean": hs.Policy.of("lean", dtype="bf16"),
     }
     step = stepper((POLICIES | extra)[policy], OPTIMIZERS[name])
     for i in range(2):

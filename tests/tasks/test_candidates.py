@@ -19,9 +19,9 @@ def test_fp32_and_torch_amp_are_always_there_and_first() -> None:
     assert labels("mixed", "fp32", "torch.amp") == ["fp32", "torch.amp bf16", "mixed bf16"]
 
 
-def test_the_default_list_has_every_preset_that_trains_and_emulated_fp16() -> None:
+def test_the_default_list_has_presets_that_train_and_emulated_fp16() -> None:
     assert labels(*default_labels("cpu"))[2:] == [
-        "torch bf16", "O1 bf16", "mixed bf16", "O2 bf16", "mixed fp16", "O2 fp16",
+        "torch bf16", "O1 bf16", "mixed bf16", "O2 bf16", "lean bf16", "mixed fp16", "O2 fp16",
     ]  # fmt: skip
     assert "torch.amp fp16" not in labels(*default_labels("cpu"))  # tens of times slower than fp32 without fp16 units
     assert "torch.amp:fp16" in default_labels("cuda")

@@ -26,6 +26,19 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
         "pure": Policy(
             name="pure", params="low", norms="low", table="mixed", residual="low", inputs="low", outputs="fp32"
         ),
+        # As pure, with the least behind weights that still trains: nothing, and bf16 optimizer states. Both are rounded
+        # stochastically: 6 bytes a parameter between updates where torch.amp keeps 12 (docs/concepts/weights.md).
+        "lean": Policy(
+            name="lean",
+            params="low",
+            norms="low",
+            master="stochastic",
+            table="mixed",
+            residual="low",
+            inputs="low",
+            outputs="fp32",
+            state="low",
+        ),
         # Everything low and no masters: an upper bound of speed, not for training.
         "O3": Policy(
             name="O3",

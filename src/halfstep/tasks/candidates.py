@@ -34,8 +34,8 @@ def default_format(device: str) -> str:
 
 
 def default_labels(device: str) -> tuple[str, ...]:
-    """Return what is compared by default: the presets, and two of them in fp16, emulated where there are no units."""
-    labels = ("torch", "O1", "mixed", "O2", "mixed:fp16", "O2:fp16")
+    """Return what is compared by default: most presets, and two of them in fp16, emulated where there are no units."""
+    labels = ("torch", "O1", "mixed", "O2", "lean", "mixed:fp16", "O2:fp16")
     return labels if device == "cpu" else (f"{AMP}:fp16", *labels)
 
 

@@ -31,7 +31,7 @@ from halfstep.kernels.sharded import local
 if TYPE_CHECKING:
     from halfstep.weights.store import WeightStore
 
-__all__ = ["Attachment", "is_low", "nested_reason", "refuse_wrapper"]
+__all__ = ["Attachment", "is_low", "nested_reason", "refuse_wrapper", "skipped"]
 
 
 class Attachment:
@@ -215,7 +215,7 @@ class Attachment:
         return evaluate
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _skipped(optimizer):  # first: until then the update exists in the masters alone
+        if not skipped(optimizer):  # first: until then the update exists in the masters alone
             self.store.write_back([p for p in (self.own or {}).values() if p.grad is not None], stepped=True)
         self.restore(optimizer)
         self.drop_gradients()
@@ -275,7 +275,7 @@ def _rename(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
         del optimizer.state[old]
 
 
-def _skipped(optimizer: Optimizer) -> bool:
+def skipped(optimizer: Optimizer) -> bool:
     """Return whether a fused optimizer got a `found_inf` that makes it skip; False where reading it would wait."""
     found = getattr(optimizer, "found_inf", None)
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)

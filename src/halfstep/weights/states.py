@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.reference.operators import FIRST, stochastic_bf16
 from halfstep.kernels.sharded import local, shard_of, sharded_like
+from halfstep.weights.attachment import skipped
 from halfstep.weights.draws import Draws
 from halfstep.weights.store import stores
 
@@ -95,7 +96,7 @@ class LowStates:
                 for stream, (name, value) in enumerate(_elementwise(parameter, state), start=FIRST):
                     state[name] = _rounded(value, self.draws, place, min(stream, 3))
                 place += 1
-        if device is not None:
+        if device is not None and not skipped(optimizer):
             self.draws.advance(device)
 
     def _after_load(self, optimizer: Optimizer) -> None:
