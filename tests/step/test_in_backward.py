@@ -308,7 +308,7 @@ def test_a_step_that_is_cut_off(kind: type[BaseException], stride: int) -> None:
         ({"compile": {"backend": "eager"}}, "compile makes all gradients of a graph at once"),
         ({"model": lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True))}, "an embedding of the model makes sparse"),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_what_needs_more_than_one_gradient_is_refused(named: dict[str, Any], text: str) -> None:
     with pytest.raises(StepError, match=f"^update_in_backward=True updates each.*and {text}.*; leave one of the two"):
