@@ -90,10 +90,10 @@ def test_without_black_box_a_flag_is_sent_only_for_a_scheduler() -> None:
     step = made(scheduled=False, blackbox=False)
     landing = late(step)
     step(X), step(X)
-    assert landing.flag is None
+    assert not landing.sent
     step.scheduler = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.5)
     step(X), step(X)
-    assert landing.flag is not None and landing.waits == 1 and step.scheduler.last_epoch == 2
+    assert landing.sent and landing.waits == 1 and step.scheduler.last_epoch == 2
 
 
 def test_no_operator_reads_a_flag_on_a_cpu() -> None:

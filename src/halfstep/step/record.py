@@ -173,8 +173,9 @@ class Record:
         try:
             if self.history is not None:
                 self.history.end(bad, self.scale)
-            if self.scheduled and self.landing.flag is not bad and self.landing.takes(bad):
-                self.landing.send([bad])
+            if self.scheduled and self.landing.flag is not bad and type(bad) is Tensor:
+                if bad.device.type in self.landing.devices:
+                    self.landing.send([bad])
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         return None
@@ -284,7 +285,7 @@ class History:
         if type(bad) is not Tensor or (bad.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         window.flag = bad
-        if self.landing.takes(bad):
+        if bad.device.type in self.landing.devices:
             self.landing.send([bad, *window.losses()])
         elif bad.device.type == "cpu":
             window.lossy = _lossy(window.losses())

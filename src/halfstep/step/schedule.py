@@ -16,9 +16,7 @@ from halfstep.step.undo import SchedulerCopy
 __all__ = ["advance"]
 
 
-def advance(
-    scheduler: LRScheduler, optimizer: Optimizer, moments: Moments, record: Record, *, wait: bool
-) -> None:
+def advance(scheduler: LRScheduler, optimizer: Optimizer, moments: Moments, record: Record, *, wait: bool) -> None:
     """Advance `scheduler`, of `optimizer`, if the last update was applied, and note that its verdict is used up.
 
     Args:
