@@ -31,7 +31,6 @@ class Late(Landing):
         self._here = True
         return self._pinned
 
-    @property
     def sent(self) -> bool:
         """Whether anything was sent."""
         return self.flag is not None
