@@ -186,6 +186,34 @@ def test_a_step_holds_one_gradient_at_a_time(policy: str) -> None:
     assert off > layers * size and on < copies + 4 * size
 
 
+@pytest.mark.hours
+@pytest.mark.parametrize(("policy", "expected"), [("mixed", (2.25, 4.12)), ("pure", (0.46, 2.03))])
+def test_the_bytes_that_the_docs_state(
+    policy: str, expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`docs/concepts/step.md`; in bytes a parameter."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            added: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+            return x + added
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[Block() for _ in range(8)])
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().mean()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(in_backward, "TOGETHER", 1 << 20)
+    count = sum(p.numel() for p in model().parameters())
+    found = [peak(made(policy, on=on, model=model, loss=loss), torch.randn(64, 512)) / count for on in (True, False)]
+    assert found == pytest.approx(expected, abs=0.01)
+
+
 # ---------------------------------------------------------------------- gradients that are not finite
 
 

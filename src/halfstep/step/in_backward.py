@@ -102,20 +102,16 @@ class InBackward:
         if not self._looked and _recomputes(loss):
             raise StepError(REENTRANT)
         self._looked = True
+        every = [p for group in self._updater.optimizer.param_groups for p in group["params"]]
         self._written, self._found, self._waiting, self._bytes, self._untouched = False, [], [], 0, None
-        self._bad = torch.zeros(
-            (), dtype=torch.bool, device=self._updater.optimizer.param_groups[0]["params"][0].device
-        )
+        self._bad = torch.zeros((), dtype=torch.bool, device=every[0].device)
         moments.update(partial(self._write, loss, run), self._bad)
-        order = {id(p): i for i, p in enumerate(p for g in self._updater.optimizer.param_groups for p in g["params"])}
+        order = {id(p): i for i, p in enumerate(every)}  # the norm of all has its bits from the order of theirs
         self._found.sort(key=lambda pair: order[id(pair[0])])
         parameters, norms = [p for p, _ in self._found], torch.stack([norm for _, norm in self._found])
         self._found = []
-        return (
-            check_norms(norms, None, None)[0],
-            self._bad,
-            Culprits(norms=norms, parameters=parameters, names=self._names),
-        )
+        culprits = Culprits(norms=norms, parameters=parameters, names=self._names)
+        return check_norms(norms, None, None)[0], self._bad, culprits
 
     def _write(self, loss: Tensor, run: Callable[[Tensor], Any]) -> None:
         self._watch()

@@ -79,8 +79,8 @@ class TrainStep:
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
     ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is
-    not prepared, uses torch's fused form of the same optimizer where only speed changes, and never waits for the device
-    unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
+    not prepared, uses torch's fused form of the same optimizer where only speed changes, and waits for the work it has
+    just queued only where a result is read. Unscaling is folded into the update: `p.grad` is not meant to be read.
 
     Attributes:
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
@@ -209,7 +209,7 @@ class TrainStep:
     # ------------------------------------------------------------------ one micro-batch
 
     def __call__(self, *batch: Any, **named: Any) -> StepResult:
-        """Train on one micro-batch and return a handle on what happened; waits for nothing.
+        """Train on one micro-batch and return a handle on what happened.
 
         If a forward or backward pass raises, the accumulation window begins anew, with BatchNorm's statistics as they
         were before it. The alarm of a loss scale and an error of a watcher are raised after an update that is complete.
