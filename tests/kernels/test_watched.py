@@ -25,6 +25,9 @@ class Owner:
     def data_written(self, name: str, *, copied: bool) -> None:
         self.heard.append((name, copied))
 
+    def data_read(self) -> None:
+        pass
+
     def copied(self, copy: nn.Parameter, memo: dict[Any, Any]) -> None:
         pass
 

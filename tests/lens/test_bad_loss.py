@@ -283,4 +283,4 @@ def test_losses_land_on_the_host_without_a_kernel_and_without_a_wait() -> None:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert step.explain().op == "mul"
-    assert step.record.history is not None and len(step.record.history._landed) == 3
+    assert len(step.record.landing.landed()) == 3

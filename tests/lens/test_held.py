@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +72,12 @@ def test_inside_the_first_call_of_a_window_the_last_one_is_held_too() -> None:
     """Its verdict is not known before the passes are queued."""
     step, loader, seen = made(), Loader(), []
     late(step)
-    step.loss_fn = lambda model, x: (seen.append(loader.alive()), loss_fn(model, x))[1]
+
+    def watched(model: nn.Module, x: Tensor) -> Tensor:
+        seen.append(loader.alive())
+        return loss_fn(model, x)
+
+    step.loss_fn = watched
     for _ in range(17):
         step(loader())
     assert seen == [*range(1, 9), 9, *range(2, 9), 9]
@@ -117,8 +123,10 @@ def test_a_fault_in_what_was_dropped_is_not_blamed_on_another(caplog: pytest.Log
     assert verdict.kind == "not_reproducible" and any("micro-batches 1 to 5 of 8" in note for note in verdict.notes)
 
 
-def test_a_late_verdict_on_a_batch_that_is_gone_names_the_loss_and_the_limit(caplog: pytest.LogCaptureFixture) -> None:
-    step = made(accumulate=1)
+def test_a_late_verdict_on_a_batch_that_is_gone_names_the_loss_and_the_limit(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    step = made(accumulate=1, blackbox=tmp_path)
     late(step)
     assert step.record.history is not None
     step.record.history.limit = BYTES
@@ -127,10 +135,12 @@ def test_a_late_verdict_on_a_batch_that_is_gone_names_the_loss_and_the_limit(cap
     assert repr(step.model.state_dict()) == before
     with caplog.at_level(logging.WARNING, "halfstep"):
         step(rows())
-    (record,) = caplog.records
-    assert "the loss of micro-batch 1 of 1 is not finite; not replayed: micro-batches 1 to 1 of 1 were dropped" in (
-        record.getMessage()
-    )
+    evidence, record = caplog.records
+    text = "the loss of micro-batch 1 of 1 is not finite; not replayed: micro-batches 1 to 1 of 1 were dropped"
+    assert text in record.getMessage()
+    assert "evidence of step 1 is its report alone: micro-batches 1 to 1 of 1 were dropped" in evidence.getMessage()
+    (report,) = tmp_path.iterdir()
+    assert text in report.read_text()
 
 
 def test_within_the_limit_a_late_verdict_is_explained(caplog: pytest.LogCaptureFixture) -> None:

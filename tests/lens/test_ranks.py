@@ -29,6 +29,7 @@ from halfstep.lens import Verdict
 from halfstep.lens.box import stepbox
 from halfstep.lens.box.exchange import Answers, Exchange
 from halfstep.lens.box.stepbox import StepBox
+from tests.step.late import late
 from tests.two_processes import in_two_processes
 
 pytestmark = pytest.mark.dist
@@ -146,6 +147,24 @@ def blamed(rank: int) -> list[Any]:
             explained.append((fault, guilty, None if box is None else box.verdict, step.explain() if skipped else None))
         same = all(torch.equal(a, b) for a, b in zip(weights(step), weights(twin), strict=True))
         found.append((kind, policy, explained, same))
+    return found
+
+
+def behind(rank: int) -> list[Any]:
+    """Train through a fault on the second rank, with flags that arrive late; return the verdicts after each update."""
+    found = []
+    for kind, accumulate in (("ddp", 1), ("ddp", 2), ("fsdp2", 1)):
+        step, twin = (built(kind, STATIC, blackbox=boxed, accumulate=accumulate) for boxed in (True, False))
+        landing = late(step)
+        verdicts: list[Any] = []
+        for i, fault in enumerate(("", "overflow", "", "")):
+            for micro in range(accumulate):
+                given = batch(10 * i + micro, rank, fault if rank and not micro else "")
+                step(*given), twin(*given)
+            box = box_of(step)
+            verdicts.append(None if box is None else box.verdict)
+        same = all(torch.equal(a, b) for a, b in zip(weights(step), weights(twin), strict=True))
+        found.append((verdicts, landing.waits, same))
     return found
 
 
@@ -306,6 +325,7 @@ def parallel(rank: int) -> list[Any]:
 
 CASES: dict[str, Callable[..., Any]] = {
     "blamed": blamed,
+    "behind": behind,
     "torn": torn,
     "counted": counted,
     "one_asks": one_asks,
@@ -316,7 +336,16 @@ CASES: dict[str, Callable[..., Any]] = {
     "by_hand": by_hand,
     "parallel": parallel,
 }
-PATIENT = {"blamed", "torn", "counted", "twins", "by_hand", "odd_replays", "parallel"}  # a wait would hide a fault
+PATIENT = {
+    "blamed",
+    "behind",
+    "torn",
+    "counted",
+    "twins",
+    "by_hand",
+    "odd_replays",
+    "parallel",
+}  # a wait would hide a fault
 
 
 def _all(rank: int, folder: str) -> dict[str, Any]:
@@ -355,6 +384,14 @@ def test_every_rank_names_the_rank_with_the_fault_and_trains_as_without_a_box(bo
                 assert by_itself == asked and (asked.kind, asked.rank) == (fault, guilty), where
                 assert asked.ranks == (guilty,) and f"on rank {guilty}" in asked.headline, where
                 assert "no verdict" not in str(asked) and asked.cures, where
+
+
+def test_ranks_whose_flags_are_late_examine_a_bad_update_together_before_the_next(both: Both) -> None:
+    assert both[0]["behind"] == both[1]["behind"] and both[0]["behind seconds"] < 60
+    for verdicts, waits_, same in both[0]["behind"]:
+        assert same and waits_ == 3 and verdicts[:2] == [None, None]
+        for verdict in verdicts[2:]:
+            assert (verdict.kind, verdict.ranks) == ("overflow", (1,)) and "no verdict" not in str(verdict)
 
 
 def test_a_sharded_weight_that_is_not_finite_is_named_with_the_rank_that_has_it(both: Both) -> None:

@@ -13,8 +13,9 @@ import linecache
 import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from torch.overrides import _pop_mode
 import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
+from tests.step.late import late
 
 HERE = str(Path(hs.__file__).parent)
 TRACED = (HERE, str(Path(torch.optim.__file__).parent))
@@ -79,6 +81,7 @@ class Run:
     clip_norm: float | None = None
     clip_value: float | None = None
     in_backward: bool = False
+    behind: bool = False  # whether flags are late
     bad: int = -1  # the micro-batch whose loss is not finite
 
     def step(self) -> hs.TrainStep:
@@ -86,7 +89,7 @@ class Run:
         norm = nn.BatchNorm1d(8) if self.norm else nn.Identity()
         model = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 2))
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
-        return hs.TrainStep(
+        step = hs.TrainStep(
             model,
             optimizer,
             loss_fn,
@@ -98,6 +101,9 @@ class Run:
             blackbox=False,
             update_in_backward=self.in_backward,
         )
+        if self.behind:
+            late(step)
+        return step
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(100 + number)
@@ -267,6 +273,25 @@ def cut_run(run: Run, states: list[dict[str, Any]], micro: int, with_: Knife | s
         parts = [key for key in there if there[key] != states[-1][key]]
         return f"cut at {knife.where} ({outcomes[-1]}): training on ends in another state; {parts}"
     return ""
+
+
+def cut_everywhere(
+    run: Run, micro: int, kind: type[BaseException], stride: int = 1, first: float = 0.0
+) -> Counter[str]:
+    """Cut micro-batch `micro` of `run` at every `stride`-th event from the share `first` on; return the outcomes."""
+    states = run.states()
+    if run.in_backward or run.behind:
+        assert states == replace(run, in_backward=False, behind=False).states()
+    whole = Knife(-1, kind)
+    assert cut_run(run, states, micro, whole, []) == ""
+    outcomes: list[str] = []
+    problems = [
+        problem
+        for at in range(int(first * whole.seen), whole.seen, stride)
+        if (problem := cut_run(run, states, micro, Knife(at, kind), outcomes))
+    ]
+    assert not problems
+    return Counter(outcomes)
 
 
 def _close_regions() -> None:

@@ -13,13 +13,11 @@ from halfstep.step.landing import Landing
 class Late(Landing):
     """A landing that takes CPU tensors; as CUDA's, it keeps what was sent and shows it after a wait."""
 
+    devices = frozenset({"cpu"})
+
     def __init__(self) -> None:
         super().__init__()
         self._here = False
-
-    @staticmethod
-    def takes(flag: Tensor) -> bool:
-        return True
 
     def send(self, found: Sequence[Tensor]) -> None:
         self.flag, self._here = found[0], False
@@ -32,6 +30,10 @@ class Late(Landing):
         self.waits += not self._here
         self._here = True
         return self._pinned
+
+    def sent(self) -> bool:
+        """Whether anything was sent."""
+        return self.flag is not None
 
     def land(self) -> None:
         """Let the device catch up."""

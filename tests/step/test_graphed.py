@@ -23,14 +23,15 @@ from halfstep.step.graph import capturable
 from halfstep.step.graph import graphs as graph_module
 from halfstep.step.graph.facts import Rates
 from halfstep.step.graph.graphs import KINDS, RESETS, WARM_UPS, Graphs
-from halfstep.weights import attachment
+from halfstep.weights import attachment, states
 from tests.step.tape import CaptureError, TapeRecorder
 
 
 @pytest.fixture(autouse=True)
 def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
-    monkeypatch.setattr(attachment, "_skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
+    for module in (attachment, states):
+        monkeypatch.setattr(module, "skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
     monkeypatch.setattr(capturable, "OURS", (*capturable.OURS, str(Path(__file__).with_name("tape.py"))))
     yield
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from tests.step.cutting import PLACES, Knife, Run, cut_run, plain, plain_copy, without_warnings
+from tests.step.cutting import PLACES, Run, cut_everywhere, cut_run, plain, plain_copy, without_warnings
 
 RUNS = [
     Run(policy=policy, optimizer=optimizer, accumulate=accumulate, scheduler=scheduler)
@@ -25,18 +25,7 @@ X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
 def check(run: Run, kind: type[BaseException], first: float, stride: int) -> Counter[str]:
     """Cut the second update of `run` at every `stride`-th event from the share `first` on; return the outcomes."""
-    states = run.states()
-    micro = 2 * run.accumulate - 1
-    whole = Knife(-1, kind)
-    assert cut_run(run, states, micro, whole, []) == ""
-    outcomes: list[str] = []
-    problems = [
-        problem
-        for at in range(int(first * whole.seen), whole.seen, stride)
-        if (problem := cut_run(run, states, micro, Knife(at, kind), outcomes))
-    ]
-    assert not problems
-    return Counter(outcomes)
+    return cut_everywhere(run, 2 * run.accumulate - 1, kind, stride, first)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cut off in a generator that ends

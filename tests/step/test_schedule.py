@@ -12,6 +12,7 @@ import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.step.moments import REST
 from halfstep.testing import count_step
+from tests.step.cutting import Run, cut_everywhere, without_warnings
 from tests.step.late import late
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -90,10 +91,10 @@ def test_without_black_box_a_flag_is_sent_only_for_a_scheduler() -> None:
     step = made(scheduled=False, blackbox=False)
     landing = late(step)
     step(X), step(X)
-    assert landing.flag is None
+    assert not landing.sent()
     step.scheduler = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.5)
     step(X), step(X)
-    assert landing.flag is not None and landing.waits == 1 and step.scheduler.last_epoch == 2
+    assert landing.sent() and landing.waits == 1 and step.scheduler.last_epoch == 2
 
 
 def test_no_operator_reads_a_flag_on_a_cpu() -> None:
@@ -168,3 +169,19 @@ def test_a_scheduler_that_fails_in_the_middle_of_a_call(error: Any, accumulate: 
             one(3 * X)
     assert step.scheduler.last_epoch == twin.scheduler.last_epoch == (1 if error is KeyboardInterrupt else 0)
     assert values(step) == values(twin)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cut off in a generator that ends
+@pytest.mark.parametrize("stride", [401, pytest.param(1, marks=pytest.mark.hours)])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(("accumulate", "micro"), [(1, 1), (2, 2)])
+def test_a_call_that_is_cut_off_while_flags_are_late(
+    accumulate: int, micro: int, kind: type[BaseException], stride: int
+) -> None:
+    run = Run(scheduler="step", accumulate=accumulate, behind=True)
+
+    def check() -> str:
+        assert cut_everywhere(run, micro, kind, stride)["before"]
+        return ""
+
+    without_warnings(check)

@@ -1,9 +1,9 @@
 """Update in backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
 In: the backward pass of a window of one micro-batch. Out: the norm of all gradients, and whether one was not finite.
-The arithmetic is that of the whole update (`update.Updater.plan`), which reads no more than one gradient at a time where
-nothing is clipped or scaled: weights and optimizer state have the same bits. What is different: memory for one gradient
-in the place of all of them, and what a step leaves that is not finite.
+The arithmetic is that of the whole update (`update.Updater.plan`), which reads no more than one gradient at a time
+where nothing is clipped or scaled: weights and optimizer state have the same bits. Two things differ: there is memory
+for one gradient in the place of all of them, and a step that is not finite may have updated some parameters.
 
 Note [not finite]: the verdict on all gradients comes too late for the parameters that have been updated by then. So it
 is one flag on the device, to which each gradient adds: parameters that come before the first gradient that is not
@@ -18,22 +18,20 @@ backward pass belongs to the critical part: signals are deferred to its end.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.errors import StepError
 from halfstep.kernels.choose import check_norms
 from halfstep.step.moments import Moments
 from halfstep.step.record import Record
 from halfstep.step.update import Culprits, Updater, unsuited
-from halfstep.weights import WeightStore
 
-__all__ = ["InBackward", "refuse_in_backward"]
+__all__ = ["in_backward"]
 
 TOGETHER = 1 << 20
 """Bytes of gradients that wait for each other, so that small parameters are updated in one call."""
@@ -104,20 +102,16 @@ class InBackward:
         if not self._looked and _recomputes(loss):
             raise StepError(REENTRANT)
         self._looked = True
+        every = [p for group in self._updater.optimizer.param_groups for p in group["params"]]
         self._written, self._found, self._waiting, self._bytes, self._untouched = False, [], [], 0, None
-        self._bad = torch.zeros(
-            (), dtype=torch.bool, device=self._updater.optimizer.param_groups[0]["params"][0].device
-        )
+        self._bad = torch.zeros((), dtype=torch.bool, device=every[0].device)
         moments.update(partial(self._write, loss, run), self._bad)
-        order = {id(p): i for i, p in enumerate(p for g in self._updater.optimizer.param_groups for p in g["params"])}
+        order = {id(p): i for i, p in enumerate(every)}  # the norm of all has its bits from the order of theirs
         self._found.sort(key=lambda pair: order[id(pair[0])])
         parameters, norms = [p for p, _ in self._found], torch.stack([norm for _, norm in self._found])
         self._found = []
-        return (
-            check_norms(norms, None, None)[0],
-            self._bad,
-            Culprits(norms=norms, parameters=parameters, names=self._names),
-        )
+        culprits = Culprits(norms=norms, parameters=parameters, names=self._names)
+        return check_norms(norms, None, None)[0], self._bad, culprits
 
     def _write(self, loss: Tensor, run: Callable[[Tensor], Any]) -> None:
         self._watch()
@@ -205,22 +199,24 @@ def _recomputes(loss: Tensor) -> bool:
     return False
 
 
-def refuse_in_backward(
-    model: nn.Module, optimizer: Optimizer, store: WeightStore | None, settings: dict[str, Any], *, alone: bool
-) -> None:
-    """Refuse ``update_in_backward=True`` where an update needs more than one gradient at a time.
+def in_backward(
+    model: nn.Module, updater: Updater, record: Record, watchers: Sequence[object], settings: Mapping[str, Any]
+) -> InBackward | None:
+    """Return what makes the updates of a training step in its backward passes; None: it was not asked to.
 
     Args:
         model: the user's, unwrapped.
-        optimizer: of the step.
-        store: what stands behind its low parameters, or None.
-        settings: arguments of the step by name: those that clip, accumulate, compile or capture, and the scaler.
-        alone: whether no other ranks take part in the step.
+        updater: of the step.
+        record: of the step.
+        watchers: of the step.
+        settings: arguments of the step by name, `scaler` as it is, and `alone`: whether no other ranks take part.
 
     Raises:
-        StepError: why, and what to leave out.
+        StepError: an update needs more than one gradient at a time: why, and what to leave out.
     """
-    reason = unsuited(optimizer) or ("" if store is None else store.cannot_update())
+    if not settings["update_in_backward"]:
+        return None
+    reason = unsuited(updater.optimizer) or ("" if updater.store is None else updater.store.cannot_update())
     for refused, why in (
         (settings["clip_norm"] is not None, "clip_norm needs the norm of all of them"),
         (settings["clip_value"] is not None, "clip_value clips in a pass of its own"),
@@ -228,12 +224,13 @@ def refuse_in_backward(
         (settings["scaler"].is_enabled(), "a loss scale skips a step by the verdict on all of them; train in bf16"),
         (settings["cuda_graph"], "cuda_graph captures one update of all parameters"),
         (bool(settings["compile"]), "compile makes all gradients of a graph at once, so that none is freed early"),
-        (not alone, "ranks average them; use fully_shard, which shards gradients, without update_in_backward"),
+        (not settings["alone"], "ranks average them, or have parts of them"),
         (any(getattr(m, "sparse", False) for m in model.modules()), "an embedding of the model makes sparse ones"),
         (bool(reason), f"this needs halfstep's own update: {reason}"),
     ):
         if refused:
             raise StepError(
-                f"update_in_backward=True updates each parameter when its gradient is there, and {why}; leave one of the "
-                "two out"
+                f"update_in_backward=True updates each parameter when its gradient is there, and {why}; leave one of "
+                "the two out"
             )
+    return InBackward(updater, record, watchers, {id(p): n for n, p in model.named_parameters()})

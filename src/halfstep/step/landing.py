@@ -18,9 +18,12 @@ class Landing:
     """The values that were sent last; sending again takes their place.
 
     Attributes:
+        devices: types of devices that send something.
         flag: the first of them, on its device; None: nothing was sent.
         waits: how often the host has waited for them.
     """
+
+    devices: frozenset[str] = frozenset({"cuda"})
 
     def __init__(self) -> None:
         self.flag: Tensor | None = None
@@ -28,17 +31,15 @@ class Landing:
         self._pinned: list[Tensor] = []
         self._event: torch.cuda.Event | None = None
 
-    @staticmethod
-    def takes(flag: Tensor) -> bool:
-        """Return whether `flag` can be sent: it is on a CUDA device and no graph is being captured."""
-        return type(flag) is Tensor and flag.is_cuda and not torch.cuda.is_current_stream_capturing()
-
     def send(self, found: Sequence[Tensor]) -> None:
         """Have 0-dim tensors copied to the host by the copy engine, a few bytes each; waits for nothing.
 
-        One on another device than the first would need an event of its own, and is ignored.
+        One on another device than the first would need an event of its own, and is ignored. While a graph is captured
+        nothing is sent.
         """
         device = found[0].device
+        if torch.cuda.is_current_stream_capturing():
+            return
         with torch.cuda.device(device):
             here = [t for t in found if type(t) is Tensor and t.device == device]
             if [t.dtype for t in here] != [t.dtype for t in self._pinned]:

@@ -173,8 +173,9 @@ class Record:
         try:
             if self.history is not None:
                 self.history.end(bad, self.scale)
-            if self.scheduled and self.landing.flag is not bad and self.landing.takes(bad):
-                self.landing.send([bad])
+            if self.scheduled and self.landing.flag is not bad and type(bad) is Tensor:
+                if bad.device.type in self.landing.devices:
+                    self.landing.send([bad])
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         return None
@@ -208,13 +209,13 @@ class History:
 
     Attributes:
         window: the current one.
-        judged: that of the last update, until its verdict was read and was good, or the next window begins.
+        judged: that of the last update, until its verdict is known and good, or was examined.
         watched: whether good updates are of interest too; else a CPU drops their batches at once.
         examined: whether a black box reads it; else a window is dropped with its update.
         landing: what of the last update is on its way to the host.
-        limit: the most bytes of tensors that the batches kept may have together, without those of the newest one;
-            beyond it the oldest are dropped, and a verdict names what it could not run again. May be set at any time.
-            A window that may run again (`retry`) stays whole.
+        limit: the most bytes of tensors that the batches kept may have together; beyond it the oldest are dropped,
+            never the newest, and a verdict names what it could not run again. May be set at any time. A window that
+            may run again (`retry`) stays whole.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ class History:
         if type(bad) is not Tensor or (bad.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         window.flag = bad
-        if self.landing.takes(bad):
+        if bad.device.type in self.landing.devices:
             self.landing.send([bad, *window.losses()])
         elif bad.device.type == "cpu":
             window.lossy = _lossy(window.losses())

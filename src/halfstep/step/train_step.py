@@ -50,7 +50,7 @@ from halfstep.step.evaluate import evaluate
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.graph.capturable import refuse_graph
 from halfstep.step.graph.graphs import Graphs
-from halfstep.step.in_backward import InBackward, refuse_in_backward
+from halfstep.step.in_backward import in_backward
 from halfstep.step.metrics import Metrics, MetricsLogger
 from halfstep.step.moments import MICRO_BATCH, REST, Moments, Watchers
 from halfstep.step.phases import profiler_runs, show_phases
@@ -76,16 +76,15 @@ WHOLE = nullcontext()
 NO_GRADIENT = {NoneType}
 ORDINALS = count(1)
 _grad = attrgetter("grad")
-KEPT = ("clip_norm", "clip_value", "accumulate", "scaler", "scheduler", "compile", "cuda_graph", "retry")
-KEPT += ("update_in_backward",)  # of a copy
+KEPT = "clip_norm clip_value accumulate scaler scheduler compile cuda_graph retry update_in_backward".split()  # copied
 
 
 class TrainStep:
     """One training step under a policy: forward, scaled backward, accumulation, clipping, guarded update.
 
     ``result = step(x, y)`` runs ``loss_fn(model, x, y)`` in the policy's region and trains on it. It prepares what is
-    not prepared, uses torch's fused form of the same optimizer where only speed changes, and never waits for the device
-    unless a result is read. Inside it unscaling is folded into the update: `p.grad` is not meant to be read after it.
+    not prepared, uses torch's fused form of the same optimizer where only speed changes, and waits for the work it has
+    just queued only where a result is read. Unscaling is folded into the update: `p.grad` is not meant to be read.
 
     Attributes:
         record: how far it has come: micro-batches, scale and verdict of the last update, waits for the device.
@@ -152,7 +151,7 @@ class TrainStep:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
-        # ranks that make steps together examine a bad one together, at one place: `_update`
+        # ranks that make steps together examine a bad one together: in `_update`
         self._alone = self._no_sync is None and not is_distributed(unwrap(model))
         self.ordinal = 0 if self._alone else next(ORDINALS)
         self._metrics: Metrics | None = None
@@ -180,10 +179,9 @@ class TrainStep:
         _, _, own_scaler = prepare_with(model, optimizer, wanted, one_pass=one_pass)
         binding = binding_of(unwrap(model))
         assert binding is not None
-        self.policy = binding.policy
+        self.policy, self._recipe = binding.policy, binding.recipe
         self._scaler = own_scaler if scaler is None else scaler
         self._scales = self._scaler.is_enabled()
-        self._recipe = binding.recipe
         store = store_of(model)
         self._updater = Updater(optimizer, store)
         self._names = {id(p): n for n, p in unwrap(model).named_parameters()}
@@ -194,18 +192,13 @@ class TrainStep:
         low = store.parameters() if store is not None and self.policy.grads == "fp32" else ()
         # DistributedDataParallel's hooks read each gradient in its place, except in no_sync
         hooked = (self._no_sync is None or (self._ranks is not None and self._ranks.own)) and not self.cuda_graph
-        sums = Sums(low, hooked=hooked, windows=windows)
-        self._sums = sums if sums else None
+        self._sums = Sums(low, hooked=hooked, windows=windows) or None
         if self._ranks is not None:
             self._ranks.take_part(store, self.record)
         self._watchers = Watchers(self._updater.parameters)
-        participants: list[object] = [self._updater, self.record, self.copies]
-        if self._sums is not None:
-            participants.append(self._sums)
-        if self._ranks is not None:
-            participants.append(self._ranks)
         # watchers see complete gradients before the update and, in reverse order, those not yet dropped after it
-        participants.append(self._watchers)
+        parts = (self._updater, self.record, self.copies, self._sums, self._ranks, self._watchers)
+        participants: list[object] = [part for part in parts if part is not None]
         if self._scales:
             participants.append(Scaling(self._scaler, optimizer))
         self._retry: Retry | None = None
@@ -213,19 +206,15 @@ class TrainStep:
             self._retry = Retry(self.retry, self._scaler, optimizer, self.record, unwrap(model))
             participants.append(self._retry)
             self._watchers.discards = self._retry.discards_unseen
-        self._in_backward = None
-        if self.update_in_backward:
-            refuse_in_backward(
-                unwrap(model), optimizer, store, vars(self) | {"scaler": self._scaler}, alone=self._alone
-            )
-            self._in_backward = InBackward(self._updater, self.record, self._watchers, self._names)
+        settings = vars(self) | {"scaler": self._scaler, "alone": self._alone}
+        self._in_backward = in_backward(unwrap(model), self._updater, self.record, self._watchers, settings)
         self._moments = Moments(participants, (self._in_backward or self._updater).has_written)
         self._statistics = Statistics(unwrap(model), self._moments.add)
 
     # ------------------------------------------------------------------ one micro-batch
 
     def __call__(self, *batch: Any, **named: Any) -> StepResult:
-        """Train on one micro-batch and return a handle on what happened; waits for nothing.
+        """Train on one micro-batch and return a handle on what happened.
 
         If a forward or backward pass raises, the accumulation window begins anew, with BatchNorm's statistics as they
         were before it. The alarm of a loss scale and an error of a watcher are raised after an update that is complete.
@@ -287,8 +276,8 @@ class TrainStep:
         if kept is not None:
             kept.seed = seed
         record.micro_batches += 1
-        if record.micro_batches == 1:
-            self._settle(wait=True)
+        if record.bad is not None or (record.history is not None and record.history.judged is not None):
+            self._settle(wait=True)  # while the device has the passes to run
         if last:
             count = self.accumulate if self._ranks is None else self._ranks.window(self.accumulate)
             norm, bad, culprits = self._update(count)
@@ -411,10 +400,9 @@ class TrainStep:
     def flush(self) -> StepResult | None:
         """Update with the micro-batches of an unfinished window (their mean); None if there are none.
 
-        Also reads the last verdict and advances the scheduler: after it, everything is up to date. Under
-        DistributedDataParallel with ``accumulate`` > 1, or in `join`, it is collective: every rank calls it, also one
-        that has none left. Windows may differ in length; each micro-batch of any rank counts the same. It waits for the
-        device there.
+        Also reads the last verdict and advances the scheduler. Under DistributedDataParallel with ``accumulate`` > 1 or
+        in `join` it is collective and waits for the device: every rank calls it, also one that has none left. Windows
+        may differ in length; each micro-batch of any rank counts the same.
 
         Raises:
             StepError: the window's gradients cannot be averaged over the ranks; on all of them alike.
@@ -458,8 +446,7 @@ class TrainStep:
                 ranks.averaged = True
         if self.preemption is not None:
             self.preemption.after_update()
-        loss = torch.full((), float("nan"), device=norm.device)
-        again = 0 if self._retry is None else self._retry.retries
+        loss, again = torch.full_like(norm, float("nan")), 0 if self._retry is None else self._retry.retries
         result = StepResult(record.done, loss, None, record.scale, norm, bad, True, culprits, again)
         if self._metrics is not None:
             self._metrics.count(result)
@@ -469,9 +456,8 @@ class TrainStep:
         """Return a context for a loop over batches of which some ranks have fewer: ``with step.join(): ...``.
 
         A rank that leaves it makes the updates of the others with them, as `flush` does, until none has a micro-batch
-        left. All ranks end with the same weights, optimizer state, loss scale and scheduler. It takes the place of
-        DistributedDataParallel's own `join`. Inside, gradients are averaged after the backward pass, and each update
-        waits for the device.
+        left; all ranks end with the same state. It takes the place of DistributedDataParallel's own `join`. Inside,
+        gradients are averaged after the backward pass, and each update waits for the device.
 
         Raises:
             StepError, UnbuiltError: a model whose passes need all ranks: under fully_shard or with SyncBatchNorm; a
@@ -493,36 +479,31 @@ class TrainStep:
         If the window is to run again instead, nothing is written. With `loss` its backward pass is still to come.
         """
         record, moments, updater = self.record, self._moments, self._updater
-        if record.history is not None and record.history.judged is not None:
-            self._examine(
-                wait=True, together=True
-            )  # after this update the parameters are no longer those of the last one
+        if not self._alone and record.history is not None and record.history.judged is not None:
+            self._examine(wait=True, together=True)  # while the parameters are those of the last update
         updater.check_optimizer()
         if self._in_backward is not None and loss is not None:
-            return self._done(self._in_backward.update(moments, loss, self.run_backward))
-        moments.before_update()
-        parameters, gradients = updater.gradients()
-        device = parameters[0].device
-        divisor = record.scale.to(device) if self._scales else None
-        if count != self.accumulate:  # the seeds of a short window assumed a whole one
-            share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
-            divisor = share if divisor is None else divisor * share
-        check, write = updater.plan(parameters, gradients, divisor, self.clip_norm, self.clip_value)
-        found = check.norm, check.bad, Culprits(norms=check.norms, parameters=parameters, names=self._names)
-        if self._retry is not None and self._retry.discards(check.bad):
-            return found
-        moments.update(write, check.bad)
-        del gradients, write  # their memory is free before anything else is done
-        for parameter in parameters:
-            parameter.grad = None
-        record.host_reads += updater.host_read
-        return self._done(found)
-
-    def _done(self, found: tuple[Tensor, Tensor, Culprits]) -> tuple[Tensor, Tensor, Culprits]:
-        """Examine an update on a CPU, where its verdict is known at once: weights and batch have not been written to."""
+            found = self._in_backward.update(moments, loss, self.run_backward)
+        else:
+            moments.before_update()
+            parameters, gradients = updater.gradients()
+            device = parameters[0].device
+            divisor = record.scale.to(device) if self._scales else None
+            if count != self.accumulate:  # the seeds of a short window assumed a whole one
+                share = torch.full((), count / self.accumulate, device=device)  # a kernel argument, no copy
+                divisor = share if divisor is None else divisor * share
+            check, write = updater.plan(parameters, gradients, divisor, self.clip_norm, self.clip_value)
+            found = check.norm, check.bad, Culprits(norms=check.norms, parameters=parameters, names=self._names)
+            if self._retry is not None and self._retry.discards(check.bad):
+                return found
+            moments.update(write, check.bad)
+            del gradients, write  # their memory is free before anything else is done
+            for parameter in parameters:
+                parameter.grad = None
+            record.host_reads += updater.host_read
         if found[1].device.type == "cpu":
-            if self.record.history is not None and self.record.history.judged is not None:
-                self._examine(wait=False, together=True)
+            if record.history is not None and record.history.judged is not None:
+                self._examine(wait=False, together=True)  # known at once, before weights or batch can be written to
             if not self._keeps_pages:
                 keep_pages(self)
                 self._keeps_pages = True
@@ -544,11 +525,10 @@ class TrainStep:
     def explain(self) -> Verdict:
         """Say why the last step that was not applied, or whose loss was not finite, was so; printing it is a report.
 
-        Replays its micro-batches with instruments on, unless that has happened already: the same parameters, random
-        states, buffers and scale. (A step whose gradients were finite was applied; it is replayed with the weights
-        after it, and the verdict notes so.) Parameters, gradients, buffers, generators and optimizer are as before
-        afterwards. On several ranks it names the rank with the fault, on all of them alike; called on one of them only,
-        for a step that was not explained by itself, it waits some seconds for the others.
+        Replays its micro-batches with instruments on, unless that has happened already; all is as before afterwards. (A
+        step whose gradients were finite was applied; the verdict notes that its replay has the weights after it.) On
+        several ranks it names the rank with the fault, on all of them alike; called on one of them only, for a step
+        that was not explained by itself, it waits some seconds for the others.
 
         Raises:
             StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.
@@ -566,15 +546,13 @@ class TrainStep:
         return self._box
 
     def _examine(self, *, wait: bool, together: bool) -> None:
-        """Give the last update to the black box, once its verdict is known.
+        """Give the last update to the black box once its verdict is known; a bad one only with `together`.
 
-        On several ranks every rank must call this at the same place of a step with `together`: there they exchange
-        verdicts. Without it a bad update is left for that call.
+        Ranks that make steps together exchange verdicts: each comes to the same place of a step with `together`.
         """
         history = self.record.history
         assert history is not None
-        window = history.arrived(wait=wait)
-        if window is None or (window.wrong and not together):
+        if (window := history.arrived(wait=wait)) is None or (window.wrong and not together):
             return
         window.seen = True
         if window.wrong or self._box is not None:
@@ -609,8 +587,7 @@ class TrainStep:
             self._moments.refuse(self.record.done)
         self._settle(wait=True)
         refuse_window(self, "a copy")
-        named = {name: getattr(self, name) for name in KEPT}
-        named["policy"] = prepared_policy(self.model)
+        named = {name: getattr(self, name) for name in KEPT} | {"policy": prepared_policy(self.model)}
         weights = rounding(self._updater)
         return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, self.record.done, weights)
 

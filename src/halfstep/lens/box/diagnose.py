@@ -155,7 +155,8 @@ def inspect(subject: Subject, why: str) -> Verdict:
         more = tuple(f"{name} is not finite either" for name in bad_state[1:4])
         verdict = Verdict(kind="bad_state", parameter=bad_state[0], notes=(*more, reason))
     elif losses:
-        found = f"the loss of micro-batch {losses[0] + 1} of {len(window)} is not finite"
+        first, size = subject.dropped + losses[0] + 1, subject.dropped + len(window)
+        found = f"the loss of micro-batch {first} of {size} is not finite"
         verdict = replace(verdict, parameter="the loss", detail=f"{found}; {reason}")
     return replace(verdict, step=subject.step, rank=subject.rank, notes=(*verdict.notes, *subject.notes))
 

@@ -93,7 +93,9 @@ def _remove(path: Path) -> None:
 
 
 def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return what to save, None if the micro-batches alone are too large, and notes on it."""
+    """Return what to save, None if the micro-batches are too large or not kept, and notes on it."""
+    if subject.gone:
+        return None, [subject.gone]
     notes: list[str] = []
     window = []
     for kept in subject.replay.window:

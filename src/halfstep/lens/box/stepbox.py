@@ -206,8 +206,8 @@ APPLIED = (
 )
 
 BEFORE = (
-    "update_in_backward=True: parameters whose gradients came before the first that was not finite were updated, and the "
-    "replay ran with them"
+    "update_in_backward=True: parameters whose gradients came before the first that was not finite were updated, and "
+    "the replay ran with them"
 )
 
 UPDATE, CALL = "update", "call"
