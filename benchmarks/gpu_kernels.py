@@ -28,11 +28,11 @@ LAYERS, WIDTH, VOCABULARY, CONTEXT = 12, 768, 50_304, 1024
 WARM, ROUNDS = 5, 30
 
 
-def shapes(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> list[tuple[int, ...]]:
+def shapes() -> list[tuple[int, ...]]:
     """Return the shapes of the parameters of a GPT-2 small with tied embeddings."""
     block = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,)]
     block += [(WIDTH,), (WIDTH,), (4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH), (WIDTH,)]
-    return [(vocabulary, WIDTH), (CONTEXT, WIDTH), *block * layers, (WIDTH,), (WIDTH,)]
+    return [(VOCABULARY, WIDTH), (CONTEXT, WIDTH), *block * LAYERS, (WIDTH,), (WIDTH,)]
 
 
 def size(*lists: list[Tensor]) -> int:
