@@ -83,7 +83,7 @@ class CudaRecorder:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the pool can use none of what is cached
-            with tables_of(graph):
+            with tables_of(graph, self._device):
                 try:
                     # thread_local: a data loader's thread that pins memory meanwhile would end a "global" capture
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
