@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -124,7 +124,7 @@ def failed_capture(device: str, small: bool) -> None:
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         large = torch.ones(size, device=device)
-        loss = model(x).square().mean() + 0 * large.sum()
+        loss: Tensor = model(x).square().mean() + 0 * large.sum()
         if waits[0]:
             loss.item()
         return loss
@@ -180,7 +180,7 @@ def waits(device: str, small: bool) -> None:
             for n in range(WARM_UP):
                 run.step(batches[n % 4])
             wait(device)
-            found = {"wait": _first_wait(run, batches, 3 if small else 30, device)}
+            found: dict[str, Any] = {"wait": _first_wait(run, batches, 3 if small else 30, device)}
             found |= _gaps(run, batches, 2 if small else 10, device)
             found["ms"] = milliseconds(partial(run.step, batches[0]), device, 3 if small else 20)
             report(**{f"{dtype}, {label}": found})
@@ -254,7 +254,8 @@ class Tensors(nn.Module):
         self.values = nn.ParameterList(nn.Parameter(1e-2 * torch.randn(shape)) for shape in shapes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.stack([value.float().flatten()[:64].square().sum() for value in self.values]).sum()
+        parts = [value.float().flatten()[:64].square().sum() for value in self.values]
+        return x * torch.stack(parts).sum()
 
 
 def resnet50() -> list[tuple[int, ...]]:
@@ -281,7 +282,8 @@ POLICIES = {
 def tails(device: str, small: bool) -> None:
     """The tail of a step in turns with torch's: on whole tensors, and on as many of one element: the host's time."""
     for title, shapes in (("GPT-2", gpu_kernels.shapes()), ("ResNet-50", resnet50())):
-        for size, those in (("whole", shapes), ("one element each", [(1,)] * len(shapes))):
+        ones: list[tuple[int, ...]] = [(1,)] * len(shapes)
+        for size, those in (("whole", shapes), ("one element each", ones)):
             if small and size == "whole":
                 continue
             runs: dict[str, tuple[Stages, Callable[[], object]]] = {}
@@ -380,7 +382,8 @@ def exponents(device: str, small: bool) -> None:
     batch, found = tuple(t.to(device) for t in case.batch(0)), {}
     for label in ("no monitor", "monitor, every=1"):
         run = started(case, device)
-        monitor = hs.Monitor(run.holds[0], every=1) if label != "no monitor" else None
+        train: Any = run.holds[0]
+        monitor = hs.Monitor(train, every=1) if label != "no monitor" else None
 
         def step(run: Run = run, monitor: Any = monitor) -> None:
             run.step(batch)
@@ -402,15 +405,15 @@ def memory(device: str, small: bool) -> None:
         return x * math.inf if n == 11 else x
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean()
+        return model(x).square().mean()  # type: ignore[no-any-return]  # module calls are Any
 
-    for label, options in (("hs", {}), ("hs, no black box", {"blackbox": False}), (AMP, None)):
+    for label, box in (("hs", True), ("hs, no black box", False), (AMP, None)):
         torch.manual_seed(0)
         model = nn.Linear(width, 1).to(device)
         adam = torch.optim.AdamW(model.parameters(), 1e-4)
         forget_peak(device)
         skipped = 0
-        if options is None:
+        if box is None:
             for n in range(20):
                 with torch.autocast(device, dtype=torch.bfloat16):
                     value = loss(model, batch(n)) / accumulate
@@ -420,7 +423,7 @@ def memory(device: str, small: bool) -> None:
                     adam.zero_grad()
         else:
             rule = hs.Policy.of("mixed", dtype="bf16")
-            train = hs.TrainStep(model, adam, loss, policy=rule, accumulate=accumulate, **options)
+            train = hs.TrainStep(model, adam, loss, policy=rule, accumulate=accumulate, blackbox=box)
             for n in range(20):
                 result = train(batch(n))
                 skipped += n == 15 and result.host().skipped

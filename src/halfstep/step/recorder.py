@@ -55,7 +55,7 @@ class CudaRecorder:
     of CUDA (torch 2.11 to 2.15) and leaves what follows undone: torch's allocators still record into the pool, and its
     random generators still draw for a capture, so that every later draw and capture fails. Ending an empty capture of
     the same stream in its place does all of that; torch itself would begin one with a state of its own, so the driver
-    begins it. ``torch.cuda.graph`` leaves the side stream current too, and is not used.
+    begins it. ``torch.cuda.graph`` leaves the side stream current too (up to torch 2.14), and is not used.
     """
 
     def __init__(self, device: torch.device) -> None:
