@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 import halfstep as hs
 from benchmarks import gpu_kernels, models
 from benchmarks.cases import GPT124M, Case, text
-from benchmarks.gpu_first import MARK, ROOT
+from benchmarks.gpu_first import MARK, QUICK, ROOT
 from benchmarks.loops import CLIP, Run, amp, graphs_on_tape, policy
 from benchmarks.run import commit
 from benchmarks.stages import Stages, wait
@@ -452,6 +452,13 @@ def compiled(device: str, small: bool) -> None:
         assert apart < 0.05, f"{label}: losses differ from eager ones by {apart:.3g}"
 
 
+def ratios(device: str, small: bool) -> None:
+    """What the last quick run of the benchmarks has measured: milliseconds, and times torch.amp's."""
+    for name, case in json.loads(QUICK.read_text(encoding="utf-8"))["cases"].items():
+        rows = {k: [round(row["ms"], 3), row.get("to_amp", {}).get("median")] for k, row in case["rows"].items()}
+        report(**{name: {"rows": rows, "absent": case["absent"]}})
+
+
 STEP = """
 import torch, halfstep as hs
 device = {device!r}
@@ -505,7 +512,7 @@ BLOCKS: Mapping[str, Callable[[str, bool], None]] = {
     function.__name__: function
     for function in (
         *(environment, failed_capture, waits, kernels, tails, losses, exponents, memory, compiled),
-        *(no_compiler, two_devices, two_ranks),
+        *(ratios, no_compiler, two_devices, two_ranks),
     )
 }
 

@@ -45,7 +45,10 @@ DEFAULTS = {
 
 REPORT = ROOT / "benchmarks" / "results" / "gpu_first.json"
 PYTHON = sys.executable
-BENCHMARK = (PYTHON, "-m", "benchmarks.run")
+QUICK = ROOT / "out" / "gpu_quick.json"
+"""What `benchmarks.run` writes in a block; `make bench-gpu` measures in full."""
+
+BENCHMARK = (PYTHON, "-m", "benchmarks.run", "--json", str(QUICK))
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")
 
 
@@ -146,9 +149,11 @@ BLOCKS: Mapping[str, Block] = {
         commands=(
             (PYTHON, "-m", "halfstep", "doctor"),
             (*BENCHMARK, "--quick", "--device", "DEVICE", "--only", "lenet5"),
+            own("ratios"),
             (*BENCHMARK, "--quick", "--device", "DEVICE", "--only", "gpt124m"),
+            own("ratios"),
         ),
-        small=((PYTHON, "-m", "halfstep", "doctor", "--quick"), (*BENCHMARK, "--dry-run")),
+        small=((PYTHON, "-m", "halfstep", "doctor", "--quick"), (*BENCHMARK, "--dry-run"), own("ratios")),
     ),
     "11": Block(
         title="no compiler, two devices, two ranks",
@@ -161,10 +166,10 @@ BLOCKS: Mapping[str, Block] = {
 
 def commands_of(chosen: Block, device: str, *, small: bool) -> list[list[str]]:
     """Return the processes of a block on a device."""
-    found = [[device if word == "DEVICE" else word for word in words] for words in chosen.commands]
+    commands = (chosen.small if small else ()) or chosen.commands
+    found = [[device if word == "DEVICE" else word for word in words] for words in commands]
     if not small:
         return found
-    found = [list(words) for words in chosen.small] or found
     return [[*words, "--small"] if "benchmarks.gpu_blocks" in words else words for words in found]
 
 
@@ -191,18 +196,21 @@ def run(command: Sequence[str], seconds: float) -> dict[str, Any]:
             process.wait()
         output.seek(0)
         text = output.read()
-    lines, found = text.splitlines(), {}
-    for line in lines:
-        if line.startswith(MARK):
+    found, kept = {}, []
+    for line in text.splitlines():
+        try:
+            if not line.startswith(MARK):
+                raise ValueError
             found.update(json.loads(line.removeprefix(MARK)))
-    kept = "\n".join(line for line in lines if not line.startswith(MARK))
+        except ValueError:  # also a line that was cut off
+            kept.append(line)
     return {
-        "command": " ".join(["python", *command[1:]]),
+        "command": " ".join(["python", *command[1:]]).replace(f"{ROOT}/", ""),
         "seconds": round(time.perf_counter() - begun, 1),
         "exit": process.returncode,
         "timed_out": late,
         "found": found,
-        "output": kept[-TAIL:],
+        "output": "\n".join(kept)[-TAIL:],
     }
 
 
@@ -245,9 +253,10 @@ def measure(
         seconds: for all together; blocks that do not begin within them are noted as not run.
     """
     ends = time.perf_counter() + seconds
-    report: dict[str, Any] = {"device": device, "dry_run": small, "blocks": {}}
+    report: dict[str, Any] = {"device": device, "dry_run": small, "machine": {}, "blocks": {}}
     if path is not None and path.exists():
-        report["blocks"] = json.loads(path.read_text(encoding="utf-8"))["blocks"]
+        known = json.loads(path.read_text(encoding="utf-8"))
+        report |= {"machine": known["machine"], "blocks": known["blocks"]}
     for number in wanted:
         chosen, left = blocks[number], ends - time.perf_counter()
         print(f"{number}. {chosen.title}", end=": ", flush=True)
@@ -262,6 +271,8 @@ def measure(
         for done in found["processes"]:
             for name, value in done.get("found", {}).items():
                 print(f"   {name}: {json.dumps(value)[:300]}")
+            if number == "0":
+                report["machine"] = done.get("found", {})
             if done["exit"] != 0:
                 print("   " + done["output"][-1500:].replace("\n", "\n   "))
         if path is not None:
