@@ -12,11 +12,12 @@ PEERS     := $(VENV)/.ready-bench
 QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 MINUTES   ?= 10
 WORKERS   ?= 2
+SOURCE     = $(QUIET) PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench bench-gpu bench-lens bench-pages bench-scale bench-serving bench-lean count soak faults fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-pages bench-scale bench-serving bench-lean count soak faults fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -72,8 +73,13 @@ $(PEERS): $(READY)
 bench: $(PEERS)  ## time and bytes beside torch.amp and its peers, some 15 minutes on 2 cores -> benchmarks/results/cpu.json
 	$(QUIET) $(BIN)/python -m benchmarks.run --device cpu --json benchmarks/results/cpu.json
 
-bench-gpu: $(PEERS)  ## the same on a CUDA device -> benchmarks/results/gpu.json
-	$(QUIET) $(BIN)/python -m benchmarks.run --device cuda --json benchmarks/results/gpu.json
+# These two run from a bare clone, on a machine from which nothing can be installed: .venv's interpreter if there is one,
+# else PYTHON with its torch. `make gpu-first DRY=1` runs every block small on a CPU and writes nothing.
+gpu-first:  ## what only a GPU can show, in the order of risk, some 10 minutes -> benchmarks/results/gpu_first.json
+	$(SOURCE) -m benchmarks.gpu_first $(if $(DRY),--device cpu --dry-run,--json benchmarks/results/gpu_first.json)
+
+bench-gpu:  ## the same as bench on a CUDA device -> benchmarks/results/gpu.json
+	$(SOURCE) -m benchmarks.run $(if $(DRY),--dry-run,--device cuda --json benchmarks/results/gpu.json)
 
 bench-lens: $(READY)  ## what black box, monitor and audit cost, some 7 minutes on 2 cores -> benchmarks/results/lens.json
 	$(QUIET) $(BIN)/python -m benchmarks.lens --json benchmarks/results/lens.json

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,14 +40,14 @@ def size(*lists: list[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for tensors in lists for t in tensors)
 
 
-def cases(device: str) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return name -> (what to run, bytes it reads and writes)."""
+def cases(device: str, of: list[tuple[int, ...]]) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return name -> (what to run on parameters of shapes `of`, bytes it reads and writes)."""
 
     def like(dtype: torch.dtype, scale: float = 1e-2) -> list[Tensor]:
-        return [(scale * torch.rand(shape, device=device)).to(dtype) for shape in shapes()]
+        return [(scale * torch.rand(shape, device=device)).to(dtype) for shape in of]
 
     gradients, weights, none = like(BF16), like(BF16), list[Tensor]()
-    wide, rest = like(FP32), [torch.zeros(shape, dtype=torch.int16, device=device) for shape in shapes()]
+    wide, rest = like(FP32), [torch.zeros(shape, dtype=torch.int16, device=device) for shape in of]
     first, second, low_first, low_second = like(FP32), like(FP32), like(BF16), like(BF16)
     steps = [torch.zeros((), device=device) for _ in gradients]
     factor, bad = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
@@ -83,8 +84,12 @@ def cases(device: str) -> dict[str, tuple[Callable[[], object], int]]:
     }
 
 
-def seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object], device: str) -> float:
     """Return the device's time for one `run`."""
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()
@@ -94,22 +99,30 @@ def seconds(run: Callable[[], object]) -> float:
     return milliseconds / 1e3
 
 
+def measured(device: str, of: list[tuple[int, ...]], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
+    """Return the speed of each kernel on parameters of shapes `of`."""
+    if reason := load_kernels(device):
+        raise SystemExit(f"these are kernels for {device}, and {reason}")
+    numbers = {}
+    for name, (run, moved) in cases(device, of).items():
+        source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+        copy = partial(torch.empty_like(source).copy_, source)
+        pairs = [(seconds(run, device), seconds(copy, device)) for _ in range(WARM + rounds)][WARM:]
+        speed = statistics.median(moved / mine for mine, _ in pairs)
+        ratio = statistics.median(mine / other for mine, other in pairs)
+        numbers[name] = {"bytes": moved, "bytes_per_second": speed, "time_over_copy": ratio}
+    return numbers
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     chosen = parser.parse_args()
-    if reason := load_kernels("cuda"):
-        raise SystemExit(f"these are kernels for CUDA, and {reason}")
-    numbers = {}
-    for name, (run, moved) in cases("cuda").items():
-        source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
-        copy = partial(torch.empty_like(source).copy_, source)
-        pairs = [(seconds(run), seconds(copy)) for _ in range(WARM + ROUNDS)][WARM:]
-        speed = statistics.median(moved / mine for mine, _ in pairs)
-        ratio = statistics.median(mine / other for mine, other in pairs)
-        numbers[name] = {"bytes": moved, "bytes_per_second": speed, "time_over_copy": ratio}
-        print(f"{name:18} {moved / 1e6:8.0f} MB {speed / 1e12:6.2f} TB/s   {ratio:.2f} of a copy's time")
+    numbers = measured("cuda", shapes())
+    for name, row in numbers.items():
+        fast, ratio = row["bytes_per_second"] / 1e12, row["time_over_copy"]
+        print(f"{name:18} {row['bytes'] / 1e6:8.0f} MB {fast:6.2f} TB/s   {ratio:.2f} of a copy's time")
     if chosen.json:
         chosen.json.write_text(json.dumps({"machine": machine(), "kernels": numbers}, indent=1) + "\n")
 

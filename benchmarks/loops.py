@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 import halfstep as hs
 from benchmarks.cases import Batch, Case
 from benchmarks.stages import Stages
+from halfstep.step.recorder import RECORDERS
 
 CLIP = 1.0
 FIRST_SCALE = 2.0**12  # of fp16: no case overflows at it, so that curves do not differ by steps that were skipped
@@ -53,6 +54,13 @@ def device_of(model: nn.Module) -> str:
 def adamw(case: Case, model: nn.Module) -> torch.optim.AdamW:
     """Return torch's fused AdamW."""
     return torch.optim.AdamW(model.parameters(), lr=case.rate, fused=True)
+
+
+def graphs_on_tape() -> None:
+    """Let steps be captured on a CPU, to see that they run: on the recorder of the tests."""
+    from tests.step.tape import TapeRecorder
+
+    RECORDERS["cpu"] = TapeRecorder  # type: ignore[assignment]
 
 
 # ------------------------------------------------------------------ torch

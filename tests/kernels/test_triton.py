@@ -189,20 +189,20 @@ def test_the_tables_of_a_graph_go_with_the_first_capture_after_it(monkeypatch: p
     monkeypatch.setattr(tables, "_kept", lambda: kept)
     monkeypatch.setattr(tables, "_reserve", lambda: reserve)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    reserve.free = torch.empty(1000, dtype=torch.int64)
+    device, reserve.free = torch.device("cuda", 0), torch.empty(1000, dtype=torch.int64)
     pinned = ref(reserve.free.untyped_storage())
 
     def capture() -> None:
-        tables.Copied(torch.arange(8), torch.device("cuda", 0))
+        tables.Copied(torch.arange(8), device)
         earlier.stream = object()  # type: ignore[assignment]  # as one that was copied before the capture
         earlier.here()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        earlier = tables.Copied(torch.arange(3), torch.device("cuda", 0))  # in a capture by others: kept for good
+        earlier = tables.Copied(torch.arange(3), device)  # in a capture by others: kept for good
         graphs: list[Graph] = []
         for n in range(6):  # the last two exist at a time
             graphs = [*graphs[-1:], Graph()]
-            with tables.tables_of(graphs[-1]):
+            with tables.tables_of(graphs[-1], device):
                 capture()
             assert [len(each) for graph, each in kept.graphs if graph() is not None] == [3] * min(n + 1, 2)
             assert len(kept.graphs) <= 3 and len(kept.now) == 2
@@ -210,7 +210,9 @@ def test_the_tables_of_a_graph_go_with_the_first_capture_after_it(monkeypatch: p
         reserve.free = torch.empty(0, dtype=torch.int64)
         graphs.clear()
         assert pinned() is not None
-        with tables.tables_of(Graph()):
+        with tables.tables_of(Graph(), torch.device("cuda", 1)):  # of which those on cuda:0 may be in use
+            assert pinned() is not None
+        with tables.tables_of(Graph(), device):
             assert not kept.graphs and pinned() is None
     assert not kept.now
 

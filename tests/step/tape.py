@@ -54,9 +54,8 @@ def variant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashabl
         if isinstance(value, Tensor):
             return value.dtype, triton and value.data_ptr() % 16 == 0
         if isinstance(value, (list, tuple)):
-            return frozenset(v.dtype if isinstance(v, Tensor) else type(v) for v in value)
-        kind: Hashable = type(value)
-        return value if isinstance(value, (str, bool)) else kind
+            return frozenset(v.dtype if isinstance(v, Tensor) else type(v).__name__ for v in value)
+        return value if isinstance(value, (str, bool)) else type(value).__name__
 
     return func, tuple(map(form, args)), tuple((name, form(value)) for name, value in sorted(kwargs.items()))
 

@@ -106,7 +106,7 @@ def test_a_failed_capture_names_the_line_and_training_goes_on() -> None:
 
 
 def test_a_failed_capture_leaves_nothing_behind() -> None:
-    """Stream, memory and generators are those before it, and the same step is captured once its loss is mended."""
+    """Stream, memory and generators are those before it, and the same step is captured once its loss is fixed."""
     waits = [False]
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

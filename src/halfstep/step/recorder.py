@@ -55,7 +55,7 @@ class CudaRecorder:
     of CUDA (torch 2.11 to 2.15) and leaves what follows undone: torch's allocators still record into the pool, and its
     random generators still draw for a capture, so that every later draw and capture fails. Ending an empty capture of
     the same stream in its place does all of that; torch itself would begin one with a state of its own, so the driver
-    begins it. ``torch.cuda.graph`` leaves the side stream current too, and is not used.
+    begins it. ``torch.cuda.graph`` leaves the side stream current too (up to torch 2.14), and is not used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class CudaRecorder:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the pool can use none of what is cached
-            with tables_of(graph):
+            with tables_of(graph, self._device):
                 try:
                     # thread_local: a data loader's thread that pins memory meanwhile would end a "global" capture
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -151,19 +151,21 @@ def _kept() -> Kept:
 
 
 @contextmanager
-def tables_of(graph: object) -> Iterator[None]:
+def tables_of(graph: object, device: torch.device) -> Iterator[None]:
     """Keep the tables that a capture inside uses as long as `graph`; free those of graphs that are gone.
 
     Args:
-        graph: what replays them; weak references to it must be possible. No graph may run on the device meanwhile.
+        graph: what replays them; weak references to it must be possible.
+        device: where it is captured; it must be idle.
     """
     kept = _kept()
-    kept.graphs = [(other, tables) for other, tables in kept.graphs if other() is not None]
+    kept.graphs = [(other, tables) for other, tables in kept.graphs if other() or tables[-1].device != device]
     before, kept.now = kept.now, []
     try:
         yield
     finally:
-        kept.graphs.append((ref(graph), kept.now))
+        if kept.now:
+            kept.graphs.append((ref(graph), kept.now))
         kept.now = before
 
 
