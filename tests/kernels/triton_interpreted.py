@@ -292,6 +292,17 @@ def test_tensors_of_all_formats_are_counted_together() -> None:
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_begin_anywhere_are_counted_whole(dtype: torch.dtype) -> None:
+    memory = counted_tensors(dtype, 9000)[0]
+    given = [memory[begin : begin + size] for begin in (0, 1, 5, 7) for size in (0, 1, 3, 2046, 4103, 8192)]
+    assert any(x.data_ptr() % tables.ALIGNMENT for x in given)
+    rows, expected = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cpu")
+    exponent_launchers.exponents_(rows, given)
+    exponents.count_(expected, given)
+    assert torch.equal(rows, expected)
+
+
 def test_every_subnormal_power_of_two_and_its_neighbours_are_counted() -> None:
     bits = torch.arange(1, 2**12, dtype=torch.int32)
     powers = 2 ** torch.arange(12, 24)
