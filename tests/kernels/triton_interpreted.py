@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.runtime import interpreter
 
 from halfstep.kernels.reference import exponents
 from halfstep.kernels.reference import operators as reference
@@ -47,11 +49,19 @@ OPERATORS: dict[str, Callable[..., None]] = {"adam": launchers.adam_, "sgd": lau
 ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION = OPTIONS
 
 
-# The interpreter is numpy, which warns where a GPU computes inf or nan; and Triton's older ones use numpy as it was.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-]
+# The interpreter is numpy, which warns where a GPU computes inf or nan.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
+
+PATCHES = interpreter._patch_lang_tensor
+
+
+def _patched(tensor: Any, scope: Any) -> None:
+    """Let loops count to a tensor of one number: Triton 3.6 converts its array, which numpy refuses from 2.4 on."""
+    PATCHES(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patched
 
 
 def name(value: object) -> str:
