@@ -1,18 +1,26 @@
-"""Compile the CUDA kernels for real devices, which takes no device, and print what is in the code, as JSON."""
+"""Compile the CUDA kernels for real devices, which takes no device, and print what is in the code, as JSON.
+
+With the argument ``every``: kernels of counts and losses in all their formats, for every generation of devices.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from halfstep.kernels.reference.exponents import ROW, TOP
-from halfstep.kernels.triton import exponents, norms, updates
-from halfstep.kernels.triton.tables import FAITHFUL
+from halfstep.kernels.reference.exponents import ROW
+from halfstep.kernels.triton import exponents, loss, norms, updates
+from halfstep.kernels.triton.tables import ALIGNMENT, FAITHFUL
 
 POINTERS = {
     **dict.fromkeys(("rows", "chunks", "draws", "ends", "out"), "*i64"),
@@ -39,47 +47,98 @@ CASES: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
 """Name, compute capability, 8 or 16 byte loads of a thread for a block, and what differs from `KINDS`."""
 
 
-def compiled(kernel: Any, capability: int, warps: int, constants: dict[str, Any]) -> str:
-    """Return the PTX of `kernel`."""
+def compiled(
+    kernel: Any, capability: int, warps: int, constants: dict[str, Any], pointers: dict[str, str] = POINTERS
+) -> dict[str, Any]:
+    """Return what the compiler makes of `kernel`, by stage: "ptx", "cubin" and others."""
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else POINTERS[name] for name in names}
+    signature = {name: "constexpr" if name in constants else pointers[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     options = {"num_warps": warps, **FAITHFUL}
-    ptx: str = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-    return ptx
+    made: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    return made
 
 
-def report(ptx: str, wide_loads: int) -> dict[str, int]:
-    """Count what matters in `ptx`."""
+def report(made: dict[str, Any], wide_loads: int, *, exact: bool = True) -> dict[str, int]:
+    """Count what matters in a kernel; the exponentials of those that are not `exact` are contracted."""
+    ptx = made["ptx"]
 
     def count(pattern: str) -> int:
         return len(re.findall(pattern, ptx))
 
     return {
-        "contracted": count(r"\bfma\.") + count(r"\bmad\.\w*\.?f(32|64)"),
-        "approximate": count(r"\.approx\b") + count(r"\bdiv\.full\b") + count(r"\.ftz\b"),
-        "wide loads": count(r"\bld\.global\S*\.v[24]\.b32\b"),
+        "contracted": exact * (count(r"\bfma\.") + count(r"\bmad\.\w*\.?f(32|64)")),
+        "approximate": exact * (count(r"\.approx\b") + count(r"\bdiv\.full\b") + count(r"\.ftz\b")),
+        "wide loads": count(r"\bld\.global\S*\.v[24]\.b(32|64)\b"),
         "expected wide loads": wide_loads,
     }
 
 
-def main() -> None:
+def registers(made: dict[str, Any]) -> dict[str, int]:
+    """Return the registers of a thread, and the bytes that did not fit into them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    (used, spilled), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(used), "spilled": int(spilled)}
+
+
+def counts(kind: str, capability: int) -> dict[str, int]:
+    """Report on the kernel that counts exponents."""
+    size = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[kind]
+    block, top = exponents.THREADS * ALIGNMENT // size, exponents.INF64 if kind == "fp64" else exponents.INF32
+    sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": block, "THREADS": exponents.THREADS}
+    constants = {"KIND": kind, **sizes, "ALIGNMENT": ALIGNMENT, "ROW": ROW, "TOP": top.value}
+    made = compiled(exponents.exponents_kernel, capability, exponents.THREADS // 32, constants)
+    return {**report(made, 1), **registers(made)}
+
+
+def losses(kind: str, capability: int, classes: int, kernel: str, *, smoothed: bool) -> dict[str, int]:
+    """Report on a kernel of losses whose rows begin anywhere; with smoothing also of class weights."""
+    pointers = dict.fromkeys(("weight", "own", "every", "scale", "by_class"), "*fp32")
+    pointers |= {"logits": f"*{kind}", "stride": "i32", "target": "*i64", "labels": "*i64", "ignored": "i32"}
+    pointers |= {"smoothing": "fp32", "out": "*fp32" if kernel == "losses_kernel" else f"*{kind}"}
+    constants = {"CLASSES": classes, "KIND": kind, "BLOCK": loss.BLOCK, "ALIGNED": False}
+    if kernel == "losses_kernel":
+        constants |= {"WEIGHTED": smoothed, "SMOOTHED": smoothed}
+    elif not smoothed:
+        constants["by_class"] = None
+    made = compiled(getattr(loss, kernel), capability, loss.BLOCK // 256, constants, pointers)
+    return {**report(made, 2 if kernel == "losses_kernel" else 4, exact=False), **registers(made)}
+
+
+def every() -> dict[str, dict[str, int]]:
+    """Report on counts and losses in all formats, for all generations of devices."""
+    found = {}
+    for capability in (75, 80, 86, 89, 90, 100, 120):
+        for kind in ("bf16", "fp16", "fp32", "fp64"):
+            found[f"exponents {kind}, sm_{capability}"] = counts(kind, capability)
+        for kind, kernel, smoothed in product(("bf16", "fp16"), ("losses_kernel", "gradient_kernel"), (False, True)):
+            name = f"{kernel} {kind}{' smoothed, with class weights' if smoothed else ''}, sm_{capability}"
+            found[name] = losses(kind, capability, 50257, kernel, smoothed=smoothed)
+    return found
+
+
+def some() -> dict[str, dict[str, int]]:
+    """Report on each kernel."""
     found = {}
     for name, capability, wide_loads, kinds in CASES:
-        ptx = compiled(updates.update_kernel, capability, 8, {**KINDS, **kinds})
-        found[f"{name}, sm_{capability}"] = report(ptx, wide_loads)
+        made = compiled(updates.update_kernel, capability, 8, {**KINDS, **kinds})
+        found[f"{name}, sm_{capability}"] = report(made, wide_loads)
     squares = {"KIND": "bf16", "ALIGNED": True, "CHUNK": 8 * norms.BLOCK, "BLOCK": norms.BLOCK}
     found["squares"] = report(compiled(norms.squares_kernel, 90, 8, squares), 1)
-    counts = {"FEW": updates.FEW, "BITS": updates.BITS, "rate": None}
-    found["count"] = report(compiled(updates.count_kernel, 90, 4, counts), 0)
+    step_counts = {"FEW": updates.FEW, "BITS": updates.BITS, "rate": None}
+    found["count"] = report(compiled(updates.count_kernel, 90, 4, step_counts), 0)
     found["norms"] = report(compiled(norms.norms_kernel, 90, 4, {"MANY": norms.MANY}), 0)
     found["check"] = report(compiled(norms.check_kernel, 90, 4, {"CLIPS": True, "MANY": norms.MANY}), 0)
-    for kind in ("fp32", "bf16", "fp64"):
-        sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": exponents.BLOCK, "ROW": ROW, "TOP": TOP}
-        ptx = compiled(exponents.exponents_kernel, 90, 8, {"KIND": kind, "ALIGNED": True, **sizes})
-        found[f"exponents {kind}"] = {**report(ptx, 0), "wide loads": 0}  # of masked blocks
-    print(json.dumps(found))
+    for kind in ("bf16", "fp32", "fp64"):
+        found[f"exponents {kind}"] = counts(kind, 90)
+    for kernel in ("losses_kernel", "gradient_kernel"):
+        found[kernel] = losses("bf16", 120, 50257, kernel, smoothed=False)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(every() if "every" in sys.argv else some()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.runtime import interpreter
 
 from halfstep.kernels.reference import exponents
 from halfstep.kernels.reference import operators as reference
@@ -47,11 +49,19 @@ OPERATORS: dict[str, Callable[..., None]] = {"adam": launchers.adam_, "sgd": lau
 ADAMW, ADAM, SGD, NESTEROV, PLAIN_SGD, LION = OPTIONS
 
 
-# The interpreter is numpy, which warns where a GPU computes inf or nan; and Triton's older ones use numpy as it was.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-]
+# The interpreter is numpy, which warns where a GPU computes inf or nan.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
+
+PATCHES = interpreter._patch_lang_tensor
+
+
+def _patched(tensor: Any, scope: Any) -> None:
+    """Let loops count to a tensor of one number: Triton 3.6 converts its array, which numpy refuses from 2.4 on."""
+    PATCHES(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patched
 
 
 def name(value: object) -> str:
@@ -292,6 +302,17 @@ def test_tensors_of_all_formats_are_counted_together() -> None:
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_begin_anywhere_are_counted_whole(dtype: torch.dtype) -> None:
+    memory = counted_tensors(dtype, 9000)[0]
+    given = [memory[begin : begin + size] for begin in (1, 7) for size in (0, 3, 2046, 4103)]
+    assert any(x.data_ptr() % tables.ALIGNMENT for x in given)
+    rows, expected = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cpu")
+    exponent_launchers.exponents_(rows, given)
+    exponents.count_(expected, given)
+    assert torch.equal(rows, expected)
+
+
 def test_every_subnormal_power_of_two_and_its_neighbours_are_counted() -> None:
     bits = torch.arange(1, 2**12, dtype=torch.int32)
     powers = 2 ** torch.arange(12, 24)
@@ -334,6 +355,23 @@ def test_losses_and_gradients_are_fp32_and_rounded_once(
     assert out.dtype is dtype and out.is_contiguous()
     error = (out.double() - true).abs()[kept]
     assert (error <= true.abs()[kept] * torch.finfo(dtype).eps * 0.51 + 1e-6).all()
+
+
+@pytest.mark.parametrize(("dtype", "smoothing"), [(torch.bfloat16, 0.0), (torch.float16, 0.3)])
+def test_a_row_has_the_same_bits_wherever_it_begins(
+    dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_launchers, "BLOCK", 32)
+    rows, target, classes = torch.randn(2, 77).to(dtype), torch.tensor([0, 76]), 77
+    share = shares(torch.ones(2), target, None, -100, smoothing, classes)
+    expected = loss_launchers.losses(rows, target, None, -100, smoothing)
+    wanted = loss_launchers.gradient(rows, *share)
+    for begin, stride in [(0, 80), (1, 80), (3, 77), (6, 79), (7, 77)]:
+        logits = torch.full((200,), math.nan, dtype=dtype)[begin:].as_strided((2, classes), (stride, 1))
+        logits.copy_(rows)
+        found = loss_launchers.losses(logits, target, None, -100, smoothing)
+        assert torch.equal(found, expected), (begin, stride)
+        assert torch.equal(loss_launchers.gradient(logits, *share), wanted), (begin, stride)
 
 
 def test_a_target_that_is_no_class_gives_nan_and_nothing_is_read_there() -> None:

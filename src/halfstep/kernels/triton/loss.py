@@ -4,6 +4,12 @@
 One program a row, which it reads in blocks: once for the maximum and the sum of exponentials (kept running, Milakov
 and Gimelshein, arXiv:1805.02867), and in the backward pass once more, from cache, for the gradient, rounded as it is
 written.
+
+Note [odd rows]: with an odd number of classes rows begin at any multiple of 2 bytes, and loads there would be of 2
+bytes. So a thread loads the two multiples of 16 bytes in which its eight logits lie, the second from cache, and shifts
+them into place (`_eight_each`). A sum thus has the same order, and a loss the same bits, wherever its row begins. Parts
+of 16 bytes that reach beyond a row are read whole; they lie in the same page. The gradient has no sums, so its blocks
+begin at the first multiple of 16 bytes of the row that is written; what lies before and after is written one by one.
 """
 
 from __future__ import annotations
@@ -13,19 +19,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.triton.tables import FAITHFUL, on
+from halfstep.kernels.triton.tables import ALIGNMENT, FAITHFUL, KINDS, on
+from halfstep.kernels.triton.words import wide
 
 __all__ = ["gradient", "losses"]
 
 BLOCK = 4096
 """Logits a program works on at a time."""
 
-OPTIONS = {**FAITHFUL, "num_warps": 8}
+EACH = 8
+"""Logits in 16 bytes: what a thread loads at once."""
 
 
 @triton.jit
-def _lse(row, weight, CLASSES: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return log(sum(exp(x))) of a row and, for smoothing, the sums of w and of w * x."""
+def _eight_each(address, count, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return BLOCK numbers of 16 bits from `address` on, in uint16; what they are beyond `count` is arbitrary.
+
+    Args:
+        address: a multiple of 2; of 16 if `ALIGNED`.
+        count: how many of the numbers are in the row; with the last of them its 16 bytes are read.
+        BLOCK: how many are wanted; a multiple of 8.
+        ALIGNED: see `address`.
+    """
+    if ALIGNED:
+        lanes = tl.arange(0, BLOCK)
+        places = tl.multiple_of(tl.cast(address, tl.pointer_type(tl.uint16)) + lanes, 16)
+        found = tl.load(places, mask=lanes // 8 < (count + 7) // 8, other=0)
+    else:
+        shift = ((address & 15) >> 1).to(tl.int32)  # of the numbers in the first 16 bytes, so many are not wanted
+        lanes = tl.arange(0, BLOCK // 2)
+        part = lanes // 4
+        last = (count + shift + 7) // 8  # parts of 16 bytes that have a number of the row
+        places = tl.multiple_of(tl.cast(address & -16, tl.pointer_type(tl.uint32)) + lanes, 16)
+        near = tl.load(places, mask=part < last, other=0)
+        far = tl.load(tl.multiple_of(places + 4, 16), mask=part + 1 < last, other=0)
+        even, odd = tl.split(tl.reshape(near, (BLOCK // 8, 2, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        even, odd = tl.split(tl.reshape(far, (BLOCK // 8, 2, 2)))
+        e, g = tl.split(even)
+        f, h = tl.split(odd)
+        two = (shift & 4) != 0  # by two words
+        a, b, c = tl.where(two, c, a), tl.where(two, d, b), tl.where(two, e, c)
+        d, e, f = tl.where(two, f, d), tl.where(two, g, e), tl.where(two, h, f)
+        one = (shift & 2) != 0
+        a, b, c, d, e = (
+            tl.where(one, b, a), tl.where(one, c, b), tl.where(one, d, c), tl.where(one, e, d), tl.where(one, f, e),
+        )  # fmt: skip
+        half = (shift & 1) != 0
+        a = tl.where(half, (a >> 16) | (b << 16), a)
+        b = tl.where(half, (b >> 16) | (c << 16), b)
+        c = tl.where(half, (c >> 16) | (d << 16), c)
+        d = tl.where(half, (d >> 16) | (e << 16), d)
+        pairs = tl.join(tl.join(a, c), tl.join(b, d))
+        found = tl.reshape(tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16)), (BLOCK,))
+    return found
+
+
+@triton.jit
+def _logits(address, count, KIND: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return BLOCK logits as fp32; what they are beyond `count` is arbitrary."""
+    words = _eight_each(address, count, BLOCK, ALIGNED)
+    return wide(tl.cast(words, tl.float16, bitcast=True) if KIND == "fp16" else words, KIND)
+
+
+@triton.jit
+def _lse(
+    row,
+    weight,
+    CLASSES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Return log(sum(exp(x))) of the row at address `row` and, for smoothing, the sums of w and of w * x."""
     top = -float("inf")
     total = 0.0
     weights = 0.0
@@ -33,7 +102,7 @@ def _lse(row, weight, CLASSES: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: t
     for begin in range(0, CLASSES, BLOCK):
         places = begin + tl.arange(0, BLOCK)
         inside = places < CLASSES
-        x = tl.load(row + places, mask=inside, other=-float("inf")).to(tl.float32)
+        x = tl.where(inside, _logits(row + 2 * begin, CLASSES - begin, KIND, BLOCK, ALIGNED), -float("inf"))
         above = tl.maximum(top, tl.max(x, 0))
         base = tl.where(above == -float("inf"), 0.0, above)  # -inf minus itself would be nan
         total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
@@ -67,13 +136,15 @@ def losses_kernel(
     CLASSES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether every row begins at a multiple of 16 bytes
 ):
     """Compute the loss of one row; a target that is no class gives nan."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     label = tl.load(target + index)
-    lse, weights, dot = _lse(row, weight, CLASSES, WEIGHTED, SMOOTHED, BLOCK)
+    lse, weights, dot = _lse(tl.cast(row, tl.int64), weight, CLASSES, WEIGHTED, SMOOTHED, KIND, BLOCK, ALIGNED)
     known = (label >= 0) & (label < CLASSES)
     x = tl.load(row + label, mask=known, other=float("nan")).to(tl.float32)
     loss = lse - x
@@ -85,45 +156,78 @@ def losses_kernel(
 
 
 @triton.jit
+def _gradients(
+    x,
+    places,
+    inside,
+    label,
+    lse,
+    taken,
+    factor,
+    share,  # None without smoothing, as `by_class`
+    by_class,
+    BF16: tl.constexpr,
+):
+    """Return the gradients of the logits `x`, of classes `places`, fp32 rounded to the format of the logits."""
+    grad = tl.exp(x - lse) * factor - tl.where(places == label, taken, 0.0)
+    if by_class is not None:
+        grad -= share * tl.load(by_class + places, mask=inside, other=0.0)
+    return _rounded(grad, BF16)
+
+
+@triton.jit
 def gradient_kernel(
     logits,
     stride,
-    out,
-    out_stride,
+    out,  # (N, CLASSES), contiguous
     labels,
     own,
     every,
     scale,
-    by_class,
+    by_class,  # or None
     CLASSES: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    BF16: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether every row of both begins at a multiple of 16 bytes
 ):
     """Write the gradient of one row's logits."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
+    into = out + index * CLASSES
     label = tl.load(labels + index)
-    lse, _, _ = _lse(row, logits, CLASSES, False, False, BLOCK)
+    address = tl.cast(row, tl.int64)
+    lse, _, _ = _lse(address, logits, CLASSES, False, False, KIND, BLOCK, ALIGNED)
     lse = tl.where((label >= 0) & (label < CLASSES), lse, float("nan"))
     taken = tl.load(own + index)
     factor = tl.load(every + index)
-    if SMOOTHED:
+    share = None
+    if by_class is not None:
         share = tl.load(scale + index)
-    for begin in range(0, CLASSES, BLOCK):
-        places = begin + tl.arange(0, BLOCK)
-        inside = places < CLASSES
-        x = tl.load(row + places, mask=inside, other=-float("inf")).to(tl.float32)
-        grad = tl.exp(x - lse) * factor - tl.where(places == label, taken, 0.0)
-        if SMOOTHED:
-            grad -= share * tl.load(by_class + places, mask=inside, other=0.0)
-        low = _rounded(grad, BF16).to(out.dtype.element_ty)
-        tl.store(out + index * out_stride + places, low, mask=inside)
+    head = 0
+    if not ALIGNED:
+        head = ((-tl.cast(into, tl.int64) & 15) >> 1).to(tl.int32)
+        head = tl.minimum(head, CLASSES)
+    whole = (CLASSES - head) // 8 * 8
+    lanes = tl.arange(0, BLOCK)
+    for begin in range(0, whole, BLOCK):
+        places = head + begin + lanes
+        inside = lanes // 8 < (whole - begin) // 8
+        x = _logits(address + 2 * (head + begin), whole - begin, KIND, BLOCK, ALIGNED)
+        grad = _gradients(x, places, inside, label, lse, taken, factor, share, by_class, KIND == "bf16")
+        tl.store(tl.multiple_of(into + places, 16), grad.to(out.dtype.element_ty), mask=inside)
+    if not ALIGNED or CLASSES % 8 != 0:
+        lanes = tl.arange(0, 16)  # eight for what lies before the whole parts and eight for what follows
+        places = tl.where(lanes < 8, lanes, head + whole - 8 + lanes)
+        inside = tl.where(lanes < 8, lanes < head, places < CLASSES)
+        x = tl.load(row + places, mask=inside, other=0.0).to(tl.float32)
+        grad = _gradients(x, places, inside, label, lse, taken, factor, share, by_class, KIND == "bf16")
+        tl.store(into + places, grad.to(out.dtype.element_ty), mask=inside)
 
 
 def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float) -> Tensor:
     """Return the fp32 loss of every row of logits (N, C), whose classes lie side by side."""
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    block = _block(logits)
     if len(logits):
         with on(logits.device):
             losses_kernel[(len(logits),)](
@@ -137,8 +241,11 @@ def losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, 
                 CLASSES=logits.shape[1],
                 WEIGHTED=weight is not None,
                 SMOOTHED=smoothing > 0.0,
-                BLOCK=_block(logits),
-                **OPTIONS,
+                KIND=KINDS[logits.dtype],
+                BLOCK=block,
+                ALIGNED=_aligned(logits),
+                num_warps=_warps(block),
+                **FAITHFUL,
             )
     return out
 
@@ -148,26 +255,37 @@ def gradient(
 ) -> Tensor:
     """Return the gradient of logits (N, C) in their format, rounded once; the rest are the fields of `Shares`."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    block = _block(logits)
     if len(logits):
         with on(logits.device):
             gradient_kernel[(len(logits),)](
                 logits,
                 logits.stride(0),
                 out,
-                out.stride(0),
                 label.contiguous(),
                 own.contiguous(),
                 every.contiguous(),
                 scale.contiguous(),
-                own if by_class is None else by_class.contiguous(),
+                None if by_class is None else by_class.contiguous(),
                 CLASSES=logits.shape[1],
-                SMOOTHED=by_class is not None,
-                BF16=out.dtype is torch.bfloat16,
-                BLOCK=_block(logits),
-                **OPTIONS,
+                KIND=KINDS[logits.dtype],
+                BLOCK=block,
+                ALIGNED=_aligned(logits) and _aligned(out),
+                num_warps=_warps(block),
+                **FAITHFUL,
             )
     return out
 
 
 def _block(logits: Tensor) -> int:
-    return min(BLOCK, int(triton.next_power_of_2(logits.shape[1])))
+    return max(EACH, min(BLOCK, int(triton.next_power_of_2(logits.shape[1]))))
+
+
+def _warps(block: int) -> int:
+    """Return how many warps have a thread for each eight logits of a block: with more of them registers are short."""
+    return max(1, block // (32 * EACH))
+
+
+def _aligned(rows: Tensor) -> bool:
+    """Return whether every row begins at a multiple of `ALIGNMENT` bytes."""
+    return rows.data_ptr() % ALIGNMENT == 0 and (rows.stride(0) % EACH == 0 or len(rows) == 1)
