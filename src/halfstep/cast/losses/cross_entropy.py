@@ -32,7 +32,13 @@ from halfstep.kernels.reference.cross_entropy import (
     spread,
 )
 
-__all__ = ["cross_entropy", "differentiated"]
+__all__ = ["cross_entropy", "differentiated", "pays"]
+
+MANY_LOGITS = 1 << 20
+"""Logits from which the Function is faster than torch on a CPU; below, it would save a few MiB."""
+
+MANY_FOR_KERNELS = 1 << 18
+"""The same on a CPU whose kernels read them."""
 
 
 def cross_entropy(
@@ -82,6 +88,14 @@ def cross_entropy(
             input.float(), target, wide_weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     return apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing, reduction)
+
+
+def pays(logits: Tensor) -> bool:
+    """Return whether `logits` are low, and so many that `cross_entropy` is no slower than torch on fp32 copies."""
+    size = logits.numel()
+    if logits.dtype not in LOW_DTYPES or size < MANY_FOR_KERNELS:
+        return False
+    return size >= MANY_LOGITS or (logits.device.type == "cpu" and kernels_take_logits(logits))
 
 
 def differentiated(grad: Tensor) -> bool:
