@@ -34,11 +34,8 @@ from halfstep.kernels.reference.cross_entropy import (
 
 __all__ = ["cross_entropy", "differentiated", "pays"]
 
-MANY_LOGITS = 1 << 20
-"""Logits from which the Function is faster than torch on a CPU; below, it would save a few MiB."""
-
-MANY_FOR_KERNELS = 1 << 18
-"""The same on a CPU whose kernels read them."""
+MANY_TO_CAST = 1 << 20
+"""Logits from which the Function is faster than torch on a CPU without kernels."""
 
 
 def cross_entropy(
@@ -91,11 +88,10 @@ def cross_entropy(
 
 
 def pays(logits: Tensor) -> bool:
-    """Return whether `logits` are low, and so many that `cross_entropy` is no slower than torch on fp32 copies."""
-    size = logits.numel()
-    if logits.dtype not in LOW_DTYPES or size < MANY_FOR_KERNELS:
+    """Return whether `logits`, some 2**18 at least, are low and `cross_entropy` is no slower than torch's of fp32."""
+    if logits.dtype not in LOW_DTYPES:
         return False
-    return size >= MANY_LOGITS or (logits.device.type == "cpu" and kernels_take_logits(logits))
+    return logits.numel() >= MANY_TO_CAST or (logits.device.type == "cpu" and kernels_take_logits(logits))
 
 
 def differentiated(grad: Tensor) -> bool:

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels: low inputs, fp32 weights, low outputs
+MANY_LOGITS = 1 << 18  # from here the Function may be no slower than torch; below, it would save half a MiB
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # no rule of a policy: torch has a rule and the policy has none, so inputs stay as they are
@@ -169,7 +170,7 @@ def _low_cross_entropy(otherwise: Handler) -> Handler:
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         logits = args[0] if args else kwargs.get("input")
-        if not isinstance(logits, Tensor) or not pays(logits):
+        if not isinstance(logits, Tensor) or logits.numel() < MANY_LOGITS or not pays(logits):
             return otherwise(mode, func, args, kwargs)
         device = mode.active(tensors_of((logits,), mode.devices))
         if device is None:
