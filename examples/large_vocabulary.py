@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 2048, 32, 32, 4
+VOCABULARY, WIDTH, LENGTH, BATCH = 2048, 32, 32, 16
 
 
 class LanguageModel(nn.Module):
