@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 2048, 32, 32, 16
+VOCABULARY, WIDTH, LENGTH, BATCH = 2048, 16, 32, 8
 
 
 class LanguageModel(nn.Module):
@@ -66,7 +66,7 @@ def train(policy: hs.Policy, *, in_one: bool) -> dict[str, float]:
     torch.manual_seed(0)
     model = LanguageModel(in_one=in_one)
     step = hs.TrainStep(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), lambda net, x, y: net(x, y), policy=policy
+        model, torch.optim.AdamW(model.parameters(), lr=3e-2), lambda net, x, y: net(x, y), policy=policy
     )
     batch = partial(torch.randint, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     tokens = batch()
