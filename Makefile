@@ -17,7 +17,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-pages bench-scale bench-serving bench-lean count soak faults fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-lean count soak faults fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -83,6 +83,9 @@ bench-gpu:  ## the same as bench on a CUDA device -> benchmarks/results/gpu.json
 
 bench-lens: $(READY)  ## what black box, monitor and audit cost, some 7 minutes on 2 cores -> benchmarks/results/lens.json
 	$(QUIET) $(BIN)/python -m benchmarks.lens --json benchmarks/results/lens.json
+
+bench-losses: $(READY)  ## cross entropy over a vocabulary, some 5 minutes on 2 quiet cores -> benchmarks/results/losses.json
+	$(QUIET) $(BIN)/python -m benchmarks.losses --json benchmarks/results/losses.json
 
 bench-pages: $(READY)  ## page faults of a step, some 5 minutes on 2 cores -> benchmarks/results/pages.json
 	$(QUIET) $(BIN)/python -m benchmarks.pages --json benchmarks/results/pages.json

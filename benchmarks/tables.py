@@ -20,6 +20,7 @@ from benchmarks.engine_tables import engine_blocks
 from benchmarks.goals import MIB, Goal, goals, instrument_goals
 from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks
+from benchmarks.losses import losses_table
 from benchmarks.markdown import fill, megabytes, ratio, table, whole
 from benchmarks.matrix import matrix_table
 from benchmarks.pictures import pictures
@@ -360,7 +361,7 @@ def blocks(reports: Reports) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
     full, digits, low = load("compare.json"), load("compare_resnet.json"), load("compare_low.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
-    bench, serving = reports.cpu, load("serving.json")
+    bench, serving, losses = reports.cpu, load("serving.json"), load("losses.json")
     return {
         "source bench": bench_source(bench),
         "source compare": source(full),
@@ -390,6 +391,8 @@ def blocks(reports: Reports) -> dict[str, str]:
         "matrix": matrix_table(load("matrix.json")),
         "source serving": f"{source(serving)} Commit {serving['commit']}." if serving else "",
         "serving": serving_table(serving),
+        "source losses": f"{source(losses)} Commit {losses['commit']}." if losses else "",
+        "losses": losses_table(losses),
         "soak": soak_table(load("soak.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},

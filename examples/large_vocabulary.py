@@ -1,8 +1,8 @@
 """A language model over a large vocabulary: its last layer and its loss in one, by `hs.linear_cross_entropy`.
 
 The scores of all tokens over the whole vocabulary are the largest tensor of such a model, and they are needed for
-nothing but the loss. `hs.linear_cross_entropy` computes them for some rows at a time, in the forward and again in the
-backward pass, so that none are kept. The model returns its loss when it is given targets, and scores when it is not.
+nothing but the loss. `hs.linear_cross_entropy` computes them for some rows at a time, and the gradients right behind
+them, so that no scores are kept. The model returns its loss when it is given targets, and scores when it is not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 2048, 32, 32, 4
+VOCABULARY, WIDTH, LENGTH, BATCH = 2048, 16, 32, 8
 
 
 class LanguageModel(nn.Module):
@@ -66,7 +66,7 @@ def train(policy: hs.Policy, *, in_one: bool) -> dict[str, float]:
     torch.manual_seed(0)
     model = LanguageModel(in_one=in_one)
     step = hs.TrainStep(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), lambda net, x, y: net(x, y), policy=policy
+        model, torch.optim.AdamW(model.parameters(), lr=3e-2), lambda net, x, y: net(x, y), policy=policy
     )
     batch = partial(torch.randint, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     tokens = batch()

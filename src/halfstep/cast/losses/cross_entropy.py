@@ -32,7 +32,10 @@ from halfstep.kernels.reference.cross_entropy import (
     spread,
 )
 
-__all__ = ["cross_entropy", "differentiated"]
+__all__ = ["cross_entropy", "differentiated", "pays"]
+
+MANY_TO_CAST = 1 << 20
+"""Logits from which the Function is faster than torch on a CPU without kernels."""
 
 
 def cross_entropy(
@@ -82,6 +85,13 @@ def cross_entropy(
             input.float(), target, wide_weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     return apply(_CrossEntropy, input, target, wide_weight, ignore_index, label_smoothing, reduction)
+
+
+def pays(logits: Tensor) -> bool:
+    """Return whether `logits`, some 2**18 at least, are low and `cross_entropy` is no slower than torch's of fp32."""
+    if logits.dtype not in LOW_DTYPES:
+        return False
+    return logits.numel() >= MANY_TO_CAST or (logits.device.type == "cpu" and kernels_take_logits(logits))
 
 
 def differentiated(grad: Tensor) -> bool:

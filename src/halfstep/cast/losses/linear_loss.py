@@ -54,9 +54,10 @@ __all__ = ["Settings", "fused_loss", "linear_cross_entropy", "loss_in_parts"]
 PRODUCT_DTYPES = POLICY_DTYPES | {torch.float64}
 """The dtypes of the tensors of the product."""
 
-ENOUGH = 512
-"""Rows of a part at least, where kernels read its low logits: with fewer, adding up the weight's gradient takes longer
-than its product (50,257 classes, 768 features, all three products: 41 rows 1.7 times as long as 256, 512 as 256)."""
+ENOUGH, LARGE = 512, 1 << 22
+"""Rows of a part at least, and its logits, where a CPU's kernels read low logits. In parts of few rows adding up the
+weight's gradient takes longer than its product (50,257 classes, 768 features, all products: parts of 41 rows take 1.7
+times as long as of 256, and 512 as 256); every part waits for all threads."""
 
 NOT_COUNTED = -100  # torch's default for targets that do not count
 
@@ -108,7 +109,7 @@ def linear_cross_entropy(
         ignore_index: class indices that do not count; None is -100.
         label_smoothing: from 0 to 1.
         chunk: rows whose logits exist at a time; None: so many that these stay in a core's cache (4 MiB of fp32) on
-            a CPU, of low logits at least 512, and 2**24 logits elsewhere.
+            a CPU, of low logits 2**22 or 512 rows, and 2**24 logits elsewhere.
         recompute: save the input and compute the logits again in the backward pass, for second derivatives and the
             fewest bytes. False: save the gradients of input, weight and bias, computed in the forward pass, except in
             fp16, with reduction="none", under torch.func, and where these have more elements than the logits.
@@ -292,10 +293,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _rows(input: Tensor, linear_weight: Tensor) -> int:
     """Return how many rows' logits exist at a time."""
-    device = input.device.type
-    rows = rows_at_a_time(len(linear_weight), device)
-    small = device == "cpu" and input.dtype in LOW_DTYPES and not load_kernels(device)
-    return max(rows, ENOUGH) if small else rows
+    classes, device = len(linear_weight), input.device.type
+    if device == "cpu" and input.dtype in LOW_DTYPES and not load_kernels(device):
+        return max(LARGE // classes, ENOUGH)
+    return rows_at_a_time(classes, device)
 
 
 def _takes_gradients_ahead(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
 from halfstep.cast.arithmetic.simulate import rounded_to, simulated
-from halfstep.cast.losses.cross_entropy import cross_entropy
+from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, Target, cast, cast_tensor, run, tensors_of
 from halfstep.cast.state import STATE
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MIXED_NORMS = frozenset({"layer_norm", "group_norm"})  # CPU kernels: low inputs, fp32 weights, low outputs
-MANY_LOGITS = 1 << 18  # from here the Function is no slower than torch on a CPU; below, it would save half a MiB
+MANY_LOGITS = 1 << 18  # from here the Function may be no slower than torch; below, it would save half a MiB
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # write into running statistics, which must not be copies
 GATHERS = frozenset({"embedding", "embedding_bag"})  # cast the rows gathered, not the whole table
 INPUT = "input"  # no rule of a policy: torch has a rule and the policy has none, so inputs stay as they are
@@ -170,7 +170,7 @@ def _low_cross_entropy(otherwise: Handler) -> Handler:
 
     def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         logits = args[0] if args else kwargs.get("input")
-        if not isinstance(logits, Tensor) or logits.dtype not in LOW_DTYPES or logits.numel() < MANY_LOGITS:
+        if not isinstance(logits, Tensor) or logits.numel() < MANY_LOGITS or not pays(logits):
             return otherwise(mode, func, args, kwargs)
         device = mode.active(tensors_of((logits,), mode.devices))
         if device is None:

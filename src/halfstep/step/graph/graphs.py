@@ -282,7 +282,7 @@ class Graphs:
                 static.copy_(tensor, non_blocking=True)
                 static.grad = None  # a warm-up's
         if updates:
-            self._updater.check_rates()
+            self._updater.check_optimizer()
             self._rates.fill(self._step.optimizer)
 
     def _replayed(self, graph: _Graph, *, updates: bool) -> StepResult:

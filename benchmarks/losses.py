@@ -1,0 +1,179 @@
+"""Measure cross entropy over a vocabulary, alone and behind its linear layer, beside torch.amp; write a JSON file.
+
+    python -m benchmarks.losses --json benchmarks/results/losses.json
+
+Forward and backward pass in bf16, with 1 thread and with 2, all candidates in turns in one process, in an order
+shuffled each round; a figure is the median of ratios within rounds, with its 90 % interval. malloc keeps freed memory,
+as it does while a TrainStep exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from benchmarks.markdown import megabytes, ratio, table
+from benchmarks.run import commit, write
+from benchmarks.turns import Step, Track, in_turns
+from benchmarks.turns import ratio as paired
+from halfstep.kernels.pages import keep_pages
+from halfstep.tasks import machine
+from halfstep.tasks.measure import SavedForBackward
+
+AMP, AGAIN, KERNELS = "torch.amp", "torch.amp again", "HALFSTEP_NATIVE"
+BF16 = torch.bfloat16
+THREADS = (1, 2)
+WARM_UP, QUICK, MOST = 2, 2, 60
+SECONDS = 30.0  # what the rounds of a case may take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """Rows of logits, their classes, and the features of the linear layer before them (0: no layer)."""
+
+    rows: int
+    classes: int
+    features: int = 0
+
+    @property
+    def title(self) -> str:
+        """The size as a row of the table shows it."""
+        layer = f"linear layer of {self.features} features and " if self.features else ""
+        return f"{layer}cross entropy, {self.rows} x {self.classes}"
+
+
+SIZES = (
+    Size(rows=2048, classes=4096),
+    Size(rows=2048, classes=50257),
+    Size(rows=2048, classes=4096, features=256),
+    Size(rows=1024, classes=50257, features=768),
+)
+
+
+def candidates(size: Size) -> tuple[nn.Module, dict[str, Callable[[], Tensor]]]:
+    """Return the linear layer and, by label, what computes the loss; the layer and its input are bf16 already."""
+    torch.manual_seed(0)
+    layer = nn.Linear(size.features or 1, size.classes, bias=False).to(BF16)
+    input = torch.randn(size.rows, size.features or size.classes).to(BF16).requires_grad_()
+    target = torch.randint(0, size.classes, (size.rows,))
+
+    def logits() -> Tensor:
+        return F.linear(input, layer.weight) if size.features else input
+
+    def amp() -> Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return F.cross_entropy(logits(), target)
+
+    def ours() -> Tensor:
+        with hs.autocast(policy=hs.Policy.of("mixed", dtype="bf16")):
+            return F.cross_entropy(logits(), target)
+
+    def without_kernels() -> Tensor:
+        os.environ[KERNELS] = "0"
+        return ours()
+
+    def fused(*, recompute: bool) -> Callable[[], Tensor]:
+        return lambda: hs.linear_cross_entropy(input, layer.weight, target, recompute=recompute)
+
+    found = {AMP: amp, AGAIN: amp, "cross_entropy": ours, "cross_entropy without a compiler": without_kernels}
+    if size.features:
+        found |= {
+            "linear_cross_entropy": fused(recompute=False),
+            "linear_cross_entropy, recompute=True": fused(recompute=True),
+        }
+
+    def backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            value = loss()
+            value.backward()
+            os.environ.pop(KERNELS, None)
+            input.grad = layer.weight.grad = None
+            return value.detach()
+
+        return run
+
+    return layer, {label: backward(loss) for label, loss in found.items()}
+
+
+def measure(size: Size, threads: int, *, quick: bool = False) -> dict[str, Any]:
+    """Time every candidate in turns and count what it saves for backward."""
+    print(size.title, threads, file=sys.stderr, flush=True)
+    layer, runs = candidates(size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+    def step(run: Callable[[], Tensor]) -> Step:
+        return lambda batch: run()
+
+    try:
+        steps = {label: step(run) for label, run in runs.items()}
+        tracks = {label: Track() for label in steps}
+        start = time.perf_counter()
+        in_turns(steps, lambda number: (), {label: Track() for label in steps}, "cpu", rounds=range(WARM_UP), rare={})
+        each = (time.perf_counter() - start) / WARM_UP
+        rounds = QUICK if quick else max(3, min(MOST, int(SECONDS / each)))
+        in_turns(steps, lambda number: (), tracks, "cpu", rounds=range(rounds), rare={})
+    finally:
+        torch.set_num_threads(before)
+    rows = {}
+    for label, run in runs.items():
+        with SavedForBackward(layer) as saved:
+            run()
+        rows[label] = {
+            "ms": 1e3 * statistics.median(tracks[label].seconds.values()),
+            "to_amp": asdict(paired(tracks[label], tracks[AMP])),
+            "saved_bytes": saved.bytes,
+        }
+    return {"title": size.title, "threads": threads, "rounds": rounds, "rows": rows}
+
+
+def losses_table(report: dict[str, Any]) -> str:
+    """Return a row for each candidate of each size, with the times under each number of threads."""
+    if not report:
+        return "Not measured here."
+    rows = []
+    for title in dict.fromkeys(case["title"] for case in report["cases"]):
+        cases = {case["threads"]: case for case in report["cases"] if case["title"] == title}
+        for label in next(iter(cases.values()))["rows"]:
+            found = {threads: case["rows"][label] for threads, case in cases.items()}
+            times = [cell for row in found.values() for cell in (f"{row['ms']:.1f}", ratio(row["to_amp"]))]
+            saved = next(iter(found.values()))["saved_bytes"]
+            rows.append([title, f"`{label}`", *times, megabytes(saved)])
+            title = ""
+    counts = [f"{n} thread{'s' if n > 1 else ''}" for n in dict.fromkeys(case["threads"] for case in report["cases"])]
+    head = ["rows x classes", "candidate", *(cell for n in counts for cell in (f"ms, {n}", "/ torch.amp"))]
+    text = table([*head, "saved for backward, MB"], rows)
+    return f"**Few rounds (`--quick`), which measure nothing.**\n\n{text}" if report["quick"] else text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the report; default: print it")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
+    options = parser.parse_args()
+    keep_pages(parser)
+    report = {
+        "command": " ".join(["python -m benchmarks.losses", *sys.argv[1:]]),
+        "commit": commit(),
+        "quick": options.quick,
+        "machine": {**machine(), "torch_threads": max(THREADS)},
+        "cases": [measure(size, threads, quick=options.quick) for size in SIZES for threads in THREADS],
+    }
+    write(options.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
