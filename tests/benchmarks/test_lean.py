@@ -49,7 +49,7 @@ def test_ways_of_weights() -> None:
 def test_a_run_that_is_known_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean, "PLAN", {"resnet": ("fp32", "lean")})
     monkeypatch.setattr(lean, "SLOW", {})
-    monkeypatch.setattr(lean, "SEEDS", 2)
+    monkeypatch.setattr(lean, "SEEDS", {"resnet": 2})
     monkeypatch.setattr(lean, "STEPS", 2)
     first = lean.runs(tmp_path)
     monkeypatch.setattr(lean, "train", None)
@@ -65,5 +65,6 @@ def test_the_committed_report_has_every_run() -> None:
     for name, labels in lean.PLAN.items():
         assert programs[name]["steps"] == (lean.TUNE_STEPS if name.startswith("tune") else lean.STEPS)
         found = {row["label"]: len(row["metrics"]) for row in programs[name]["rows"]}
-        assert found == dict.fromkeys(labels, lean.SEEDS) | ({lean.AO: lean.SLOW[name]} if name in lean.SLOW else {})
+        slow = {lean.AO: lean.SLOW[name]} if name in lean.SLOW else {}
+        assert found == dict.fromkeys(labels, lean.SEEDS[name]) | slow
     assert lean_blocks({})["lean training"] == "Not measured here."

@@ -37,6 +37,7 @@ def test_bf16_where_it_is_faster() -> None:
         "forward and backward"
     )
     assert any("emulated with a GPU's numerics, reaches 0.9 times fp32's speed" in what for _, what in advice.also)
+    assert any("`lean`" in what for _, what in advice.also)  # fp16 weights would be stepped by the optimizer itself
 
 
 def test_a_gain_in_one_kind_of_work_is_said_to_be_one() -> None:
@@ -47,7 +48,7 @@ def test_a_gain_in_one_kind_of_work_is_said_to_be_one() -> None:
 
 def test_fp16_where_only_it_has_units_and_the_code_names_it() -> None:
     advice = advise(FP16, speed({"bf16": 0.5, "fp16": 4.0}, {"bf16": 0.5, "fp16": 3.0}))
-    assert (advice.preset, advice.dtype) == ("mixed", "fp16")
+    assert (advice.preset, advice.dtype) == ("mixed", "fp16") and not any("`lean`" in what for _, what in advice.also)
     assert advice.code == 'policy=hs.Policy.of("mixed", dtype="fp16")'
     assert "bf16 would need no loss scale, but reaches only 0.5 times fp32's speed" in advice.why[1]
 

@@ -57,6 +57,8 @@ def advise(there: hs.policy.Units, speed: DeviceSpeed) -> Advice:
                 f"take over {SHARE:.0%} of the products' time",
             )
         )
+    if dtype == "bf16":
+        also.append(("weights and optimizer states do not fit", "`lean`: 6 bytes a parameter for both, instead of 12"))
     if not there.fp16:
         also += _rehearsal(speed)
     return Advice(
