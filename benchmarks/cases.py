@@ -179,6 +179,25 @@ SMALL_RESNET = Case(
     rate=3e-4,
     cpu=(*PLAIN, EMPTY_MODE, *WRAPPERS, *OURS),
 )
+
+
+def chain(layers: int) -> Case:
+    """Return a case whose tensors are so small that a step's time is what the host does."""
+    return Case(
+        name=f"chain{2 * layers}",
+        title=f"{2 * layers} tiny tensors",
+        about=f"{layers} linear layers of 8, batch 4: bound by the host",
+        model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))),
+        batch=lambda step: (torch.randn(4, 8, generator=seeded(step)),),
+        loss_fn=lambda model, x: model(x).square().mean(),
+        rate=1e-5,
+        cpu=(*PLAIN, *OURS, "lean"),
+        rounds=2000,
+        seconds=20.0,
+    )
+
+
+CHAINS = (chain(5), chain(74))
 RESNET18 = Case(
     name="resnet18",
     title="ResNet-18",
@@ -257,6 +276,7 @@ GPT_FP16 = replace(
 CASES = {
     case.name: case
     for case in (
+        *CHAINS,
         LENET,
         SMALL_RESNET,
         RESNET18,

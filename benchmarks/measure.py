@@ -20,7 +20,7 @@ from benchmarks.curves import STEPS, judge
 from benchmarks.limits import ideal_tail
 from benchmarks.loops import Absent, Run
 from benchmarks.stages import recast
-from benchmarks.turns import Track, in_turns, ratio
+from benchmarks.turns import Track, beyond, in_turns, ratio
 from halfstep.tasks.measure import paired_ratio
 
 WARM_UP = 3  # steps of each candidate before rounds: allocations, caches, compilation, kernels chosen on first use
@@ -137,8 +137,14 @@ def times_of(tracks: Mapping[str, Track], label: str, tail: float) -> dict[str, 
     for name, other in (("to_amp", AMP), ("to_fp32", "fp32"), ("to_compiled_amp", "torch.amp compiled")):
         if other in tracks and other != label:
             row[name] = asdict(ratio(tracks[label], tracks[other]))
+    row["faults"] = statistics.median(tracks[label].faults.values())
     if LIMIT in tracks:
         row["to_limit"] = asdict(ratio(tracks[label], tracks[LIMIT], plus=tail))
+        own, theirs = beyond(tracks[label], tracks[LIMIT]), beyond(tracks[AMP], tracks[LIMIT])
+        row["beyond_us"] = 1e6 * statistics.median(own.values())
+        if min(theirs.values()) > 0:
+            both = sorted(own.keys() & theirs.keys())
+            row["beyond_to_amp"] = asdict(paired_ratio([own[i] for i in both], [theirs[i] for i in both]))
     return row
 
 

@@ -25,17 +25,13 @@ import torch
 from benchmarks.candidates import LIMIT, start
 from benchmarks.cases import AGAIN, AMP, CASES, OURS
 from benchmarks.run import commit, write
+from benchmarks.turns import faults
 from halfstep.kernels import pages
 from halfstep.tasks import machine
 
 WARM_UP, COUNTED = 4, 9
 TOGETHER = ("fp32", AMP, AGAIN, *OURS, LIMIT)
 CHOSEN = ("lenet5", "resnet18", "convnext", "gpt256", "gpt512", "mlp21m", "mlp25m")
-
-
-def faults() -> int:
-    """Return how many pages this process has had mapped without reading a disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def count(name: str, labels: list[str], *, keep: bool) -> dict[str, Any]:

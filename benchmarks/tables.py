@@ -109,11 +109,13 @@ def case_table(case: dict[str, Any]) -> str:
                 megabytes(counts.get("state_bytes")),
                 megabytes(counts.get("peak_bytes")),
                 "-" if casts is None else f"{casts} / {megabytes(counts['cast_bytes'])}",
+                f"{data['beyond_us']:.0f}" if "beyond_us" in data else "-",
+                whole(data["faults"]) if "faults" in data else "-",
                 verdict,
             ]
         )
     head = ["candidate", "ms a step", "/ torch.amp", *(["/ fp32"] if half else []), "saved for backward, MB"]
-    head += ["state, MB", "peak, MB", "casts / MB", "curve / spread"]
+    head += ["state, MB", "peak, MB", "casts / MB", "beyond low passes, us", "faults", "curve / spread"]
     control = case["control"]
     text = (
         f"{case['about']}; {case['dtype']}. {case['rounds']} rounds; A/A ({case['baseline']}) {ratio(control)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +25,18 @@ class Track:
 
     Attributes:
         seconds: of its step, by round; a rare candidate lacks most rounds.
+        faults: page faults of its step, by round: pages that the system had to map and fill with zeros.
         losses: of every step from the first, warm-up included, on the device.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
+    faults: dict[int, int] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
+
+
+def beyond(track: Track, floor: Track) -> dict[int, float]:
+    """Return the seconds that a candidate's steps take beyond those of `floor`, by round."""
+    return {i: track.seconds[i] - floor.seconds[i] for i in track.seconds.keys() & floor.seconds.keys()}
 
 
 def ratio(track: Track, baseline: Track, *, plus: float = 0.0) -> Ratio:
@@ -41,6 +49,11 @@ def ratio(track: Track, baseline: Track, *, plus: float = 0.0) -> Ratio:
     """
     common = sorted(track.seconds.keys() & baseline.seconds.keys())
     return paired_ratio([track.seconds[i] for i in common], [baseline.seconds[i] + plus for i in common])
+
+
+def faults() -> int:
+    """Return how many pages this process has had mapped without reading a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @contextmanager
@@ -84,8 +97,9 @@ def in_turns(
                 if i >= rare.get(label, len(rounds)):
                     continue
                 wait(device)
-                start = time.perf_counter()
+                mapped, start = faults(), time.perf_counter()
                 loss = steps[label](batch)
                 wait(device)
                 tracks[label].seconds[number] = time.perf_counter() - start
+                tracks[label].faults[number] = faults() - mapped
                 tracks[label].losses.append(loss.clone())  # a captured step writes the next one in its place

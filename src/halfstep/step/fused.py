@@ -269,7 +269,7 @@ class FusedUpdate:
             number = 0.0 if tensor is not None else float(rate)
             bits = None if self._draws is None else self._draws.on(factor.device, call.shard or 0)
             given = (factor, bad, bits, call.start, call.form, tensor, number, *_options(optimizer, call.group))
-            if kernels is None:
+            if kernels is None or call.packed is None:
                 operator(*call.values, *call.states, laid_out[n], *given)
             else:
                 call.packed.take([self._columns.addresses[n] for n in call.chosen])
