@@ -180,9 +180,9 @@ def test_a_failed_capture_raises_its_cause_and_leaves_nothing(
 ) -> None:
     kept = [made.capture(world.draw, ()) for _ in range(others)]
     for _ in range(2):
-        with pytest.raises(ValueError, match="the cause"):
+        with pytest.raises(ValueError, match="the cause") as raised:
             made.capture(failures(world)[kind], ())
-        assert world.clean(others)
+        assert raised.value and world.clean(others)
     replay, result = made.capture(lambda: "result", ())
     replay()
     assert result == "result" and world.clean(others + 1)
@@ -195,9 +195,9 @@ def test_an_error_at_the_end_of_a_capture_is_raised_and_leaves_nothing(world: Wo
     def invalid() -> None:
         world.invalid = True
 
-    with pytest.raises(RuntimeError, match="capture was invalidated"):
+    with pytest.raises(RuntimeError, match="capture was invalidated") as raised:
         made.capture(invalid, ())
-    assert world.clean()
+    assert raised.value and world.clean()
 
 
 @pytest.mark.parametrize("version", ["2.11"], indirect=True)

@@ -92,6 +92,7 @@ class CudaRecorder:
                 except BaseException:
                     with suppress(Exception):
                         self._end(graph)
+                    graph.reset()  # what was raised may keep it alive
                     raise
                 self._end(graph)
         self._graphs.add(graph)
