@@ -51,11 +51,12 @@ class CudaRecorder:
     of a training step never run at the same time, and none reads freed memory of another. torch refuses to capture into
     a pool whose graphs are gone, so the next one gets a new pool.
 
-    Note [failed captures]: after an operation that a capture forbids, `CUDAGraph.capture_end` raises in its first call
-    of CUDA (torch 2.11 to 2.15) and leaves what follows undone: torch's allocators still record into the pool, and its
-    random generators still draw for a capture, so that every later draw and capture fails. Ending an empty capture of
-    the same stream in its place does all of that; torch itself would begin one with a state of its own, so the driver
-    begins it. ``torch.cuda.graph`` leaves the side stream current too (up to torch 2.14), and is not used.
+    Note [failed captures]: an operation that a capture forbids makes `CUDAGraph.capture_end` raise. Up to torch 2.13 it
+    raises in its first call of CUDA and leaves what follows undone: torch's allocators still record into the pool, and
+    its random generators still draw for a capture, so that every later draw and capture fails. Ending an empty capture
+    of the same stream in its place does all of that; torch would begin one with a state of its own, so the driver
+    begins it. torch 2.14 needs only `reset`. ``torch.cuda.graph`` is not used: it also leaves the side stream current
+    (up to torch 2.14).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,6 +92,7 @@ class CudaRecorder:
                 except BaseException:
                     with suppress(Exception):
                         self._end(graph)
+                    graph.reset()  # what was raised may keep it alive
                     raise
                 self._end(graph)
         self._graphs.add(graph)
@@ -102,20 +104,25 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except Exception as error:
-            try:
-                mark = torch.zeros((), device=self._device)
-                _begin_capture(self._stream)
-                mark.zero_()  # torch warns of graphs without any work
-                graph.capture_end()
-            except Exception as again:
-                LOG.warning(
-                    "a capture failed (%s) and could not be ended (%s): start the process anew before the next one, or "
-                    "leave cuda_graph out",
-                    str(error).strip(),
-                    again,
-                )
+            if not hasattr(graph, "capture_end_pre"):
+                self._end_instead(graph, error)
             graph.reset()
             raise
+
+    def _end_instead(self, graph: torch.cuda.CUDAGraph, error: Exception) -> None:
+        """End an empty capture in place of that of `graph`, which has ended with `error`; note [failed captures]."""
+        try:
+            mark = torch.zeros((), device=self._device)
+            _begin_capture(self._stream)
+            mark.zero_()  # torch warns of graphs without any work
+            graph.capture_end()
+        except Exception as again:
+            LOG.warning(
+                "a capture failed (%s) and torch's state could not be put back (%s): start the process anew before the "
+                "next capture, or leave cuda_graph out",
+                str(error).strip(),
+                again,
+            )
 
 
 def _begin_capture(stream: torch.cuda.Stream) -> None:
