@@ -294,7 +294,8 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 def _rows(input: Tensor, linear_weight: Tensor) -> int:
     """Return how many rows' logits exist at a time."""
     classes, device = len(linear_weight), input.device.type
-    if device == "cpu" and input.dtype in LOW_DTYPES and not load_kernels(device):
+    compiling = torch.compiler.is_compiling()
+    if device == "cpu" and input.dtype in LOW_DTYPES and not compiling and not load_kernels(device):
         return max(LARGE // classes, ENOUGH)
     return rows_at_a_time(classes, device)
 
