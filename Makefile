@@ -14,7 +14,7 @@ MINUTES   ?= 10
 WORKERS   ?= 2
 SOURCE     = $(QUIET) PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
-FULL      := torch,O1,mixed,O2,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
+FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-lean count soak faults fuzz compare-full tables walks clean zoo
@@ -96,7 +96,7 @@ bench-scale: $(READY)  ## several processes beside one, some 10 minutes on 2 cor
 bench-serving: $(READY)  ## forward passes that serve, some 5 minutes on 2 cores -> benchmarks/results/serving.json
 	$(QUIET) $(BIN)/python -m benchmarks.serving --json benchmarks/results/serving.json
 
-bench-lean: $(PEERS)  ## lean beside fp32, long runs and fine-tuning, some 45 minutes on a core -> benchmarks/results/lean.json
+bench-lean: $(PEERS)  ## lean beside fp32, long runs and fine-tuning, some 30 minutes on a core -> benchmarks/results/lean.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lean --parts out/lean --json benchmarks/results/lean.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
@@ -114,10 +114,9 @@ fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10
 zoo: $(READY)  ## transformers' architectures, tiny, under five presets, an hour; goes on where it was cut off -> benchmarks/results/zoo.json
 	$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --parts out/zoo.jsonl --json benchmarks/results/zoo.json
 
-compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare{,_resnet,_low}.json
+compare-full: $(READY)  ## every preset in bf16 and fp16, 5 seeds -> benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task lenet5 --task gpt --policies $(FULL) --seeds 5 --json benchmarks/results/compare.json
 	$(BIN)/halfstep compare --task resnet --policies $(FULL) --seeds 5 --json benchmarks/results/compare_resnet.json
-	$(BIN)/halfstep compare --task lenet5 --task resnet --task gpt --policies pure,lean --seeds 5 --json benchmarks/results/compare_low.json
 
 tables: $(READY)  ## write the numbers of benchmarks/results/, and what the code says of itself, into README and docs
 	$(BIN)/python -m benchmarks.tables

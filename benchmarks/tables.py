@@ -341,35 +341,18 @@ def metrics(task: dict[str, Any]) -> str:
     return about + "\n\n" + table(head, rows)
 
 
-def low_metrics(report: dict[str, Any]) -> str:
-    """Return the tasks of a comparison in one table, without what `metrics` has on cost."""
-    rows = []
-    for task in report.get("tasks", ()):
-        for found in task["rows"]:
-            difference, mean = found["difference"], sum(found["metrics"]) / len(found["metrics"])
-            own = found["label"] == "fp32"
-            interval = "" if own else f"{difference['mean']:+.4g} [{difference['low']:+.4g}, {difference['high']:+.4g}]"
-            verdict = "" if own else difference["verdict"]
-            title = f"{task['task']}, {task['metric']}, margin {task['margin']:.3g}"
-            rows.append([title, found["label"], f"{mean:.4g}", interval, verdict, f"{found['state_bytes'] / 1e6:.2f}"])
-    head = ["task", "policy", "result", "minus fp32, 90 % interval", "verdict", "parameters + state, MB"]
-    return table(head, rows)
-
-
 # ------------------------------------------------------------------ files
 
 
 def blocks(reports: Reports) -> dict[str, str]:
     """Return what stands between the markers, by their names."""
-    full, digits, low = load("compare.json"), load("compare_resnet.json"), load("compare_low.json")
+    full, digits = load("compare.json"), load("compare_resnet.json")
     tasks = {t["task"]: t for report in (full, digits) for t in report["tasks"]}
     bench, serving, losses = reports.cpu, load("serving.json"), load("losses.json")
     return {
         "source bench": bench_source(bench),
         "source compare": source(full),
         "source compare resnet": source(digits),
-        "source compare low": source(low) if low else "Not measured here.",
-        "metrics low": low_metrics(low),
         "summary": summary(bench),
         "goals": goal_table(reports, goals()),
         "entry": entry(bench),
