@@ -179,6 +179,7 @@ class FusedUpdate:
                 self._calls.append(_Call(group, form, shard, start, chosen, (weights, beside), states))
                 start += len(parameters)
 
+    @torch.no_grad()
     def _lay_out(self, gradients: list[Tensor]) -> list[list[Tensor]]:
         """Return the gradients of each call, this rank's part of them, in the memory layout of the weights."""
         return [
@@ -250,7 +251,6 @@ class FusedUpdate:
             return check_gradients(gradients, divisor, clip_norm)
         return GradientCheck(*kernels.check(self._columns, divisor, clip_norm, self._factor), self._factor)
 
-    @torch.no_grad()
     def write(self, factor: Tensor, bad: Tensor) -> None:
         """Write weights, states and step counts; waits for nothing.
 
@@ -262,7 +262,7 @@ class FusedUpdate:
         name, operator = _operator(optimizer)
         for parameter, state, value in self._made:
             optimizer.state[parameter][state] = value
-        laid_out = self._laid_out or self._lay_out([*map(_grad, self._parameters)]) if kernels is None else []
+        laid_out = [] if kernels is not None else self._laid_out or self._lay_out([*map(_grad, self._parameters)])
         for n, call in enumerate(self._calls):
             rate = call.group["lr"]
             tensor = rate if isinstance(rate, Tensor) and rate.device == factor.device else None
@@ -270,7 +270,8 @@ class FusedUpdate:
             bits = None if self._draws is None else self._draws.on(factor.device, call.shard or 0)
             given = (factor, bad, bits, call.start, call.form, tensor, number, *_options(optimizer, call.group))
             if kernels is None or call.packed is None:
-                operator(*call.values, *call.states, laid_out[n], *given)
+                with torch.no_grad():
+                    operator(*call.values, *call.states, laid_out[n], *given)
             else:
                 call.packed.take([self._columns.addresses[n] for n in call.chosen])
                 kernels.update(name, call.packed, *given)
