@@ -50,109 +50,110 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, 4, 4, generator=source), torch.randint(0, 3, (4,), generator=source)
 
 
-def made(policy: str, kind: Any = torch.optim.AdamW, **options: Any) -> hs.TrainStep:
+def made(policy: str, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
     torch.manual_seed(1)
-    model = Net().to(memory_format=torch.channels_last)  # weights of two kinds of strides
+    model: Any = Net()
+    model.to(memory_format=torch.channels_last)  # weights of two kinds of strides
     groups = [{"params": list(model.one.parameters()), "lr": 0.02}, {"params": [*model.filters.parameters()]}]
     optimizer = kind([*groups, {"params": [*model.two.parameters(), *model.unused.parameters()]}], lr=0.01)
     return hs.TrainStep(model, optimizer, loss_fn, policy=POLICIES[policy], clip_norm=0.5, **options)
 
 
-def plain(step: hs.TrainStep) -> dict[str, Tensor]:
+def plain(step: Any) -> dict[str, Tensor]:
     found = {**step.model.state_dict(), **{f"low {n}": p.detach() for n, p in step.model.named_parameters()}}
     for i, state in step.optimizer.state_dict()["state"].items():
         found |= {f"{i} {name}": value for name, value in state.items()}
     return {name: value.clone() for name, value in found.items()}
 
 
-def states(step: hs.TrainStep) -> list[dict[str, Any]]:
+def states(step: Any) -> list[dict[str, Any]]:
     return [state for state in step.optimizer.state.values() if state]
 
 
-def another_state(step: hs.TrainStep) -> None:
+def another_state(step: Any) -> None:
     state = states(step)[1]
     state["exp_avg"] = state["exp_avg"] * 2
 
 
-def another_dict(step: hs.TrainStep) -> None:
+def another_dict(step: Any) -> None:
     for parameter, state in list(step.optimizer.state.items()):
         step.optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
 
 
-def data_of_a_state(step: hs.TrainStep) -> None:
+def data_of_a_state(step: Any) -> None:
     for state in states(step):
         state["exp_avg_sq"].data = state["exp_avg_sq"] * 4
 
 
-def data_of_a_weight(step: hs.TrainStep) -> None:
+def data_of_a_weight(step: Any) -> None:
     for parameter in step.model.parameters():
         parameter.data = parameter.data.clone()
 
 
-def written_data(step: hs.TrainStep) -> None:
+def written_data(step: Any) -> None:
     step.model.two.weight.data.mul_(0.5)
 
 
-def written_again(step: hs.TrainStep) -> None:
+def written_again(step: Any) -> None:
     alias = getattr(step, "alias", None)
     alias = step.__dict__.setdefault("alias", step.model.one.weight.data) if alias is None else alias
     alias.mul_(0.5)
 
 
-def written(step: hs.TrainStep) -> None:
+def written(step: Any) -> None:
     with torch.no_grad():
         step.model.one.weight.add_(0.25)
 
 
-def edited(step: hs.TrainStep) -> None:
+def edited(step: Any) -> None:
     with hs.edit_weights(step.model), torch.no_grad():
         step.model.two.weight.mul_(0.75)
 
 
-def frozen(step: hs.TrainStep) -> None:
+def frozen(step: Any) -> None:
     step.model.one.requires_grad_(not step.model.one.weight.requires_grad)
 
 
-def loaded(step: hs.TrainStep) -> None:
+def loaded(step: Any) -> None:
     step.load_state_dict(copy.deepcopy(step.state_dict()))
 
 
-def loaded_optimizer(step: hs.TrainStep) -> None:
+def loaded_optimizer(step: Any) -> None:
     step.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
 
 
-def options(step: hs.TrainStep) -> None:
+def options(step: Any) -> None:
     group = step.optimizer.param_groups[1]
     group["lr"], group["weight_decay"], group["betas"] = group["lr"] * 0.5, 0.3, (0.7, 0.8)
 
 
-def groups(step: hs.TrainStep) -> None:
+def groups(step: Any) -> None:
     first, second, *_ = step.optimizer.param_groups
     moved = second["params"].pop(0)
     first["params"].append(moved)
 
 
-def new_group(step: hs.TrainStep) -> None:
+def new_group(step: Any) -> None:
     if len(step.optimizer.param_groups) == 3:
         step.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "lr": 0.5})
 
 
-def layout(step: hs.TrainStep) -> None:
+def layout(step: Any) -> None:
     weight = step.model.filters.weight
     here = weight.is_contiguous()
     step.model.filters.to(memory_format=torch.channels_last if here else torch.contiguous_format)
 
 
-def cleared(step: hs.TrainStep) -> None:
+def cleared(step: Any) -> None:
     step.optimizer.state.clear()
 
 
-def evaluated(step: hs.TrainStep) -> None:
+def evaluated(step: Any) -> None:
     step.evaluate(*batch(99))
     step.model.state_dict()
 
 
-CHANGES: list[Callable[[hs.TrainStep], None]] = [
+CHANGES: list[Callable[[Any], None]] = [
     another_state, another_dict, data_of_a_state, data_of_a_weight, written_data, written_again, written, edited,
     frozen, loaded, loaded_optimizer, options, groups, new_group, layout, cleared, evaluated,
 ]  # fmt: skip
@@ -168,7 +169,7 @@ CHANGES: list[Callable[[hs.TrainStep], None]] = [
         if policy in {"mixed", "split"} or (i + j) % 3 == 0  # all of them where tables differ most
     ],
 )
-def test_tables_follow_what_changes_between_steps(policy: str, change: Callable[[hs.TrainStep], None]) -> None:
+def test_tables_follow_what_changes_between_steps(policy: str, change: Callable[[Any], None]) -> None:
     step, anew = made(policy), made(policy)
     for i in range(9):
         if i in {4, 6}:
@@ -196,7 +197,7 @@ def test_a_good_step_uses_the_tables_again(policy: str, monkeypatch: pytest.Monk
 
 class Seen(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,7 +221,7 @@ def test_a_watched_update_goes_through_the_dispatcher_with_the_same_bits(policy:
 def test_an_unusual_gradient_is_read_as_it_is() -> None:
     """Of another layout in memory, or another format, than the last one."""
 
-    def odd(step: hs.TrainStep, i: int) -> None:
+    def odd(step: Any, i: int) -> None:
         weight = step.model.one.weight
         turned = torch.arange(float(weight.numel())).view(weight.shape[::-1]).T * i
         step.watchers[:] = [Swap(weight, turned if i % 2 else turned.contiguous())]
@@ -232,6 +233,9 @@ def test_an_unusual_gradient_is_read_as_it_is() -> None:
         def wants_update(self) -> bool:
             return True
 
+        def pass_update(self) -> None:
+            pass
+
         def before_update(self, parameters: Any) -> None:
             self.weight.grad = self.gradient
 
@@ -241,7 +245,8 @@ def test_an_unusual_gradient_is_read_as_it_is() -> None:
     step, anew = made("mixed"), made("mixed")
     for i in range(7):
         if i > 3:
-            odd(step, i), odd(anew, i)
+            odd(step, i)
+            odd(anew, i)
         anew._updater._fused = None
         assert torch.equal(step(*batch(i)).grad_norm, anew(*batch(i)).grad_norm)
     want = plain(anew)

@@ -93,8 +93,9 @@ def made_inside() -> dict[str, list[Any]]:
     for name, make in ways.items():
         model = make()
         devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
-        optimizer = torch.optim.AdamW(model.parameters())
-        step = hs.TrainStep(model, optimizer, loss_fn, policy=hs.Policy.of("O2", dtype="fp16"))
+        step = hs.TrainStep(
+            model, torch.optim.AdamW(model.parameters()), loss_fn, policy=hs.Policy.of("O2", dtype="fp16")
+        )
         found[name] = [*devices, len(count_step(step, *batch(), warm=1).syncs)]
     tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
