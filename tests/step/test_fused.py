@@ -38,7 +38,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.filters(x)).mean(3).flatten(1)
-        return self.two(F.relu(self.one(hidden)))
+        found: Tensor = self.two(F.relu(self.one(hidden)))
+        return found
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
