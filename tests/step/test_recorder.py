@@ -7,7 +7,6 @@ records back first, and `reset` gives the pool back.
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
@@ -55,7 +54,6 @@ class World:
 
     def clean(self, graphs: int = 0) -> bool:
         """Return whether nothing is left but so many graphs."""
-        gc.collect()
         self.draw()
         left = (self.captures, self.underway, self.begun, self.uses.total())
         return self.current == DEFAULT and left == (None, set(), set(), graphs)
