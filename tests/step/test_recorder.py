@@ -1,7 +1,7 @@
 """The recorder of CUDA graphs, on an emulation of what torch keeps of a capture.
 
-As CUDAGraph.cpp has it: up to torch 2.13 `capture_end` raises before it has restored anything; from 2.14 on it restores its
-records first, and `reset` releases the pool.
+As CUDAGraph.cpp has it: up to torch 2.13 `capture_end` raises before it has restored anything; from 2.14 on it restores
+its records first, and `reset` releases the pool.
 """
 
 from __future__ import annotations
