@@ -41,7 +41,7 @@ DEFAULTS = {
     "KINETO_LOG_LEVEL": "99",
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
 }
-"""The environment of processes, where it says nothing else."""
+"""Environment variables of processes, unless they are set."""
 
 REPORT = ROOT / "benchmarks" / "results" / "gpu_first.json"
 PYTHON = sys.executable

@@ -1,13 +1,12 @@
 """The recorder of CUDA graphs, on an emulation of what torch keeps of a capture.
 
-As CUDAGraph.cpp has it: up to torch 2.13 `capture_end` raises before it has put anything back; from 2.14 on it puts its
-records back first, and `reset` gives the pool back.
+As CUDAGraph.cpp has it: up to torch 2.13 `capture_end` raises before it has restored anything; from 2.14 on it restores
+its records first, and `reset` releases the pool.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
@@ -55,7 +54,6 @@ class World:
 
     def clean(self, graphs: int = 0) -> bool:
         """Return whether nothing is left but so many graphs."""
-        gc.collect()
         self.draw()
         left = (self.captures, self.underway, self.begun, self.uses.total())
         return self.current == DEFAULT and left == (None, set(), set(), graphs)
@@ -202,7 +200,7 @@ def test_an_error_at_the_end_of_a_capture_is_raised_and_leaves_nothing(world: Wo
 
 @pytest.mark.parametrize("version", ["2.11"], indirect=True)
 def test_torch_s_own_context_manager_leaves_stream_pool_and_generator(world: World) -> None:
-    """The twin: what the emulation would let pass is nothing."""
+    """The twin: in the emulation a broken capture has consequences."""
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     with pytest.raises(RuntimeError, match="capture was invalidated"):
         with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool, stream=stream):
@@ -227,7 +225,7 @@ def test_a_capture_that_cannot_be_ended_is_told(
         made.capture(failures(world)["waits"], ())
     assert world.current == DEFAULT and world.underway
     (line,) = [r.getMessage() for r in caplog.records]
-    assert "a capture failed (capture was invalidated) and torch's state could not be put back (no driver)" in line
+    assert "a capture failed (capture was invalidated) and torch's state could not be restored (no driver)" in line
 
 
 def test_tables_of_graphs_that_are_gone_are_freed(

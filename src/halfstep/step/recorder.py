@@ -118,7 +118,7 @@ class CudaRecorder:
             graph.capture_end()
         except Exception as again:
             LOG.warning(
-                "a capture failed (%s) and torch's state could not be put back (%s): start the process anew before the "
+                "a capture failed (%s) and torch's state could not be restored (%s): start the process anew before the "
                 "next capture, or leave cuda_graph out",
                 str(error).strip(),
                 again,
@@ -126,7 +126,7 @@ class CudaRecorder:
 
 
 def _begin_capture(stream: torch.cuda.Stream) -> None:
-    """Begin a capture that torch does not know of."""
+    """Begin a capture through the driver, without a CUDAGraph."""
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     status = driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), THREAD_LOCAL)
     if status:

@@ -159,7 +159,7 @@ def tables_of(graph: object, device: torch.device) -> Iterator[None]:
         device: where it is captured; it must be idle.
     """
     kept = _kept()
-    kept.graphs = [(other, tables) for other, tables in kept.graphs if other() or tables[-1].device != device]
+    kept.graphs = [(one, of) for one, of in kept.graphs if one() is not None or of[-1].device != device]
     before, kept.now = kept.now, []
     try:
         yield

@@ -236,7 +236,7 @@ class Graphs:
         step = self._step
         before, statistics = step.record.position, self._statistics.open
         gradients = [(p, p.grad) for p in self._model.parameters()]
-        put_generators = generators_now(generators)
+        restore_generators = generators_now(generators)
         step.watchers.paused = True  # what they do is not part of a step
         try:
             with self._rates_as_tensors(updates=updates):
@@ -248,7 +248,7 @@ class Graphs:
                 parameter.grad = gradient
             self._updater.abort(written=False)
             step.scaler.forget()
-            put_generators()
+            restore_generators()
             graph.calls = WARM_UPS - 1  # the loss may be another one by then: a warm-up loads its kernels
             if not isinstance(error, Exception) or isinstance(error, StepError):
                 raise
