@@ -315,7 +315,7 @@ RUN = Run(scheduler="step", in_backward=True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cut off in a generator that ends
-@pytest.mark.parametrize("stride", [601, pytest.param(1, marks=pytest.mark.hours)])
+@pytest.mark.parametrize("stride", [601, pytest.param(7, marks=pytest.mark.hours)])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
 def test_a_step_that_is_cut_off(kind: type[BaseException], stride: int) -> None:
     def check() -> str:
