@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, overload
@@ -44,7 +44,9 @@ __all__ = [
     "POLICY_DTYPES",
     "TF32",
     "Format",
+    "float64_of",
     "format_of",
+    "widest_dtype",
 ]
 
 FLOAT64_BIAS, FLOAT64_MANTISSA = 1023, 52  # of IEEE 754 binary64, to write powers of two as bits
@@ -153,7 +155,7 @@ class Format:
         if isinstance(x, Tensor):
             wide = _wide(x, "ulp")
             spacing = torch.where(wide.isfinite(), self._spacing(wide), wide.abs())
-            return spacing if x.dtype is torch.float64 else spacing.to(torch.float32)
+            return spacing if x.dtype is torch.float64 else spacing.to(x.device, torch.float32)
         if not math.isfinite(x):
             return abs(x)
         if abs(x) < self.smallest_normal:
@@ -176,7 +178,7 @@ class Format:
         the sign of zero stays.
 
         Args:
-            x: floating tensor of any shape, on a device with float64; not changed.
+            x: floating tensor of any shape; not changed. On a device without float64 it is rounded on the CPU.
             mode: "nearest" or "stochastic".
             generator: source of random numbers for "stochastic", on the device of `x`; default torch's.
             saturate: numbers beyond `max`, infinities too, become `max` instead of overflowing (fp8_e4m3 always does).
@@ -197,12 +199,12 @@ class Format:
             steps = steps.round()  # ties to even
         else:
             below = steps.floor()
-            chance = torch.rand(steps.shape, generator=generator, dtype=torch.float64, device=x.device)
-            steps = below + (chance < steps - below)
+            chance = torch.rand(x.shape, generator=generator, dtype=widest_dtype(x.device), device=x.device)
+            steps = below + (chance.to(wide.device) < steps - below)
         rounded = torch.where(wide.isinf(), wide, steps * spacing)
         beyond = self.max if saturate or not self.has_inf else math.inf
         rounded = torch.where(rounded.abs() > self.max, beyond, rounded)
-        return rounded.copysign(wide).to(x.dtype)
+        return rounded.copysign(wide).to(x)
 
     def _spacing(self, wide: Tensor) -> Tensor:
         """Return the distance between neighbours at each element of a float64 tensor (anything where not finite)."""
@@ -215,7 +217,25 @@ def _wide(x: object, what: str) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise FormatError(f"Format.{what} takes a floating tensor and got {got}; convert it first, e.g. x.float()")
-    return x.detach().to(torch.float64)
+    return float64_of(x.detach())
+
+
+WITHOUT_FLOAT64: Mapping[str, Callable[[torch.device], bool]] = MappingProxyType(
+    {"mps": lambda device: True, "xpu": lambda device: not torch.xpu.get_device_properties(device).has_fp64}
+)
+"""Device types of which some devices have no float64 -> whether a device has none."""
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for a device that lacks it: mps, and some of xpu."""
+    lacks = WITHOUT_FLOAT64.get(device.type)
+    return torch.float32 if lacks is not None and lacks(device) else torch.float64
+
+
+def float64_of(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """Return `tensor` in float64, on the CPU if its device lacks that; `copy`: never the tensor itself."""
+    place = tensor.device if widest_dtype(tensor.device) is torch.float64 else "cpu"
+    return tensor.to(place, torch.float64, copy=copy)
 
 
 FP32 = Format(name="fp32", exponent_bits=8, mantissa_bits=23, torch_dtype=torch.float32)

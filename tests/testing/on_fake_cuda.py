@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.kernels import triton
 from halfstep.testing import CountError, Counts, count_step, fake_cuda
+from tests.testing.without_float64 import refused
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -134,6 +135,7 @@ def main() -> None:
         except CountError as error:
             answer["shapes"] = str(error)
         answer["inside"] = made_inside()
+        answer["float64"] = refused()
         answer["without triton"] = without_triton()
         answer["auto"] = hs.Policy.of("mixed").dtype, hs.policy.units("cuda").reason
     answer["after"] = torch.cuda.is_available()

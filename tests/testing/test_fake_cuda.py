@@ -21,8 +21,8 @@ device = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 
 def start(*words: str) -> str:
-    place = Path(sys.modules["halfstep"].__file__ or "").parent.parent
-    done = run_python(words, capture_output=True, env={**os.environ, "PYTHONPATH": str(place)})
+    places = Path(sys.modules["halfstep"].__file__ or "").parent.parent, Path(__file__).parents[2]
+    done = run_python(words, capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))})
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
@@ -119,6 +119,11 @@ def test_without_triton_torch_s_operators_update_and_wait_for_nothing(found: dic
 def test_modules_made_inside_reach_the_device_in_every_way_and_stay_the_same_objects(found: dict[str, Any]) -> None:
     ways = dict.fromkeys(("to", "cuda", "to_empty", "deepcopy"), ["cuda:0", 0])
     assert found["inside"] == {**ways, "tied": ["cuda:0", True, True, True]}
+
+
+@device
+def test_a_device_without_float64_is_asked_for_none(found: dict[str, Any]) -> None:
+    assert found["float64"] == {"widens": "TypeError: aten._to_copy.default made float64"}
 
 
 @device

@@ -181,7 +181,7 @@ class PolicyMixin(Mixed):
         count = super()._get_num_items_in_batch(*args, **kwargs)
         if isinstance(count, Tensor) and count.is_floating_point():
             shared = getattr(self.accelerator, "parallelism_config", None) is not None  # then it may be a fraction
-            count = count.double() if shared else count.long()
+            count = count.to(hs.formats.widest_dtype(count.device)) if shared else count.long()
         return count
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError
+from halfstep.formats import float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
 from halfstep.policy.policy import Policy
@@ -273,7 +274,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
+    return float64_of(tensor.detach()) if tensor.is_floating_point() else tensor.detach()
 
 
 def in_float64(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

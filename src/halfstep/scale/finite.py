@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import LOW_DTYPES, widest_dtype
 from halfstep.kernels.sharded import local
 
 __all__ = ["check", "describe_non_finite", "gradients", "names_of", "unscale_"]
@@ -204,10 +204,8 @@ class _Batches:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """Return 1/scale as fp32, rounded once (some fp32 division kernels are not exact); mps has no float64."""
-    if scale.device.type == "mps":
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
+    """Return 1/scale as fp32, rounded once (some fp32 division kernels are not exact) where there is float64."""
+    return scale.to(widest_dtype(scale.device)).reciprocal().float()
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ScaleError
+from halfstep.formats import widest_dtype
 from halfstep.kernels import ops
 from halfstep.kernels.choose import why_no_kernels
 from halfstep.policy.scale_rule import FP32_MAX, ScaleRule
@@ -96,8 +97,8 @@ def initial_state(rule: ScaleRule, device: torch.device | str) -> ScaleState:
 
 def load_host(values: Mapping[str, Any], device: torch.device | str, rule: ScaleRule | None = None) -> ScaleState:
     """Return plain numbers (as `state_to_host` gives them) as a state on `device`, in the format `rule` keeps."""
-    double = rule is not None and rule.kept == "fp64" and torch.device(device).type != "mps"  # mps has no float64
-    dtypes = (torch.float64, *_DTYPES[1:]) if double else _DTYPES
+    kept = widest_dtype(torch.device(device)) if rule is not None and rule.kept == "fp64" else _DTYPES[0]
+    dtypes = (kept, *_DTYPES[1:])
     # full, not tensor: the number travels as a kernel argument, so this can run while a CUDA graph is being captured.
     return ScaleState(
         *(
@@ -109,7 +110,7 @@ def load_host(values: Mapping[str, Any], device: torch.device | str, rule: Scale
 
 def state_to_host(state: ScaleState) -> dict[str, Any]:
     """Copy a state to plain numbers; one wait for the device."""
-    wide = torch.float32 if state.scale.device.type == "mps" else torch.float64  # int32 fits float64 exactly
+    wide = widest_dtype(state.scale.device)  # int32 fits float64 exactly
     values = torch.stack([field.to(wide) for field in state]).tolist()
     scale, *counts, alarm = values
     names = ScaleState._fields
@@ -138,7 +139,8 @@ def advance(rule: ScaleRule, state: ScaleState, found_inf: Tensor) -> ScaleState
         slack = torch.where(refill, rule.hysteresis - 1, torch.where(bad, (slack - 1).clamp(min=0), slack))
     if rule.tolerance > 0.0:
         steps, misses = steps + 1, misses + bad
-        due = due & (misses.to(_wide(scale)) / steps.to(_wide(scale)) >= rule.tolerance)
+        wide = widest_dtype(scale.device)
+        due = due & (misses.to(wide) / steps.to(wide) >= rule.tolerance)
         steps, misses = torch.where(due | grow, 0, steps), torch.where(due, 0, misses)
 
     raised = _times(scale, rule.growth)
@@ -250,16 +252,12 @@ def _is_plain(rule: ScaleRule) -> bool:
     )
 
 
-def _wide(scale: Tensor) -> torch.dtype:
-    """Return the dtype in which the product of a scale and a Python float is rounded only once."""
-    return torch.float32 if scale.device.type == "mps" else torch.float64  # mps has no float64
-
-
 def _times(scale: Tensor, factor: float) -> Tensor:
-    return (scale.to(_wide(scale)) * factor).to(scale.dtype)
+    # where there is float64 the product is rounded only once
+    return (scale.to(widest_dtype(scale.device)) * factor).to(scale.dtype)
 
 
 def _over(scale: Tensor, divisor: float) -> Tensor:
     # A tensor as divisor: CUDA turns a division by a number into a product with its reciprocal.
-    wide = scale.to(_wide(scale))
+    wide = scale.to(widest_dtype(scale.device))
     return (wide / torch.full_like(wide, divisor)).to(scale.dtype)

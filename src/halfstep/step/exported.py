@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 
 from halfstep.cast.rules.custom import KEYS
 from halfstep.errors import UnbuiltError
-from halfstep.formats import POLICY_DTYPES
+from halfstep.formats import POLICY_DTYPES, float64_of
 from halfstep.policy.optable import table
 from halfstep.policy.policy import Policy
 from halfstep.step.lowered import twin
@@ -85,7 +85,8 @@ def _compare(expected: Sequence[Tensor], got: Sequence[Tensor]) -> None:
     """Warn where a program computes something else than the model it was made from."""
     for a, b in zip(expected, got, strict=True):
         if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
-            far = float((a.double() - b.double()).norm() / a.double().norm())
+            wide = float64_of(a)
+            far = float((wide - float64_of(b)).norm() / wide.norm())
             warnings.warn(
                 f"hs.exported: an output of the program differs from the model's by {far:.2g} (relative) on the "
                 "example; torch has chosen other kernels, or the model computes something random in evaluation",

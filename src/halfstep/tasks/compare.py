@@ -235,7 +235,7 @@ def _train(
             last, speed = step + 1 == steps and label == order[-1], _samples(batch) / seconds
             loop = loops[label]
             on_step(Moment(seed=seed, step=step + 1, label=label, loop=loop, samples_per_second=speed, last=last))
-    return {label: torch.stack(found).double().flatten().tolist() for label, found in losses.items()}
+    return {label: torch.stack(found).flatten().tolist() for label, found in losses.items()}
 
 
 def _samples(batch: tuple[Any, ...]) -> int:

@@ -129,8 +129,8 @@ def validation_loss(model: nn.Module) -> float:
     losses = []
     for chunk in starts.chunk(VALIDATION_BATCHES):
         tokens, targets = (t.to(device) for t in windows(held_out, chunk))
-        losses.append(F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).double())
-    return float(torch.stack(losses).mean())
+        losses.append(F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()))
+    return float(torch.stack(losses).cpu().double().mean())
 
 
 def gpt_task() -> Task:

@@ -74,6 +74,10 @@ class StochasticWeights(CompactWeights):
 def _stochastic_fp16(wide: Tensor, bits: Tensor) -> Tensor:
     """Round fp32 to fp16, down or up by `bits`; what is not finite stays."""
     exponent = (torch.frexp(wide).exponent - 1).clamp(min=-14)
-    spacing = torch.ldexp(torch.ones_like(wide), exponent - 10).double()
-    rounded = (wide / spacing + bits / 65536).floor() * spacing  # exact in fp64 up to the floor
-    return torch.where(torch.isfinite(wide), rounded.float(), wide).half()
+    spacing = torch.ldexp(torch.ones_like(wide), exponent - 10)
+    steps = (wide / spacing).abs()  # every operation here is exact, in fp32
+    below, chance = steps.floor(), bits / 65536
+    rest = steps - below
+    steps = torch.where(wide < 0, 0 - (below + (rest > chance)), below + (rest >= 1 - chance))
+    rounded = steps * spacing
+    return torch.where(torch.isfinite(wide), rounded, wide).half()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import FormatError
+from halfstep.formats import widest_dtype
 from halfstep.kernels.sharded import is_sharded, local
 
 __all__ = ["norms", "sharded_norms"]
@@ -50,7 +51,7 @@ def sharded_norms(tensors: Sequence[Tensor], plain: Callable[[Sequence[Tensor]],
     parts = [local(t) for t in tensors]
     some = [i for i, part in enumerate(parts) if part.numel()]  # a rank has nothing of a tensor with fewer rows
     device = parts[0].device
-    squares = torch.zeros(len(parts), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    squares = torch.zeros(len(parts), dtype=widest_dtype(device), device=device)
     if some:
         mine = plain([parts[i] for i in some]).to(squares)
         if len(some) == len(parts):

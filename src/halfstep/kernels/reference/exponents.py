@@ -101,12 +101,15 @@ def _row(tensor: Tensor) -> Tensor:
     """Return the row of one tensor that is not empty."""
     if tensor.device.type == "cpu" and tensor.dtype is not torch.float64:
         return _row_on_cpu(tensor.reshape(-1).to(torch.float32))
-    wide = tensor.reshape(-1).to(torch.float64)
-    bits = wide.abs().view(torch.int64)
+    if tensor.dtype is torch.float64:
+        wide = tensor.reshape(-1)
+        bits = wide.view(torch.int64) & (2**63 - 1)
+    else:
+        wide = tensor.reshape(-1).to(torch.float32)
+        bits = _as_float64(wide)
     zero = bits == 0
-    mantissa, exponent = torch.frexp(wide.abs())
-    place = exponent.to(torch.int64).sub_(1 + LOWEST).clamp_(0, BINS - 1)
-    power = (mantissa == 0.5) & (place > 0) & (place < BINS - 1)
+    place = ((bits >> 52) - 1023 - LOWEST).clamp_(0, BINS - 1)
+    power = (bits & (2**52 - 1) == 0) & (place > 0) & (place < BINS - 1)
     # what is no finite number goes to the place after the last one, which is cut off
     counted = (bits < TOP) & ~zero
     found = torch.zeros(ROW + 1, dtype=torch.int64, device=tensor.device)
@@ -121,6 +124,16 @@ def _row(tensor: Tensor) -> Tensor:
     found[LARGEST] = torch.where(counted, bits, nothing).max()
     found[SMALLEST] = torch.where(counted, TOP - bits, nothing).max()
     return found[:ROW]
+
+
+def _as_float64(wide: Tensor) -> Tensor:
+    """Return the bits of the magnitudes of fp32 numbers as float64, by integers: not every device has float64."""
+    size = (wide.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
+    subnormal = size < 0x800000  # a multiple of 2**-149, which as fp32 shows its exponent
+    normal = torch.where(subnormal, size.to(torch.float32).view(torch.int32).to(torch.int64), size)
+    bias = torch.where(subnormal, (1023 - 127 - 149) << 52, (1023 - 127) << 52)
+    bias = torch.where(size >= 0x7F800000, (2047 - 255) << 52, bias)
+    return torch.where(size == 0, size, (normal << 29) + bias)
 
 
 def _row_on_cpu(wide: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.formats import Format
+from halfstep.formats import Format, float64_of
 from halfstep.kernels.reference.exponents import LARGEST, merge_
 from halfstep.lens.sketch import Sketches
 
@@ -147,8 +147,8 @@ class ErrorSums:
             wanted = torch.where(wanted.abs() > HUGE, math.inf, wanted)
             both = found.isfinite() & wanted.isfinite()
             self.lost += int((~found.isfinite() & wanted.isfinite()).sum())
-            apart, wanted = apart[both].double(), torch.where(wanted.isfinite(), wanted, 0.0)
-            difference, reference = _square(apart), _square(wanted.double())
+            apart, wanted = float64_of(apart[both]), torch.where(wanted.isfinite(), wanted, 0.0)
+            difference, reference = _square(apart), _square(float64_of(wanted))
         if not form.has_inf:
             self.lost += int(((found.abs() >= form.max) & (wanted.abs() > form.max)).sum())
         if form.is_narrow:

@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from halfstep.cast.regions.autocast import suspended
 from halfstep.errors import AuditError
 from halfstep.events import HostStepResult
-from halfstep.formats import DTYPES, FP32, LOW_DTYPES, format_of
+from halfstep.formats import DTYPES, FP32, LOW_DTYPES, float64_of, format_of
 from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of, row_of
 from halfstep.lens.audit.table import Audit
@@ -266,7 +266,7 @@ class Run:
             tally = self.recorder.tally(OperatorCall(module, "buffer", 0, ""), "state", name)
             momentum = getattr(self.train.model.get_submodule(module), "momentum", None)
             tally.pace = momentum if isinstance(momentum, float) else 0.0
-            swallow(tally, old.double(), wanted.double(), found[name], form_of(old))
+            swallow(tally, float64_of(old), float64_of(wanted), found[name], form_of(old))
             tally.whole.add(found[name], wanted, form_of(old))
 
     # ------------------------------------------------------------------ what a step calls

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.formats import FP32, LOW_DTYPES, Format, format_of
+from halfstep.formats import FP32, LOW_DTYPES, Format, float64_of, format_of
 from halfstep.lens.audit.record import AuditRecorder
 from halfstep.lens.audit.rows import Tally, form_of
 from halfstep.lens.audit.watch import BELOW_FP32, OperatorCall
@@ -78,7 +78,7 @@ class Intended:
         self, optimizer: Optimizer, precise: Mapping[nn.Parameter, Tensor], gradients: Mapping[nn.Parameter, Tensor]
     ) -> None:
         self.before = {p: value.detach() for p, value in precise.items()}
-        twins = {p: nn.Parameter(value.to(torch.float64, copy=True)) for p, value in self.before.items()}
+        twins = {p: nn.Parameter(float64_of(value, copy=True)) for p, value in self.before.items()}
         memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
         old: dict[nn.Parameter, dict[str, Tensor]] = {p: {} for p in twins}
         for p, state in optimizer.state.items():
@@ -88,9 +88,9 @@ class Intended:
                 if name == "step":
                     memo[id(value)] = value.detach().cpu().clone()
                 elif value.is_floating_point():
-                    memo[id(value)] = value.detach().double()
+                    memo[id(value)] = float64_of(value.detach())
                     if isinstance(p, nn.Parameter) and p in old and format_of(value.dtype).bits < FP32.bits:
-                        old[p][name] = value.detach().double()
+                        old[p][name] = float64_of(value.detach())
         wide = copy_of_optimizer(optimizer, memo)
         forms = {**FORMS, "fused": _has_fused(wide)}
         for group in (wide.defaults, *wide.param_groups):
@@ -126,7 +126,8 @@ def swallow(tally: Tally, before: Tensor, after: Tensor, found: Tensor, form: Fo
         found: what it has become.
         form: the format it is stored in.
     """
-    change = before.to(torch.float64, copy=True)
+    before, found = before.to(after.device), found.to(after.device)
+    change = float64_of(before, copy=True)
     torch.sub(after, change, out=change)
     narrow = change.float()
     back = after.to(form.torch_dtype) if form.torch_dtype is not None else form.round(after)
@@ -255,7 +256,7 @@ class Meter:
         gradients: dict[nn.Parameter, Tensor] = {}
         for p in parameters:
             assert p.grad is not None
-            gradients[p] = (p.grad.to_dense() if p.grad.is_sparse else p.grad).to(torch.float64, copy=True)
+            gradients[p] = float64_of(p.grad.to_dense() if p.grad.is_sparse else p.grad, copy=True)
         norm = math.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values())) / scale
         if not math.isfinite(norm):
             return
@@ -303,6 +304,7 @@ class Meter:
                 if isinstance(found, Tensor) and found.is_floating_point():
                     tally = self.recorder.tally(OperatorCall(module, f"{kind}.{key}", 0, ""), "state", name)
                     tally.stochastic = managed
+                    found = found.to(value.device)
                     tally.pace = pace_of(step.optimizer, p, key)
                     if key in old:
                         swallow(tally, old[key], value, found, form_of(found))

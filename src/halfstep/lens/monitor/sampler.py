@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.cast.state import STATE
-from halfstep.formats import FORMATS, LOW_DTYPES
+from halfstep.formats import FORMATS, LOW_DTYPES, widest_dtype
 from halfstep.kernels.sharded import local
 from halfstep.lens.sketch import Sketches
 from halfstep.trees import tensors
@@ -41,7 +41,7 @@ class Shelf:
         numbers: of the parameters that live there.
         gradients: a sketch for each of them.
         weights: the same, before updates; empty if weights are not watched.
-        sums: (parameters, STATES + KEPT) fp64.
+        sums: (parameters, STATES + KEPT) fp64, fp32 on a device without.
         outputs: a sketch for each leaf module; empty if activations are not watched.
     """
 
@@ -104,7 +104,7 @@ class Sampler:
                 numbers,
                 Sketches(len(numbers), device),
                 Sketches(len(numbers) if self.weights else 0, device),
-                torch.zeros(len(numbers), STATES + KEPT, dtype=torch.float64, device=device),
+                torch.zeros(len(numbers), STATES + KEPT, dtype=widest_dtype(device), device=device),
                 Sketches(len(self.leaves) if self.activations else 0, device),
             )
         return self.shelves[device]
@@ -162,7 +162,7 @@ class Sampler:
             return
         states, rates = self.low_states(), self._rates()
         for device, shelf in self.shelves.items():
-            zero = torch.zeros((), dtype=torch.float64, device=device)
+            zero = torch.zeros((), dtype=widest_dtype(device), device=device)
             none = zero.expand(STATES + KEPT)
             good = zero == 0 if bad is None else ~bad.to(device, non_blocking=True)
             rows = []
@@ -189,7 +189,7 @@ class Sampler:
         parts = [ratio, zero + 1, active.sum(), (active & (value == old)).sum()]
         parts += [(active & (one == other)).sum() for one, other in zip(states, old_states, strict=False)]
         parts += [zero] * (STATES + KEPT - len(parts))
-        return torch.stack([part.to(torch.float64) for part in parts])
+        return torch.stack([part.to(zero.dtype) for part in parts])
 
     def _precise(self, parameter: nn.Parameter) -> Tensor:
         """Return a copy of the value that the optimizer moves."""
