@@ -139,3 +139,5 @@ def test_a_target_that_is_no_class_is_refused(wrong: int) -> None:
     with pytest.raises(IndexError, match=rf"Target {wrong} is out of bounds\."):
         ops.losses(logits, target, None, -100, 0.0)
     assert ops.losses(logits, target, None, wrong, 0.0)[1] == 0.0
+    ones = torch.ones(3)
+    assert ops.logits_gradient(logits, target, ones, ones, ones, None).isnan().all(1).tolist() == [False, True, False]

@@ -20,6 +20,7 @@ torch, nn.LinearCrossEntropyOptions, have the first way in other forms.)
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -323,6 +324,10 @@ def _applied(function: type[Function], *arguments: Any) -> Tensor:
     return apply(function, *arguments)
 
 
+def _no_rules(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() else rules_off(device)
+
+
 class GradientsAhead(Function):
     """Reduced cross entropy of ``F.linear(input, linear_weight, linear_bias)``; its gradients come with it.
 
@@ -363,7 +368,8 @@ class GradientsAhead(Function):
                 "linear_cross_entropy computed its gradients in the forward pass, and they have no derivative; call it "
                 "with recompute=True where backward runs with create_graph=True"
             )
-        found = (None if g is None else _scaled(g, grads[0]) for g in ctx.saved_tensors)
+        with _no_rules(grads[0].device.type):
+            found = [None if g is None else _scaled(g, grads[0]) for g in ctx.saved_tensors]
         return *found, None, None, None, None, None, None, None
 
 
@@ -407,7 +413,7 @@ class LinearCrossEntropy(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         input, linear_weight, linear_bias, target, weight = ctx.saved_tensors
         device = input.device.type
-        with torch.autocast(device, enabled=False) if torch.compiler.is_compiling() else rules_off(device):
+        with _no_rules(device):
             grad = spread(grads[0], target, weight, ctx.ignored, ctx.reduction)
             share = shares(grad, target, weight, ctx.ignored, ctx.smoothing, len(linear_weight))
             if differentiated(grads[0]):

@@ -1,7 +1,7 @@
-// Cross entropy of rows of low logits, as in `reference/cross_entropy.py`: one pass reads them in the forward pass and
-// one in the backward pass, nothing wide is written but a loss a row. exp is within an ulp, sums are fp32 over at most
-// BLOCK classes and fp64 over these, and the numbers of a row that are no vector are fp64. A row is one thread's work,
-// so results do not depend on the number of threads.
+// Cross entropy of rows of low logits, as in `reference/cross_entropy.py`: they come from memory once in the forward
+// and once in the backward pass, and nothing wide is written but a loss a row. exp is within an ulp, sums are fp32
+// over at most BLOCK classes and fp64 over these, and the numbers of a row that are no vector are fp64. A row is one
+// thread's work, so results do not depend on the number of threads.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct Logits {
 // the least relative error, 3e-9, for |r| <= ln 2 / 2.
 inline float exponential(float x) {
     float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // 1.5 * 2**23: the last bits are n
-    float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;                    // ln 2 in two parts; n times one is exact
+    float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts; n times the first is exact
     float q = 1.38145394e-3f * r + 8.36874545e-3f;
     q = q * r + 4.16683890e-2f;
     q = q * r + 1.66665211e-1f;
@@ -86,6 +86,10 @@ struct Row {  // of `Shares`
 template <class Low>
 void gradient_of(uint16_t *__restrict out, const uint16_t *__restrict x, float *__restrict e, int64_t classes,
                  const Row &row) {
+    if (row.label < 0 || row.label >= classes) {  // as in Triton; the losses have refused it
+        std::fill_n(out, classes, Low::narrow(NAN));
+        return;
+    }
     float top = largest<Low>(x, classes);
     double sum = sum_of(classes, [&](int64_t i) { return e[i] = exponential(Low::widen(x[i]) - top); });
     double every = row.every / sum, own = every * e[row.label] - row.own;
@@ -132,7 +136,8 @@ void halfstep_slope(const Logits *logits, const int64_t *label, const float *own
         for (int64_t n = begin; n < end; n++) {
             const uint16_t *x = logits->low + n * logits->stride;
             Row row{label[n], own[n], every[n], scale[n], by_class};
-            (logits->type == BF16 ? gradient_of<Bf16> : gradient_of<Fp16>)(out + n * classes, x, scratch.get(), classes, row);
+            auto *gradient = logits->type == BF16 ? gradient_of<Bf16> : gradient_of<Fp16>;
+            gradient(out + n * classes, x, scratch.get(), classes, row);
         }
     });
 }
