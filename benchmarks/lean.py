@@ -54,7 +54,6 @@ MARGIN = 0.1  # of what fp32 gained in `tune`; the other programs have their tas
 VALIDATION = 64  # windows of the validation text of `tune`
 
 BF16 = {
-    "mixed": hs.Policy.of("mixed", dtype="bf16"),
     "pure": hs.Policy.of("pure", dtype="bf16"),
     "lean": hs.Policy.of("lean", dtype="bf16"),
     "pure, kahan": hs.Policy.of("pure", dtype="bf16", master="kahan"),
@@ -277,7 +276,6 @@ def candidate_row(name: str, label: str, own: Sequence[Run], fp32: Sequence[Run]
         "bytes": own[0].bytes,
         "skipped": [run.skipped for run in own],
         "seconds": [run.seconds for run in own],
-        "losses": own[0].losses,
     }
 
 
