@@ -39,7 +39,6 @@ from benchmarks.peers import imported
 from benchmarks.run import commit
 from halfstep.tasks import Task, load_task, machine
 from halfstep.tasks.candidates import Candidate
-from halfstep.tasks.compare import thinned
 from halfstep.tasks.gpt import corpus, windows
 from halfstep.tasks.images import STEPS_OF_A_SEED
 from halfstep.tasks.loops import Loop, make_loop
@@ -54,7 +53,6 @@ MARGIN = 0.1  # of what fp32 gained in `tune`; the other programs have their tas
 VALIDATION = 64  # windows of the validation text of `tune`
 
 BF16 = {
-    "mixed": hs.Policy.of("mixed", dtype="bf16"),
     "pure": hs.Policy.of("pure", dtype="bf16"),
     "lean": hs.Policy.of("lean", dtype="bf16"),
     "pure, kahan": hs.Policy.of("pure", dtype="bf16", master="kahan"),
@@ -86,7 +84,6 @@ class Run:
         seed: of weights and batches; of batches alone in `tune`.
         steps: how many.
         metric: the task's, at the end.
-        losses: of training, thinned to at most 200 points.
         bytes: of parameters, buffers, optimizer state and what is kept behind weights, a parameter.
         skipped: steps that were not applied.
         seconds: of the processor.
@@ -97,7 +94,6 @@ class Run:
     seed: int
     steps: int
     metric: float
-    losses: tuple[float, ...]
     bytes: float
     skipped: int
     seconds: float
@@ -193,18 +189,17 @@ def train(task: Task, candidate: Candidate, seed: int, steps: int) -> tuple[Loop
         task = with_torchao(task)
     torch.manual_seed(seed)
     loop = make_loop(candidate, task, task.model(), steps)
-    begun, losses = time.process_time(), []
+    begun = time.process_time()
     for step in range(steps):
         torch.manual_seed(STEPS_OF_A_SEED * seed + step)
         loop(task.batches(seed, step))
-        losses.append(float(loop.loss))
     seconds = time.process_time() - begun
     loop.model.eval()
     with torch.no_grad():
         metric = loop.evaluate(task)
     count = sum(p.numel() for p in loop.model.parameters())
     return loop, Run(
-        program=task.name, label=candidate.label, seed=seed, steps=steps, metric=metric, losses=thinned(losses),
+        program=task.name, label=candidate.label, seed=seed, steps=steps, metric=metric,
         bytes=state_bytes(*loop.state()) / count, skipped=len(loop.skipped()), seconds=seconds,
     )  # fmt: skip
 
@@ -226,7 +221,7 @@ def runs(parts: Path) -> list[Run]:
     parts.mkdir(parents=True, exist_ok=True)
     file = parts / "runs.jsonl"
     rows = map(json.loads, file.read_text(encoding="utf-8").splitlines()) if file.exists() else ()
-    known = {(row["program"], row["label"], row["seed"]): Run(**row | {"losses": tuple(row["losses"])}) for row in rows}
+    known = {(row["program"], row["label"], row["seed"]): Run(**row) for row in rows}
     for key in planned():
         if key in known:
             continue
@@ -277,7 +272,6 @@ def candidate_row(name: str, label: str, own: Sequence[Run], fp32: Sequence[Run]
         "bytes": own[0].bytes,
         "skipped": [run.skipped for run in own],
         "seconds": [run.seconds for run in own],
-        "losses": own[0].losses,
     }
 
 

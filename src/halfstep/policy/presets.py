@@ -27,7 +27,7 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
             name="pure", params="low", norms="low", table="mixed", residual="low", inputs="low", outputs="fp32"
         ),
         # As pure, with the least behind weights that still trains: nothing, and bf16 optimizer states. Both are rounded
-        # stochastically: 6 bytes a parameter between updates where torch.amp keeps 12 (docs/concepts/weights.md).
+        # stochastically: with AdamW 6 bytes a parameter between updates, torch.amp 12 (docs/concepts/weights.md).
         "lean": Policy(
             name="lean",
             params="low",
