@@ -57,7 +57,7 @@ def check_compiled(tmp_path: Path, *arguments: str) -> dict[str, dict[str, int]]
         # what is left above 64: smoothing together with class weights, whose sums need weights and logits in one layout
         most = 96 if "class weights" in kernel else 64
         assert counts.get("registers", 0) <= most, (kernel, counts)
-        spilled = 32 if version("triton").startswith("3.6.") and "exponents" in kernel else 0
+        spilled = 40 if version("triton").startswith("3.6.") and "exponents" in kernel else 0
         assert counts.get("spilled", 0) <= spilled, (kernel, counts)
     return found
 

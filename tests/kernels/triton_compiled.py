@@ -56,6 +56,8 @@ def compiled(
     most: int = 0,
 ) -> dict[str, Any]:
     """Return what the compiler makes of `kernel`, in `most` registers, by stage: "ptx", "cubin" and others."""
+    counts = {p.name for p in kernel.params if not p.do_not_specialize} & {"count", "first"}
+    assert not counts, f"{kernel.__name__} is compiled again for other numbers of tensors: {counts}"
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})

@@ -29,7 +29,7 @@ BLOCK = 2048
 THREADS = 256
 
 OPTIONS = {**FAITHFUL, "num_warps": THREADS // 32, "maxnreg": 64}
-"""Histograms of Triton 3.6 would take 80 registers; with 64 some 30 bytes of a thread are spilled."""
+"""Histograms of Triton 3.6 would take 80 registers; with 64 up to 40 bytes of a thread are spilled."""
 
 SPECIALS = tl.constexpr(ZEROS)
 PLACES = tl.constexpr(1024)
