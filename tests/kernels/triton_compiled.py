@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from halfstep.kernels.reference.exponents import ROW
 from halfstep.kernels.triton import exponents, loss, norms, updates
-from halfstep.kernels.triton.tables import ALIGNMENT, FAITHFUL
+from halfstep.kernels.triton.tables import FAITHFUL
 
 POINTERS = {
     **dict.fromkeys(("rows", "chunks", "draws", "ends", "out"), "*i64"),
@@ -48,13 +48,20 @@ CASES: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
 
 
 def compiled(
-    kernel: Any, capability: int, warps: int, constants: dict[str, Any], pointers: dict[str, str] = POINTERS
+    kernel: Any,
+    capability: int,
+    warps: int,
+    constants: dict[str, Any],
+    pointers: dict[str, str] = POINTERS,
+    most: int = 0,
 ) -> dict[str, Any]:
-    """Return what the compiler makes of `kernel`, by stage: "ptx", "cubin" and others."""
+    """Return what the compiler makes of `kernel`, in `most` registers, by stage: "ptx", "cubin" and others."""
+    counts = {p.name for p in kernel.params if not p.do_not_specialize} & {"count", "first"}
+    assert not counts, f"{kernel.__name__} is compiled again for other numbers of tensors: {counts}"
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    options = {"num_warps": warps, **FAITHFUL}
+    options = {"num_warps": warps, **FAITHFUL, **({"maxnreg": most} if most else {})}
     made: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
     return made
 
@@ -88,10 +95,11 @@ def registers(made: dict[str, Any]) -> dict[str, int]:
 def counts(kind: str, capability: int) -> dict[str, int]:
     """Report on the kernel that counts exponents."""
     size = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[kind]
-    block, top = exponents.THREADS * ALIGNMENT // size, exponents.INF64 if kind == "fp64" else exponents.INF32
-    sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": block, "THREADS": exponents.THREADS}
-    constants = {"KIND": kind, **sizes, "ALIGNMENT": ALIGNMENT, "ROW": ROW, "TOP": top.value}
-    made = compiled(exponents.exponents_kernel, capability, exponents.THREADS // 32, constants)
+    block, top = (2, exponents.INF64) if kind == "fp64" else (4, exponents.INF32)
+    sizes = {"CHUNK": 8 * exponents.BLOCK, "BLOCK": block * exponents.THREADS, "THREADS": exponents.THREADS}
+    constants = {"KIND": kind, **sizes, "BYTES": size, "ROW": ROW, "TOP": top.value}
+    options = exponents.OPTIONS
+    made = compiled(exponents.exponents_kernel, capability, options["num_warps"], constants, most=options["maxnreg"])
     return {**report(made, 1), **registers(made)}
 
 

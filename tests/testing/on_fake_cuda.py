@@ -100,9 +100,9 @@ def made_inside() -> dict[str, list[Any]]:
         found[name] = [*devices, len(count_step(step, *batch(), warm=1).syncs)]
     tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
-    optimizer = torch.optim.SGD(tied.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(tied.parameters(), lr=0.1)
     tied.to("cuda")
-    (first, *_), weight = optimizer.param_groups[0]["params"], tied[0].weight
+    (first, *_), weight = sgd.param_groups[0]["params"], tied[0].weight
     found["tied"] = [str(weight.device), tied[1].weight is weight, first is weight, copy.deepcopy(weight).is_leaf]
     return found
 

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ __all__ = ["FakeCudaError", "build", "fake_cuda", "missing", "run_python"]
 LOADED = "_HALFSTEP_FAKE_CUDA"
 """The environment variable that `run_python` sets in the process it starts with the library."""
 
-SWAP = torch.utils.swap_tensors
+SWAP: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
 CAPABILITY = (9, 0)
 """Compute capability of the fake device: bf16 and fp16 units."""

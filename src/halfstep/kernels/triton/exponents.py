@@ -5,7 +5,7 @@ by atomic operations on integers, whose order does not matter: equal tensors giv
 
 Every element is counted in one place: a power of two in that of its power, and when the chunk is done these are added
 to the counts of exponents too. Elements before the first multiple of 16 bytes and after the last whole block are
-loaded one by one under a mask, all others 16 bytes a thread.
+loaded one by one under a mask, all others 8 or 16 bytes a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.kernels.reference.exponents import BINS, LARGEST, LOWEST, NEGATIVES, ROW, SMALLEST, TOP, ZEROS
-from halfstep.kernels.triton.tables import ALIGNMENT, FAITHFUL, KINDS, on, plan_walk
+from halfstep.kernels.triton.tables import FAITHFUL, KINDS, on, plan_walk
 from halfstep.kernels.triton.words import load, wide
 
 __all__ = ["exponents_"]
@@ -27,6 +27,9 @@ BLOCK = 2048
 """Numbers in the smallest chunk of a program; a multiple of what it works on at a time in every format."""
 
 THREADS = 256
+
+OPTIONS = {**FAITHFUL, "num_warps": THREADS // 32, "maxnreg": 64}
+"""Histograms of Triton 3.6 would take 80 registers; with 64 up to 40 bytes of a thread are spilled."""
 
 SPECIALS = tl.constexpr(ZEROS)
 PLACES = tl.constexpr(1024)
@@ -115,9 +118,9 @@ def exponents_kernel(
     first,
     KIND: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,  # numbers at a time: `ALIGNMENT` bytes a thread
+    BLOCK: tl.constexpr,  # numbers at a time
     THREADS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    BYTES: tl.constexpr,  # of a number
     ROW: tl.constexpr,
     TOP: tl.constexpr,  # bits of infinity
 ):
@@ -133,8 +136,7 @@ def exponents_kernel(
     negatives = tl.zeros((THREADS,), tl.int32)
     largest = tl.zeros((THREADS,), tl.int64 if KIND == "fp64" else tl.int32)
     smallest = tl.zeros((THREADS,), tl.int64 if KIND == "fp64" else tl.int32)
-    each: tl.constexpr = ALIGNMENT * THREADS // BLOCK  # bytes of a number
-    head = tl.minimum(((-(address + begin * each)) & (ALIGNMENT - 1)) // each, end - begin)
+    head = tl.minimum(((-(address + begin * BYTES)) & 15) // BYTES, end - begin)
     whole = (end - begin - head) // BLOCK
     for block in range(0, whole):
         offsets = begin + head + block * BLOCK + lanes
@@ -142,9 +144,8 @@ def exponents_kernel(
             address, offsets, offsets < end, counts, negatives, largest, smallest, KIND, TOP, True
         )
     rest = end - begin - whole * BLOCK  # of the head and after the whole blocks, which may be more than a block
-    few: tl.constexpr = BLOCK if BLOCK < 4 * THREADS else 4 * THREADS  # masked numbers take more registers
-    for start in range(0, rest, few):
-        places = start + tl.arange(0, few)
+    for start in range(0, rest, BLOCK):
+        places = start + lanes
         offsets = begin + places + tl.where(places < head, 0, whole * BLOCK)
         counts, negatives, largest, smallest = _counted(
             address, offsets, places < rest, counts, negatives, largest, smallest, KIND, TOP, False
@@ -170,21 +171,23 @@ def exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
     with on(rows.device):
         walk = plan_walk([dense], BLOCK)
         for launch in walk.launches:
+            dtype = launch.dtypes[0]
+            assert dtype is not None
+            double = dtype is torch.float64
             exponents_kernel[(launch.programs,)](
                 walk.rows,
                 walk.chunks,
                 rows,
                 len(dense),
                 launch.first,
-                KIND=KINDS[launch.dtypes[0]],
+                KIND=KINDS[dtype],
                 CHUNK=walk.chunk,
-                BLOCK=THREADS * ALIGNMENT // launch.dtypes[0].itemsize,
+                BLOCK=THREADS * (2 if double else 4),
                 THREADS=THREADS,
-                ALIGNMENT=ALIGNMENT,
+                BYTES=dtype.itemsize,
                 ROW=ROW,
-                TOP=(INF64 if launch.dtypes[0] is torch.float64 else INF32).value,
-                num_warps=THREADS // 32,
-                **FAITHFUL,
+                TOP=(INF64 if double else INF32).value,
+                **OPTIONS,
             )
 
 
