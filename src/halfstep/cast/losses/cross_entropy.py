@@ -34,8 +34,8 @@ from halfstep.kernels.reference.cross_entropy import (
 
 __all__ = ["cross_entropy", "differentiated", "pays"]
 
-MANY_TO_CAST = 1 << 20
-"""Logits from which the Function is faster than torch on a CPU without kernels."""
+MANY = 1 << 20
+"""Logits from which the Function is faster than torch on a CPU without kernels, or in fp16."""
 
 
 def cross_entropy(
@@ -91,7 +91,9 @@ def pays(logits: Tensor) -> bool:
     """Return whether `logits`, some 2**18 at least, are low and `cross_entropy` is no slower than torch's of fp32."""
     if logits.dtype not in LOW_DTYPES:
         return False
-    return logits.numel() >= MANY_TO_CAST or (logits.device.type == "cpu" and kernels_take_logits(logits))
+    if logits.numel() >= MANY:
+        return True
+    return logits.dtype is torch.bfloat16 and logits.device.type == "cpu" and kernels_take_logits(logits)
 
 
 def differentiated(grad: Tensor) -> bool:
