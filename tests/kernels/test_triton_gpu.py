@@ -12,6 +12,7 @@ from halfstep.kernels import ops
 from halfstep.kernels.choose import load_kernels
 from halfstep.kernels.reference import exponents
 from halfstep.kernels.reference import operators as reference
+from halfstep.kernels.reference.cross_entropy import shares
 from tests.kernels.cases import (
     BF16,
     COMBINATIONS,
@@ -168,4 +169,27 @@ def test_exponents_on_a_gpu_are_counted_as_on_a_cpu_and_without_a_wait() -> None
     exponents.count_(rows, given)
     with no_waits():
         ops.exponents_(found, there)
+    assert torch.equal(found.cpu(), rows)
+
+
+def test_equal_rows_of_an_odd_number_of_classes_have_equal_losses_wherever_they_begin() -> None:
+    classes = 50257  # so that eight rows begin at all multiples of 2 bytes
+    logits = torch.randn(classes, device="cuda").bfloat16().expand(8, classes).contiguous()
+    target = torch.full((8,), 7, device="cuda")
+    losses = ops.losses(logits, target, None, -100, 0.0)
+    exact = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
+    assert torch.equal(losses, losses[:1].expand(8)) and torch.allclose(losses.double(), exact, rtol=1e-5)
+    gradient = ops.logits_gradient(logits, *shares(torch.ones(8, device="cuda"), target, None, -100, 0.0, classes))
+    assert torch.equal(gradient, gradient[:1].expand(8, classes))
+    wanted = exact.new_zeros(8, classes).scatter_(1, target[:, None], -1.0) + logits.double().softmax(1)
+    assert torch.allclose(gradient.double(), wanted, rtol=2**-8, atol=1e-7)
+
+
+def test_exponents_of_tensors_that_begin_anywhere_are_those_of_a_cpu() -> None:
+    memory = torch.randn(9000)
+    given = [memory[begin : begin + size] for begin in (1, 3) for size in (0, 3, 2046, 8103)]
+    there = memory.cuda()
+    rows, found = exponents.rows(len(given), "cpu"), exponents.rows(len(given), "cuda")
+    exponents.count_(rows, given)
+    ops.exponents_(found, [there[x.storage_offset() : x.storage_offset() + len(x)] for x in given])
     assert torch.equal(found.cpu(), rows)
