@@ -45,6 +45,7 @@ from halfstep.cast.regions.autocast import SUSPENDED
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.regions.recompute import mark_checkpoints, saved_tensor_hooks
+from halfstep.cast.rules.handlers import norm_forward
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
@@ -336,7 +337,7 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
-    layer = low_forward(original)
+    layer, norm = low_forward(original), norm_forward(original)
     own = _plain_forward(original, lambda: bound_class(original))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -358,6 +359,15 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
             free = False
         if free and layer is not None and len(args) == 1 and not kwargs:
             run = layer
+        if norm is not None and not free and mode is not None and mode is state.mode and state.bound is binding.passes:
+            if len(args) == 1 and not kwargs and _len_torch_function_stack() == 1:
+                _pop_torch_function_stack()
+                try:
+                    found = norm(self, args[0], mode)
+                finally:
+                    _push_on_torch_function_stack(mode)
+                if found is not None:
+                    return found
         if state.bound is not binding.passes:
             return _enter(binding, run, self, args, kwargs)
         if not free or mode is None or _len_torch_function_stack() != 1:  # other modes get every operator

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -100,7 +102,9 @@ def test_a_subclass_and_a_layer_with_children_keep_the_mode() -> None:
     assert not unruled(parametrised, nn.Linear, handlers("mixed"))
 
 
-def test_the_mode_does_not_see_a_convolution_and_sees_the_operators_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_sees_neither_convolution_nor_norm_and_sees_the_operators_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
     own = RuleMode.__torch_function__
 
@@ -120,7 +124,29 @@ def test_the_mode_does_not_see_a_convolution_and_sees_the_operators_beside_it(mo
 
     net = hs.prepare(Net(), policy=hs.Policy.of("mixed", dtype="bf16"))
     net(torch.randn(IMAGE))
-    assert [name for name in seen if name != "__get__"] == ["relu", "layer_norm"]
+    assert [name for name in seen if name != "__get__"] == ["relu"]
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(4), nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.BatchNorm2d(4).eval()], ids=str
+)
+@pytest.mark.parametrize("preset", ["mixed", "O1", "O2", "pure"])
+def test_a_norm_gives_what_its_rule_gives(preset: str, norm: nn.Module) -> None:
+    """The layer, beside the same one with another function mode on the stack, which gets every operator."""
+    x = torch.randn(IMAGE, generator=torch.Generator().manual_seed(0))
+    found = []
+    for watched in (False, True):
+        net = nn.Sequential(nn.Conv2d(4, 4, 1), copy.deepcopy(norm))
+        net.load_state_dict({n: torch.linspace(0.5, 1.5, v.numel()).view(v.shape) for n, v in net.state_dict().items()})
+        hs.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), policy=hs.Policy.of(preset, dtype="bf16"))
+        with Seen() if watched else nullcontext():
+            out = net(x)
+        out.float().square().sum().backward()
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        found.append([out, *gradients, *(b for b in net.buffers() if b.is_floating_point())])
+    assert len(found[0]) >= 5
+    for one, other in zip(*found, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
 
 
 def test_other_function_modes_see_every_operator() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
@@ -21,7 +24,7 @@ from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, Target, cast, cast_tensor, run, tensors_of
 from halfstep.cast.state import STATE
 from halfstep.errors import BannedOperatorError
-from halfstep.formats import LOW_DTYPES, Format
+from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, Format
 from halfstep.policy.operators import LINEAR_LOSS
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "into_destination",
     "of_composite",
     "of_linear_loss",
+    "norm_forward",
     "of_norm",
     "of_rule",
     "of_statistics",
@@ -81,6 +85,43 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
     return run("cpu", func, args, {**kwargs, "input": low})
 
 
+_INPUTS: WeakKeyDictionary[Handler, Target] = WeakKeyDictionary()
+"""Handler of a norm that casts its input alone where its parameters are fp32 -> the format which that gets."""
+
+_NORMS = {_BatchNorm.forward: F.batch_norm, nn.LayerNorm.forward: F.layer_norm, nn.GroupNorm.forward: F.group_norm}
+
+
+def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMode], Tensor | None] | None:
+    """Return the forward of a norm that does what the handler of its function does; None for other classes.
+
+    It is called with the mode off, as torch takes several times as long to hand one function to a mode as the handler
+    takes; it returns None, and has done nothing, where the handler would do more than cast the input.
+    """
+    function = _NORMS.get(original.forward)
+    if function is None:
+        return None
+
+    def forward(module: nn.Module, input: Any, mode: RuleMode) -> Tensor | None:
+        handler = mode.handlers.get(function)
+        target = None if handler is None else _INPUTS.get(handler)
+        if target is None or type(input) is not Tensor or input.dtype not in POLICY_DTYPES or module._modules:
+            return None
+        device = input.device.type
+        if device not in mode.devices or not torch.is_autocast_enabled(device) or peek_interpreter_stack():
+            return None
+        if device != "cpu" and function is not F.batch_norm:  # low weights too
+            return None
+        for own in (*module._parameters.values(), module._buffers.get("running_mean")):
+            if own is not None and own.dtype is not torch.float32:
+                return None
+        dtype = target(device, [input])
+        low = input if dtype is None else cast_tensor(input, dtype, mode)
+        found: Tensor = run(device, original.forward, (module, low), {})
+        return found
+
+    return forward
+
+
 def _stateful(target: Target, form: Format | None) -> Handler:
     """Make the handler of a norm with running statistics: the rule is for the input, and statistics are never copied.
 
@@ -107,6 +148,8 @@ def _stateful(target: Target, form: Format | None) -> Handler:
         args = tuple(given.get(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :]
         return run(device, func, args, {name: given.get(name, value) for name, value in kwargs.items()})
 
+    if form is None:
+        _INPUTS[handle] = target
     return handle
 
 
@@ -120,6 +163,7 @@ def _to_low(device: str, tensors: list[Tensor]) -> torch.dtype | None:
 
 
 _LOW = _handler(_to_low)
+_INPUTS[_low_norm] = _to_low
 
 
 def _to_fp32(device: str, tensors: list[Tensor]) -> torch.dtype | None:
