@@ -359,7 +359,7 @@ def _bound_class(original: type[nn.Module]) -> type[nn.Module]:
             free = False
         if free and layer is not None and len(args) == 1 and not kwargs:
             run = layer
-        if norm is not None and not free and mode is not None and mode is state.mode and state.bound is binding.passes:
+        if norm is not None and not free and mode is state.mode and mode is not None and state.bound is binding.passes:
             if len(args) == 1 and not kwargs and _len_torch_function_stack() == 1:
                 _pop_torch_function_stack()
                 try:

@@ -6,7 +6,7 @@ autocast off. `of_...` make handlers, which `recipe` puts into the table of a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -88,7 +88,11 @@ def _low_norm(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], k
 _INPUTS: WeakKeyDictionary[Handler, Target] = WeakKeyDictionary()
 """Handler of a norm that casts its input alone where its parameters are fp32 -> the format which that gets."""
 
-_NORMS = {_BatchNorm.forward: F.batch_norm, nn.LayerNorm.forward: F.layer_norm, nn.GroupNorm.forward: F.group_norm}
+_NORMS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    _BatchNorm.forward: F.batch_norm,
+    nn.LayerNorm.forward: F.layer_norm,
+    nn.GroupNorm.forward: F.group_norm,
+}
 
 
 def norm_forward(original: type[nn.Module]) -> Callable[[nn.Module, Any, RuleMode], Tensor | None] | None:
