@@ -38,7 +38,9 @@ TORCHS = [getattr(module, name) for module, name in NAMES]
 
 
 @pytest.fixture(autouse=True)
-def back() -> Iterator[None]:
+def back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)  # another test imported it, and it has names of torch.amp
     yield
     torch_amp.uninstall()
     assert [getattr(module, name) for module, name in NAMES] == TORCHS

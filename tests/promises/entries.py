@@ -17,7 +17,7 @@ from halfstep.errors import BindError
 from halfstep.step import recorder
 from halfstep.step.graph import capturable
 from halfstep.step.graph.graphs import WARM_UPS
-from halfstep.weights import attachment
+from halfstep.weights import attachment, states
 from tests.promises.probe import Entry, Job, Trained, accumulated, one_rank
 from tests.step.tape import TapeRecorder
 
@@ -191,7 +191,8 @@ class Captured(Step):
         """Let graphs be recorded on a tape."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(recorder.RECORDERS, "cpu", TapeRecorder)
-            patch.setattr(attachment, "_skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
+            for module in (attachment, states):
+                patch.setattr(module, "skipped", lambda optimizer: False)  # as on CUDA, where asking would wait
             tape = str(Path(__file__).parents[1] / "step" / "tape.py")
             patch.setattr(capturable, "OURS", (*capturable.OURS, tape))
             yield
