@@ -95,7 +95,7 @@ class _Tape(_Mode):
         schema = func._schema
         if func in {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}:
             raise CaptureError("operation not permitted when stream is capturing")
-        if (kernel := variant(func, args, kwargs)) not in self.loaded:
+        if not func.is_view and (kernel := variant(func, args, kwargs)) not in self.loaded:  # a view launches nothing
             raise CaptureError(f"no warm-up has loaded {kernel}, and no kernel may be loaded when stream is capturing")
         for tensor in _written(schema, args, kwargs):
             address = tensor.untyped_storage().data_ptr()
