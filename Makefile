@@ -35,11 +35,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## compare precision policies on three tasks: an excerpt, some 3 minutes on 2 cores -> out/report.html
 	$(BIN)/halfstep compare --excerpt --html out/report.html
 
-test: $(READY)  ## run the tests but the slow ones, some 3 minutes on 2 cores
-	$(PYTEST)
+test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
+	$(PYTEST) --ignore tests/integrations
 
-test-slow: $(READY)  ## run the slow tests, some 4 minutes on 2 cores
-	$(PYTEST) -m 'slow and not hours'
+test-slow: $(READY)  ## run the slow tests, some 5 minutes on 2 cores
+	$(PYTEST) --ignore tests/integrations -m 'slow and not hours'
 
 test-all: test test-slow test-integrations  ## all three: what CI runs
 

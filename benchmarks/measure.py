@@ -140,11 +140,7 @@ def times_of(tracks: Mapping[str, Track], label: str, tail: float) -> dict[str, 
     row["faults"] = statistics.median(tracks[label].faults.values())
     if LIMIT in tracks:
         row["to_limit"] = asdict(ratio(tracks[label], tracks[LIMIT], plus=tail))
-        own, theirs = beyond(tracks[label], tracks[LIMIT]), beyond(tracks[AMP], tracks[LIMIT])
-        row["beyond_us"] = 1e6 * statistics.median(own.values())
-        if min(theirs.values()) > 0:
-            both = sorted(own.keys() & theirs.keys())
-            row["beyond_to_amp"] = asdict(paired_ratio([own[i] for i in both], [theirs[i] for i in both]))
+        row["beyond_us"] = 1e6 * statistics.median(beyond(tracks[label], tracks[LIMIT]))
     return row
 
 

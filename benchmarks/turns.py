@@ -34,9 +34,9 @@ class Track:
     losses: list[Tensor] = field(default_factory=list)
 
 
-def beyond(track: Track, floor: Track) -> dict[int, float]:
-    """Return the seconds that a candidate's steps take beyond those of `floor`, by round."""
-    return {i: track.seconds[i] - floor.seconds[i] for i in track.seconds.keys() & floor.seconds.keys()}
+def beyond(track: Track, floor: Track) -> list[float]:
+    """Return the seconds that a candidate's steps take beyond those of `floor` in the same rounds."""
+    return [track.seconds[i] - floor.seconds[i] for i in sorted(track.seconds.keys() & floor.seconds.keys())]
 
 
 def ratio(track: Track, baseline: Track, *, plus: float = 0.0) -> Ratio:
