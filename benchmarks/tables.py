@@ -110,7 +110,7 @@ def case_table(case: dict[str, Any]) -> str:
                 megabytes(counts.get("peak_bytes")),
                 "-" if casts is None else f"{casts} / {megabytes(counts['cast_bytes'])}",
                 f"{data['beyond_us']:.0f}" if "beyond_us" in data else "-",
-                whole(data["faults"]) if "faults" in data else "-",
+                f"{data['faults']:.0f}" if "faults" in data else "-",
                 verdict,
             ]
         )
