@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.errors import StepError
+from halfstep.step.record import History
 from tests.step.late import late
 
 BYTES = 4 * 8 * 4
@@ -191,3 +193,12 @@ def test_a_replay_without_room_ends_no_training(error: BaseException, caplog: py
     (record,) = caplog.records
     assert "step 1 was not finite, and StepError: the replay of step 1 failed: " in record.getMessage()
     assert type(error).__name__ in record.getMessage()
+
+
+@pytest.mark.parametrize("limit", ["1GB", -1, 0.5, True])
+def test_the_limit_is_a_number_of_bytes(limit: Any) -> None:
+    history = History(torch.nn.Linear(2, 2))
+    before = history.limit
+    with pytest.raises(StepError, match=r"^history.limit is a number of bytes, a whole one from 0, and was set to"):
+        history.limit = limit
+    assert history.limit == before

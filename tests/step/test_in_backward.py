@@ -347,6 +347,11 @@ def test_what_needs_more_than_one_gradient_is_refused(named: dict[str, Any], tex
         made(**named)
 
 
+def test_it_is_on_or_off() -> None:
+    with pytest.raises(StepError, match="^update_in_backward must be True or False and is 'yes'$"):
+        made(on="yes")  # type: ignore[arg-type]
+
+
 def test_other_optimizers_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(StepError, match="needs halfstep's own update: RMSprop is none of Adam, AdamW, SGD and Lion"):

@@ -18,7 +18,7 @@ from halfstep.errors import StepError
 from halfstep.kernels.native.calls import number
 from halfstep.scale.scaler import GradScaler
 
-__all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_folder", "limit", "retries"]
+__all__ = ["RATES", "check_arguments", "check_loss", "check_rates", "evidence_folder", "limit", "retries", "switch"]
 
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -52,8 +52,7 @@ def check_arguments(
         raise StepError(f"loss_fn must be callable as loss_fn(model, *batch) and is {loss_fn!r}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, Integral) or accumulate < 1:
         raise StepError(f"accumulate must be a whole number of micro-batches from 1 and is {accumulate!r}")
-    if not isinstance(cuda_graph, bool):
-        raise StepError(f"cuda_graph must be True or False and is {cuda_graph!r}")
+    switch("cuda_graph", cuda_graph)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise StepError(f"scaler must be an hs.GradScaler and is {type(scaler).__name__}; build hs.GradScaler(...)")
     if not isinstance(optimizer, Optimizer):
@@ -198,6 +197,17 @@ def evidence_folder(blackbox: object) -> Path | None:
     if not isinstance(blackbox, (str, Path)) or not str(blackbox):
         raise StepError(f"blackbox={blackbox!r}; expected True, False, or a folder for evidence files")
     return Path(blackbox)
+
+
+def switch(name: str, value: object) -> bool:
+    """Return a setting that is on or off.
+
+    Raises:
+        StepError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise StepError(f"{name} must be True or False and is {value!r}")
+    return value
 
 
 def retries(retry: object, enough: int, *, cuda_graph: bool) -> int:

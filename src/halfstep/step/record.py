@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from halfstep.errors import StepError
 from halfstep.kernels.native.calls import number, peek
 from halfstep.step.landing import Landing
 from halfstep.trees import tensors
@@ -223,12 +224,23 @@ class History:
     ) -> None:
         self.model, self.watched, self.examined = model, watched, examined
         self.landing = Landing() if landing is None else landing
-        self.limit = LIMIT
+        self._limit = LIMIT
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
         self.window = Window()
         self.judged: Window | None = None
         self._changing: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._unchanged: list[tuple[nn.Module, str, Tensor, int]] | None = None  # buffers, with their versions
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of batches, as above; assigning anything but a whole number from 0 is a StepError."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: object) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise StepError(f"history.limit is a number of bytes, a whole one from 0, and was set to {limit!r}")
+        self._limit = limit
 
     def begin(self) -> None:
         """Begin a window."""
@@ -260,7 +272,7 @@ class History:
     def _make_room(self) -> None:
         """Drop the oldest batches beyond `limit`, but not the newest."""
         windows = [w for w in (self.judged, self.window if self._own is None else None) if w is not None]
-        excess = sum(micro.bytes() for window in windows for micro in window.batches) - self.limit
+        excess = sum(micro.bytes() for window in windows for micro in window.batches) - self._limit
         for window in windows:
             for micro in window.batches[window.dropped :]:
                 if excess <= 0 or micro is self.window.batches[-1]:

@@ -40,7 +40,7 @@ from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import optimizer_step, update
-from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries
+from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries, switch
 from halfstep.step.bind import binding_of
 from halfstep.step.byproducts import detached
 from halfstep.step.checkpoint import load_step, rebuild, refuse_window, rounding, save_step
@@ -140,7 +140,7 @@ class TrainStep:
         self.clip_norm, self.clip_value = limit("clip_norm", clip_norm), limit("clip_value", clip_value)
         self.evidence = evidence_folder(blackbox)
         self.retry = retries(retry, ENOUGH, cuda_graph=cuda_graph)
-        self.update_in_backward = bool(update_in_backward)
+        self.update_in_backward = switch("update_in_backward", update_in_backward)
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")

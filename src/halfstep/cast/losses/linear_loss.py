@@ -283,6 +283,8 @@ def _check(
         raise LossError(f"linear_cross_entropy: label_smoothing must be from 0 to 1; got {settings.label_smoothing}")
     if settings.chunk is not None and settings.chunk < 1:
         raise LossError(f"linear_cross_entropy: chunk is a number of rows, from 1; got {settings.chunk}")
+    if not isinstance(settings.recompute, bool):
+        raise LossError(f"linear_cross_entropy: recompute is True or False; got {settings.recompute!r}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
