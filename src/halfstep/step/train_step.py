@@ -34,7 +34,7 @@ from halfstep.cast.regions.stack import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
-from halfstep.events import StepResult, Verdict
+from halfstep.events import StepResult
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.pages import keep_pages
 from halfstep.policy.policy import Policy
@@ -65,6 +65,7 @@ from halfstep.step.sums import Sums
 from halfstep.step.unfinished import Unfinished
 from halfstep.step.update import Culprits, Updater
 from halfstep.step.wrappers import unwrap_optimizer
+from halfstep.verdict import Verdict
 
 if TYPE_CHECKING:
     from halfstep.step.checkpoints.preemption import Preemption

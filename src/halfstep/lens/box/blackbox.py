@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
-from halfstep.events import Verdict
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
@@ -32,6 +31,7 @@ from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window
 from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
+from halfstep.verdict import Verdict
 
 __all__ = ["BlackBox", "replay"]
 

@@ -15,7 +15,6 @@ from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError, HalfstepError
-from halfstep.events import Cure, Verdict
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.diagnose import Subject, advice, verdict_of
 from halfstep.lens.box.replay import Attempt, Replay
@@ -26,6 +25,7 @@ from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import default_device_types, resolve, resolved
 from halfstep.step.bind import KEY, Binding, binding_of
 from halfstep.step.prepare import prepare, unprepare
+from halfstep.verdict import Cure, Verdict
 
 __all__ = ["cures", "instead", "rebound"]
 

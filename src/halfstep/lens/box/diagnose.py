@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.events import Cure, Verdict
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.trace import Source, Trace
 from halfstep.lens.calls import extremes
@@ -19,6 +18,7 @@ from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import tensors
+from halfstep.verdict import Cure, Verdict
 
 __all__ = ["CURABLE", "Subject", "advice", "diagnose", "inspect", "low_of", "verdict_of"]
 

@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from halfstep.cast.regions.stack import recomputing
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
-from halfstep.events import Verdict
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.lens.box.cures import cures, rebound
@@ -44,6 +43,7 @@ from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.record import History, Window
+from halfstep.verdict import Verdict
 
 if TYPE_CHECKING:
     from halfstep.lens.box.exchange import Exchange
