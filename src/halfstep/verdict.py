@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 __all__ = ["CAUSES", "KINDS", "Cure", "Magnitude", "Verdict"]
@@ -30,6 +33,14 @@ CAUSES = {
     "loop": "the order of calls in the training loop",
 }
 """Root cause of a verdict -> what it means."""
+
+WIDTH = 160
+"""Characters of a headline."""
+
+BETWEEN, CUT = " | ", "..."
+
+NAMES = {65504.0: "float16", 57344.0: "float8_e5m2", 448.0: "float8_e4m3", 3.3895313892515355e38: "bfloat16"}
+"""Largest number of a format -> its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +112,8 @@ class Verdict:
         detail: the part of the headline that follows the place.
         notes: other observations.
         story: magnitudes of the operators that led to the place, in their order; the last row is the place.
+        history: (step, loss, norm of all gradients) of the steps before, the oldest first.
+        file: path of the file that `line` is in.
     """
 
     kind: str
@@ -123,53 +136,175 @@ class Verdict:
     detail: str = ""
     notes: tuple[str, ...] = ()
     story: tuple[Magnitude, ...] = ()
-
-    @property
-    def where(self) -> str:
-        """Operator, module and line in one phrase."""
-        parts = [self.op, f"in {self.module}" if self.module else "", f"at {self.line}" if self.line else ""]
-        return " ".join(part for part in parts if part)
+    history: tuple[tuple[int, float, float], ...] = ()
+    file: str = ""
 
     @property
     def headline(self) -> str:
-        """The verdict in one line."""
+        """What happened, where, and what to do about it: one line of at most `WIDTH` characters."""
         rank = f" on rank {self.rank}" if self.rank or self.ranks else ""
-        return f"step {self.step}{rank}: {self._sentence()}"
+        begin = f"step {self.step}{rank}: "
+        return begin + _joined([self.what, self.where, self.remedy], WIDTH - len(begin))
 
-    def _sentence(self) -> str:
-        what = f"{self.phase} of {self.where}" if self.where else self.phase
+    @property
+    def what(self) -> str:
+        """What happened, in a few words."""
+        if self.cause == "divergence":
+            return f"training diverged: {self.because}"
+        if self.cause in {"data", "loop"} and self.because:
+            return self.because
         if self.kind == "overflow":
-            limit = (
-                f"; the largest input is {self.value:.6g}, the format ends at {self.limit:.6g}" if self.limit else ""
-            )
-            return f"overflow in {what}; {self.detail}" if self.detail else f"overflow in {what}{limit}"
+            form = NAMES.get(self.limit, "its format")
+            return f"overflow of {form}, {self.detail or f'largest input {self.value:.6g}'}"
         if self.kind == "invalid":
-            return f"invalid operation in {what}: {self.detail or 'there is no finite result for these finite inputs'}"
+            return "no finite value in any format" + (f", {self.detail}" if self.detail else "")
         if self.kind == "bad_batch":
-            return f"the batch is not finite: {self.parameter}" + (f": {self.detail}" if self.detail else "")
+            return f"the batch is not finite, {self.parameter}" + (f": {self.detail}" if self.detail else "")
         if self.kind == "bad_state":
-            return f"{self.parameter or 'the state'} is not finite before the step" + (f"; {what}" if self.op else "")
+            return f"{self.parameter or 'the state'} was not finite before the step"
         if self.kind == "scale_too_high":
-            return f"the loss scale is too high for {what}" + (f"; {self.detail}" if self.detail else "")
-        return f"not reproducible: {self.detail or 'the replay of this step is finite'}"
+            return "gradients overflow at this loss scale" + (f", {self.detail}" if self.detail else "")
+        return self.detail or "the replay of this step is finite"
+
+    @property
+    def where(self) -> str:
+        """Operator, module, phase and line number in one phrase; "" where no operator is to blame."""
+        if not self.op:
+            return f"in the {self.phase}" if self.phase == "update" else ""
+        line = self.line.partition(" ")[0]
+        parts = [f"{self.op} in {self.module or 'the model'}", self.phase, line]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def remedy(self) -> str:
+        """The first cure, or the first advice, in a few words."""
+        if not self.cures:
+            return ""
+        first = self.cures[0]
+        words = first.text.splitlines()[0]
+        if first.policy is None:
+            return words
+        return words.partition(": ")[0] + (" (verified)" if first.verified else "")
+
+    @property
+    def page(self) -> str:
+        """The page of the documentation on this cause."""
+        return f"docs/verdicts/{self.cause or 'unknown'}.md"
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the verdict as JSON, and write it to `path` if one is given; numbers that are not finite are null."""
+        from halfstep.report import strict_json
+
+        return _written(path, strict_json(self.record()))
+
+    def to_sarif(self, path: str | Path | None = None) -> str:
+        """Return the verdict as a SARIF 2.1.0 log, which editors and code hosts show beside the line.
+
+        Args:
+            path: where to write it too.
+        """
+        from halfstep.report import SarifResult, sarif_log, strict_json
+
+        number = self.line.partition(" ")[0].rpartition(":")[2]
+        result = SarifResult(
+            rule=self.cause or "unknown",
+            level="error" if self.cause else "warning",
+            text=f"{self.headline}\n\n{self}",
+            file=self.file or self.line.partition(":")[0],
+            line=int(number) if number.isdigit() else 0,
+        )
+        rules = {**CAUSES, "unknown": "the cause is not known"}
+        return _written(path, strict_json(sarif_log(rules, "docs/verdicts/{}.md", [result])))
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the verdict as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
+
+        Raises:
+            MissingExtraError: jinja2 or matplotlib is not installed.
+        """
+        from halfstep.lens.box.page import verdict_page
+        from halfstep.report import render
+
+        Path(path).write_text(render(verdict_page(self)), encoding="utf-8")
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values: the fields, policies as TOML, and the headline."""
+        values = {**dataclasses.asdict(dataclasses.replace(self, cures=())), "headline": self.headline}
+        values["cures"] = [
+            {"text": c.text, "verified": c.verified, "outcome": c.outcome, "policy": c.policy and c.policy.to_toml()}
+            for c in self.cures
+        ]
+        return {**values, "page": self.page}
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the report line by line, each with its style: "title", "good", "bad", "dim" or ""."""
+        yield f"halfstep black box, {self.headline}", "title"
+        if self.cause:
+            sure = "shown" if self.sure == "shown" else "most likely"
+            yield _fact("cause", f"{self.cause} ({sure})"), "bad"
+            yield _fact("", self.because or CAUSES[self.cause]), ""
+        if self.op:
+            place = f"{self.op} in {self.module or 'the model'}" + (f", {self.phase}" if self.phase else "")
+            yield _fact("place", place), ""
+        if self.line:
+            yield _fact("" if self.op else "place", self.line), ""
+        if self.shapes:
+            inputs = ", ".join(f"{d} {list(s)}" for d, s in zip(self.dtypes, self.shapes, strict=True))
+            yield _fact("inputs", inputs), ""
+            limit = f", the format ends at {self.limit:.6g}" if self.limit else ""
+            yield _fact("", f"largest {self.value:.6g}{limit}"), ""
+        if self.parameter:
+            yield _fact("value of", self.parameter), ""
+        if len(self.ranks) > 1:
+            yield _fact("ranks", ", ".join(map(str, self.ranks))), ""
+        if self.story:
+            yield from _table(self.story)
+        for cure in self.cures:
+            yield (
+                _fact("cure" if cure.policy is not None else "do", cure.text.splitlines()[0]),
+                ("good" if cure.verified else ""),
+            )
+            if cure.outcome:
+                yield _fact("", f"{'verified: ' if cure.verified else ''}{cure.outcome}"), ""
+            for line in cure.text.splitlines()[1:]:
+                yield _fact("", line), "dim"
+        for number, note in enumerate(self.notes):
+            yield _fact("" if number else "notes", note), ""
+        yield _fact("read", self.page), "dim"
 
     def __str__(self) -> str:
-        """Return the report: one fact a line, then what to change."""
-        lines = [f"halfstep black box, {self.headline}"]
-        facts = [("cause", f"{self.cause}, {self.sure}: {self.because or CAUSES[self.cause]}" if self.cause else "")]
-        facts += [("operator", self.op), ("module", self.module), ("line", self.line), ("phase", self.phase)]
-        facts.append(("value of", self.parameter))
-        facts.append(("ranks", ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else ""))
-        if self.shapes:
-            inputs = zip(self.dtypes, self.shapes, strict=True)
-            facts.append(("inputs", ", ".join(f"{d} {list(s)}" for d, s in inputs)))
-            facts.append(("largest", f"{self.value:.6g}" + (f", limit {self.limit:.6g}" if self.limit else "")))
-        lines += [f"  {name:<9} {text}" for name, text in facts if text]
-        for row in self.story:
-            end = f"{row.largest:.4g}" if row.finite else "not finite"
-            lines.append(f"  {row.op:<12} {row.module or 'the model':<20} {row.dtype:<9} {end:<10} of {row.limit:.4g}")
-        lines += [f"  note      {note}" for note in self.notes]
-        for cure in self.cures:
-            mark = "cure, verified by replay" if cure.verified else "advice, not verified"
-            lines.append(f"  {mark}: " + cure.text.replace("\n", "\n      "))
-        return "\n".join(lines)
+        """Return the report: what happened and why, the numbers that led to it, and what to change."""
+        return "\n".join(line for line, _ in self.lines())
+
+
+def _written(path: str | Path | None, text: str) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+def _fact(name: str, text: str) -> str:
+    return f"  {name:<8}  {text}"
+
+
+def _table(story: Sequence[Magnitude]) -> Iterator[tuple[str, str]]:
+    """Yield the story as a table whose columns are as wide as they need to be."""
+    rows = [("operator", "module", "phase", "format", "largest", "limit")]
+    for row in story:
+        largest = f"{row.largest:.4g}" if row.finite else "not finite"
+        rows.append((row.op, row.module or "the model", row.phase, row.dtype, largest, f"{row.limit:.6g}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, cells in enumerate(rows):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        style = "dim" if not number else "" if story[number - 1].finite else "bad"
+        yield _fact("" if number else "story", text), style
+
+
+def _joined(parts: Sequence[str], width: int) -> str:
+    """Join parts; the longest are cut where they have more than `width` characters together."""
+    parts = [part for part in parts if part]
+    room = width - len(BETWEEN) * (len(parts) - 1)
+    each = max(map(len, parts), default=0)
+    while sum(min(len(part), each) for part in parts) > room:
+        each -= 1
+    return BETWEEN.join(part if len(part) <= each else part[: each - len(CUT)].rstrip() + CUT for part in parts)

@@ -185,11 +185,16 @@ def replay(
     model: Annotated[
         str, typer.Option("--model", help="path/to/file.py:function, which returns the hs.Task of that run.")
     ],
+    json: Json = None,
+    sarif: Annotated[
+        Path | None, typer.Option("--sarif", help="Write the verdict to this file as editors and code hosts read it.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures: one file.")] = None,
 ) -> None:
-    """Replay a step that was not finite, from its evidence, and say which operator did it and what to change."""
+    """Replay a step that was not finite, from its evidence, and show its cause, its place and what to change."""
     from halfstep.cli.replay import run_replay
 
-    raise typer.Exit(run_replay(file, model))
+    raise typer.Exit(run_replay(file, model, json_path=json, sarif_path=sarif, html_path=html))
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 import textwrap
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from halfstep.errors import did_you_mean
+from halfstep.report import strict_json
 from halfstep.tasks import TaskError
 
 __all__ = [
@@ -94,14 +93,5 @@ def writable(path: Path | None, option: str = "--json") -> None:
 def write_json(out: Console, path: Path | None, report: dict[str, Any]) -> None:
     """Write `report` to `path`, if there is one, and print its path."""
     if path is not None:
-        path.write_text(json.dumps(_plain(report), indent=1) + "\n", encoding="utf-8")
+        path.write_text(strict_json(report), encoding="utf-8")
         say(out, f"written: {path}")
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` with the floats that JSON lacks (nan, inf) as None."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.sketch import ExponentSketch
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
+from halfstep.report import strict_json
 
 __all__ = [
     "COLUMNS",
@@ -270,7 +270,7 @@ class Audit:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return everything as JSON, nan and inf as null; also write it to `path`, if given."""
-        text = json.dumps(_finite(self.to_dict()), indent=1) + "\n"
+        text = strict_json(self.to_dict())
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -365,11 +365,3 @@ def _if(row: AuditRow, form: Format, scale: float) -> WhatIf:
         headroom=sketch.headroom(form, factor),
         best_scale=sketch.best_scale(form) * carried,
     )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,73 @@
+"""SARIF: findings as editors and code hosts read them, the Static Analysis Results Interchange Format 2.1.0.
+
+Source: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SarifResult", "sarif_log"]
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SarifResult:
+    """One finding.
+
+    Attributes:
+        rule: name of the rule.
+        level: "error", "warning" or "note".
+        text: what was found; its first line is shown in lists.
+        file: path of the file; "" if it is in none.
+        line: number of the line, from 1; 0 for the whole file.
+    """
+
+    rule: str
+    level: str
+    text: str
+    file: str = ""
+    line: int = 0
+
+
+def sarif_log(rules: Mapping[str, str], page: str, results: Iterable[SarifResult]) -> dict[str, Any]:
+    """Return a SARIF log of plain values.
+
+    Args:
+        rules: name of each rule -> what it means.
+        page: the page on a rule; ``{}`` stands for its name.
+        results: the findings, each of one of the rules.
+    """
+    names = list(rules)
+    described = [
+        {"id": name, "shortDescription": {"text": rules[name]}, "help": {"text": f"See {page.format(name)}."}}
+        for name in names
+    ]
+    found = [
+        {
+            "ruleId": result.rule,
+            "ruleIndex": names.index(result.rule),
+            "level": result.level,
+            "message": {"text": result.text},
+            "locations": [_location(result)] if result.file else [],
+        }
+        for result in results
+    ]
+    tool = {"driver": {"name": "halfstep", "rules": described}}
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [{"tool": tool, "results": found}]}
+
+
+def _location(result: SarifResult) -> dict[str, Any]:
+    """Return where a finding is; paths below the current folder are relative to it, as SARIF's readers expect."""
+    path = Path(result.file)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    uri = path.as_uri() if path.is_absolute() else path.as_posix()
+    place: dict[str, Any] = {"artifactLocation": {"uri": uri}}
+    if result.line:
+        place["region"] = {"startLine": result.line}
+    return {"physicalLocation": place}
