@@ -1,0 +1,69 @@
+"""Causes: why a step went wrong, where `diagnose` has found the place.
+
+Inputs: the verdict on the place, the history of the run, suspicious values of the batch, and trials in fp32. Output: the
+verdict with `cause`, `because`, `sure` and the history. The order of questions is that of a practitioner: was training
+still sound, is the batch, would fp32 have helped, and only then which operator needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from halfstep.lens.box.data import suspects
+from halfstep.lens.box.diagnose import Subject
+from halfstep.lens.box.divergence import runaway
+from halfstep.lens.box.replay import Attempt
+from halfstep.lens.box.trials import Trials
+from halfstep.verdict import Verdict
+
+__all__ = ["settle"]
+
+DRAWN = 64
+"""Steps of the history that a verdict keeps."""
+
+
+def settle(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> Verdict:
+    """Return the verdict with its root cause.
+
+    Args:
+        subject: the step.
+        verdict: the place.
+        attempt: the replay that led to it.
+        trials: runs training under other policies; only asked where the answer depends on it.
+    """
+    if verdict.cause:
+        return verdict
+    cause, because, sure = _cause(subject, verdict, attempt, trials)
+    return replace(verdict, cause=cause, because=because, sure=sure if cause else "", history=_history(subject))
+
+
+def _cause(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> tuple[str, str, str]:
+    """Return cause, evidence and how sure it is; "" for a cause that is not known."""
+    if verdict.kind == "bad_batch":
+        return "data", f"{verdict.parameter} is not finite: {verdict.detail}".removesuffix(": "), "shown"
+    away = runaway(subject.signals, subject)
+    if verdict.kind == "bad_state":
+        return ("divergence", away, "likely") if away else ("", "", "")
+    if verdict.kind == "not_reproducible":
+        return "", "", ""
+    found = suspects(subject, attempt)
+    wide = trials.wide
+    if away and not wide.trains:
+        return "divergence", f"{away}; in fp32 it goes on: {wide.outcome}", "shown"
+    if found:
+        return "data", found[0], "likely" if wide.trains else "shown"
+    if verdict.kind == "scale_too_high":
+        return "scale", f"at a lower loss scale the step is finite; {verdict.detail}", "shown"
+    if wide.trains:
+        return "precision", f"in fp32 the same steps are finite and train: {wide.outcome}", "shown"
+    if not wide.finite_once:
+        kind = "no value" if verdict.kind == "invalid" else "no finite value"
+        return "model", f"in fp32 it has {kind} there either", "shown" if verdict.kind == "invalid" else "likely"
+    return "divergence", f"fp32 is finite there and does not train: {wide.outcome}", "likely"
+
+
+def _history(subject: Subject) -> tuple[tuple[int, float, float], ...]:
+    if subject.signals is None:
+        return ()
+    seen = subject.signals.read()
+    return tuple(zip(seen.steps, seen.losses, seen.gradients, strict=True))[-DRAWN:]
