@@ -159,7 +159,7 @@ class Verdict:
         if self.kind == "invalid":
             return "no finite value in any format" + (f", {self.detail}" if self.detail else "")
         if self.kind == "bad_batch":
-            return f"the batch is not finite, {self.parameter}" + (f": {self.detail}" if self.detail else "")
+            return f"bad batch, {self.parameter}: {self.detail or 'not finite'}"
         if self.kind == "bad_state":
             return f"{self.parameter or 'the state'} was not finite before the step"
         if self.kind == "scale_too_high":
@@ -181,10 +181,8 @@ class Verdict:
         if not self.cures:
             return ""
         first = self.cures[0]
-        words = first.text.splitlines()[0]
-        if first.policy is None:
-            return words
-        return words.partition(": ")[0] + (" (verified)" if first.verified else "")
+        words = first.text.splitlines()[0].partition(": ")[0].partition("; ")[0]
+        return words + (" (verified)" if first.verified and first.policy is not None else "")
 
     @property
     def page(self) -> str:

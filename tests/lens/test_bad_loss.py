@@ -49,7 +49,7 @@ def test_it_is_explained_and_the_verdict_says_with_which_weights(caplog: pytest.
     assert " return h.float().mean() + (h * h).mean().float()" in verdict.line
     assert any("the weights have been written to since" in note for note in verdict.notes)
     named, found = (record.getMessage() for record in caplog.records)
-    assert f"step 1: {NAMED}" in named and found == f"black box: {verdict.headline}"
+    assert f"step 1: {NAMED}" in named and found.startswith(f"black box: {verdict.headline}")
 
 
 def test_it_is_not_reproducible_if_the_update_has_made_it_finite() -> None:
@@ -72,7 +72,7 @@ def test_one_line_for_a_streak_and_one_name_for_all(caplog: pytest.LogCaptureFix
             step(rows(large))
     texts = [record.getMessage() for record in caplog.records]
     assert sum(NAMED in text for text in texts) == 1
-    assert sum("overflow in forward of mul" in text for text in texts) == 1
+    assert sum(" | mul in " in text for text in texts) == 1
     assert step._box._lone == 2
 
 

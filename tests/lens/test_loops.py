@@ -367,11 +367,11 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
         step.flush()
     hand, own = (record.getMessage() for record in caplog.records if "overflow" in record.getMessage())
     assert hand.endswith(
-        "; verified cure: matmul in fp32: with hs.autocast(policy=hs.Policy.of('torch', dtype='fp16')."
+        " | matmul in fp32 (verified): with hs.autocast(policy=hs.Policy.of('torch', dtype='fp16')."
         "with_ops(fp32=['matmul'])): (2 more: print(box.explain()))"
     )
     assert own.endswith(
-        "; verified cure: matmul in fp32: policy.with_ops(fp32=['matmul']) (2 more: print(step.explain()))"
+        " | matmul in fp32 (verified): policy.with_ops(fp32=['matmul']) (2 more: print(step.explain()))"
     )
 
 
@@ -383,7 +383,7 @@ def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
     assert "step 3 was the first, and the verdict on it says what helps" in said(
         hs.lens.Verdict(kind="overflow", step=3)
     )
-    assert "look at the batch: step 3: the batch is not finite: input 1" in said(
+    assert "look at the batch: step 3: bad batch, input 1" in said(
         hs.lens.Verdict(kind="bad_batch", step=3, parameter="input 1")
     )
 
@@ -430,7 +430,7 @@ def test_what_the_program_writes_itself_is_called_so(write: Callable[[Tensor], T
     step(torch.ones(2, 4))
     verdict = step.explain()
     assert (verdict.kind, verdict.op) == ("invalid", op)
-    assert verdict.headline.endswith(": a value that is not finite is written here by the program itself")
+    assert verdict.what.endswith(", a value that is not finite is written here by the program itself")
     assert verdict.cures[0].text.startswith("look at the line: it puts nan or inf there itself")
 
 
@@ -438,15 +438,15 @@ def test_a_bad_batch_says_how_much_of_it_and_where() -> None:
     def said(*inputs: Tensor) -> str:
         step = step_of(nn.Linear(4, 4), lambda m, x, y: (m(x) * y).float().sum())
         step(*inputs)
-        return step.explain().headline
+        return step.explain().what
 
     good = torch.ones(8, 4)
     bad = torch.ones(8, 4)
     bad[1, 2] = math.inf
-    assert said(bad, good) == "step 1: the batch is not finite: input 0: 1 of 32 values is inf, in sample 1"
+    assert said(bad, good) == "bad batch, input 0: 1 of 32 values is inf, in sample 1"
     bad[2:] = math.nan
-    assert said(good, bad).endswith(": input 1: 25 of 32 values are nan or inf, in samples 1, 2, 3, 4 and 3 more")
-    assert said(good, torch.tensor(math.nan)).endswith(": input 1: 1 of 1 values is nan")
+    assert said(good, bad).endswith(", input 1: 25 of 32 values are nan or inf, in samples 1, 2, 3, 4 and 3 more")
+    assert said(good, torch.tensor(math.nan)).endswith(", input 1: 1 of 1 values is nan")
 
 
 def test_a_weight_that_the_format_cannot_hold_is_named() -> None:
@@ -456,7 +456,7 @@ def test_a_weight_that_the_format_cannot_hold_is_named() -> None:
         model.weight[0, 0] = 90345.0
     step(torch.ones(2, 4))
     verdict = step.explain()
-    assert verdict.headline.endswith("; weight holds 90345, and the format ends at 65504")
+    assert verdict.what == "overflow of float16, weight holds 90345, and the format ends at 65504"
     assert "weight holds values as large as 9.03e+04; if updates made them so, lower the learning rate" in verdict.notes
 
 
@@ -467,8 +467,8 @@ def test_a_report_of_an_invalid_operation_has_no_limit_and_no_negative_zero() ->
     step = step_of(model, lambda m, x: torch.log(-m(x).float().relu()).mean())
     step(torch.zeros(2, 4))
     report = str(step.explain())
-    assert "invalid operation in forward of log" in report
-    assert "  largest   0\n" in report and "limit" not in report
+    assert "no finite value in any format | log in the model, forward" in report
+    assert "  largest 0\n" in report and "the format ends" not in report
 
 
 def test_a_slope_of_a_root_at_zero_and_an_impossible_alignment_are_invalid() -> None:

@@ -377,7 +377,7 @@ class Box:
         verified = [cure for cure in verdict.cures if cure.verified]
         text = verdict.headline
         if verified and verdict.kind != "scale_too_high":
-            text += f"; verified cure: {verified[0].text.splitlines()[0]}"
+            text += f": {verified[0].text.splitlines()[0].partition(': ')[2]}"
             if len(verified) > 1:
                 text += f" ({len(verified) - 1} more: print({self.spelled}.explain()))"
         self._warn_once(f"{verdict.kind} {verdict.op} {verdict.module} {verdict.phase}", text)
