@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep as hs
-from halfstep.verdict import BETWEEN, CAUSES, WIDTH, Cure, Magnitude, Verdict
+from halfstep.verdict import BETWEEN, CAUSES, KINDS, WIDTH, Cure, Magnitude, Verdict
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "verdicts"
 
@@ -62,7 +62,7 @@ WORDS = st.text("abc defgh.:;|", max_size=300)
 
 
 @given(
-    kind=st.sampled_from(["overflow", "invalid", "bad_batch", "bad_state", "scale_too_high", "loop", "not_reproducible"]),
+    kind=st.sampled_from(list(KINDS)),
     cause=st.sampled_from(["", *CAUSES]),
     words=st.lists(WORDS, min_size=7, max_size=7),
     rank=st.integers(0, 10**6),
@@ -116,7 +116,7 @@ def test_the_page_shows_cause_place_cure_and_pictures(tmp_path: Path) -> None:
     page = (tmp_path / "verdict.html").read_text()
     for text in ("precision (shown)", "matmul in blocks.1.attn, forward, train.py:12", "trained 12 steps", "magnitude"):
         assert text in page
-    assert page.count("<svg role") == 1  # one loss alone draws no curve
+    assert page.count("<svg role") == 2  # magnitudes and norms; one finite loss draws no curve
 
 
 def test_every_cause_has_its_page() -> None:

@@ -1,8 +1,8 @@
 """Causes: why a step went wrong, where `diagnose` has found the place.
 
-Inputs: the verdict on the place, the history of the run, suspicious values of the batch, and trials in fp32. Output: the
-verdict with `cause`, `because`, `sure` and the history. The order of questions is that of a practitioner: was training
-still sound, is the batch, would fp32 have helped, and only then which operator needs it.
+Inputs: the verdict on the place, the history of the run, suspicious values of the batch, and trials in fp32. Output:
+the verdict with `cause`, `because`, `sure` and the history. The questions in their order: had training run away, does
+the batch hold what cannot be trained on, would fp32 have helped.
 """
 
 from __future__ import annotations
