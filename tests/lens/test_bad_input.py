@@ -6,6 +6,7 @@ by a `Monitor`, and is audited.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -442,14 +443,25 @@ def evidence(tmp_path: Path) -> Path:
     return tmp_path / "halfstep-blackbox-2.pt"
 
 
-def replayed(file: Path, model: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["replay", str(file), "--model", model])
+def replayed(file: Path, model: str, *more: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["replay", str(file), "--model", model, *more])
     return done.exit_code, " ".join(done.output.split())
 
 
 def test_a_task_without_metric_and_margin_is_enough_for_a_replay(evidence: Path) -> None:
     code, text = replayed(evidence, f"{evidence.parent / 'tasks.py'}:task")
     assert code == 0 and "step 2: no finite value in any format" in text and "| div in divide, forward, " in text
+
+
+def test_a_replay_writes_its_verdict_for_people_and_for_programs(evidence: Path, tmp_path: Path) -> None:
+    files = {"--json": "v.json", "--sarif": "v.sarif", "--html": "v.html"}
+    wanted = [word for option, name in files.items() for word in (option, str(tmp_path / "made" / name))]
+    code, text = replayed(evidence, f"{evidence.parent / 'tasks.py'}:task", *wanted)
+    assert code == 0 and text.count("written: ") == 3
+    made = {path.name: path.read_text() for path in (tmp_path / "made").iterdir()}
+    assert json.loads(made["v.json"])["op"] == "div" and '"ruleId"' in made["v.sarif"] and "<html" in made["v.html"]
+    code, text = replayed(evidence, f"{evidence.parent / 'tasks.py'}:task", "--sarif", str(tmp_path))
+    assert code == 2 and "--sarif" in text and "cannot be written: Is a directory" in text
 
 
 @pytest.mark.parametrize(
