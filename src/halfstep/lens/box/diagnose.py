@@ -11,19 +11,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.lens.box.origins import Source
+from halfstep.lens.box.remarks import NORMALISING, shown
 from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.box.trace import Source, Trace
+from halfstep.lens.box.story import first_extreme, path, story
+from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import tensors
-from halfstep.verdict import Cure, Verdict
+from halfstep.verdict import Cure, Magnitude, Verdict
 
 __all__ = ["CURABLE", "Subject", "advice", "diagnose", "inspect", "low_of", "verdict_of"]
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
 """Kinds of verdicts that a change of policy may cure."""
+
+MASKED = "the mask's -inf becomes nan by arithmetic: "
 
 WRITTEN = "a value that is not finite is written here by the program itself"
 
@@ -163,15 +168,20 @@ def inspect(subject: Subject, why: str) -> Verdict:
 
 def verdict_of(trace: Trace, names: dict[int, str]) -> Verdict:
     """Return the verdict that follows from the trace of a replay that was not finite."""
+    source, leaf = first_cause(trace)
+    return _verdict_on(source, "" if leaf is None else names.get(id(leaf), ""))
+
+
+def first_cause(trace: Trace) -> tuple[Source, Tensor | None]:
+    """Return where the values that are not finite come from first, and the leaf whose gradient shows it, or None."""
     assert trace.loss is not None
     if not extremes(trace.loss)[1]:
-        return _verdict_on(trace.origins.accused(trace.loss)[0], "")
+        return trace.origins.accused(trace.loss)[0], None
     found: list[tuple[Source, Tensor]] = []
     for leaf, gradient in trace.gradients.items():
         if not extremes(gradient)[1]:
             found += [(source, leaf) for source in trace.origins.accused(gradient)]
-    source, leaf = min(found, key=lambda pair: pair[0].rank())
-    return _verdict_on(source, names.get(id(leaf), ""))
+    return min(found, key=lambda pair: pair[0].rank())
 
 
 def _verdict_on(source: Source, culprit: str) -> Verdict:
@@ -185,6 +195,12 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
         detail = WRITTEN
     elif kind == "overflow" and call is not None and source.name:
         detail = f"{source.name} holds {call.largest:.6g}, and the format ends at {source.limit:.6g}"
+    elif source.over:
+        detail = _of_mask(source)
+    elif kind == "invalid" and source.remark:
+        detail = source.remark
+    elif kind in {"overflow", "invalid"} and call is not None and not call.finite_in:
+        detail = "some of its inputs were inf or nan before, and it makes more of them"
     if source.kind == "constant":
         parameter = "a tensor that is neither batch nor state"
     elif source.kind == "deliberate":
@@ -195,8 +211,14 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
         return Verdict(kind=kind, parameter=parameter or culprit, detail=detail, notes=notes)
     if call.site.call > 1:
         notes = (*notes, f"in call {call.site.call} of this module")
-    if kind in {"overflow", "invalid"} and call.site.phase == "backward" and culprit:
-        notes = (*notes, f"reaches the gradient of {culprit}")
+    told: tuple[Magnitude, ...] = ()
+    if kind in {"overflow", "invalid"}:
+        if call.site.phase == "backward" and culprit:
+            notes = (*notes, f"reaches the gradient of {culprit}")
+        rows = path(call, small=kind == "invalid" and not source.over)
+        told = story(rows)
+        if (first := first_extreme(rows)) and kind == "overflow":
+            notes = (*notes, first)
     return Verdict(
         kind=kind,
         op=call.site.op,
@@ -210,7 +232,20 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
         limit=source.limit if kind == "overflow" else 0.0,
         detail=detail,
         notes=notes,
+        story=told,
     )
+
+
+def _of_mask(source: Source) -> str:
+    """Return which mask an operator made NaN of."""
+    mask, call = source.over[0], source.call
+    assert call is not None
+    whose = f"of {mask.name}" if mask.name else "of a tensor"
+    if mask.kind == "deliberate" and mask.call is not None:
+        whose = f"written by {mask.call.site.op} at {mask.call.site.line}"
+    if source.remark and call.site.op in NORMALISING:
+        return f"{source.remark}; the mask is {whose}"
+    return f"{MASKED}it is {whose}; apply the mask after {call.site.op}"
 
 
 def _of_input(micro: MicroBatch, name: str) -> str:
@@ -226,8 +261,7 @@ def _of_input(micro: MicroBatch, name: str) -> str:
             if not tensor.dim():
                 return text
             rows = bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
-            shown = ", ".join(map(str, rows[:4])) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
-            return f"{text}, in sample{'s' if len(rows) > 1 else ''} {shown}"
+            return f"{text}, in {shown(rows)}"
     return ""
 
 
@@ -335,6 +369,8 @@ def _compiled(model: nn.Module) -> bool:
 
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
 
+MASK = "mask last, after this operator: its gradient multiplies -inf by 0; or mask with a large finite negative number"
+
 ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
 ROOT = "add an eps under the root: its gradient at 0 is infinite"
 SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
@@ -387,4 +423,5 @@ def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
         text = OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid":
         text = OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
+        text = MASK if verdict.detail.startswith(MASKED) else text
     return (Cure(policy=None, text=text, verified=False),) if text else ()

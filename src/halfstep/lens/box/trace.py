@@ -3,18 +3,11 @@
 A `TorchFunctionMode` above all regions sees operators as the user calls them, with module and line, and writes both
 into the `metadata` of the autograd nodes that each call makes. A `TorchDispatchMode` sees the kernels of the backward
 pass; the metadata of the running node gives the call it belongs to.
-
-Note [origins]: every storage that holds a value that is not finite carries the set of `Source`s it comes from. An
-operator whose result is finite ends them; one whose inputs are finite and whose result is not begins one. At the end
-the loss, or a gradient, names its sources: infinities that were masked away are never among them. Infinities written on
-purpose (``masked_fill(-inf)``, a mask in a buffer) are sources that are not accused; an operator that makes NaN from
-nothing but those is.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -33,20 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from halfstep.cast.rules.recipe import unreported
 from halfstep.cast.state import STATE
+from halfstep.lens.box.origins import Call, CallRecord, Origins
 from halfstep.lens.calls import (
     RUNS_BACKWARD,
     TAG,
     Site,
-    constants,
     copied,
     described,
     extremes,
     floats,
     has_storage,
-    in_float64,
     line_of,
     name_of_node,
-    pointwise,
     public,
     read,
     region_here,
@@ -59,7 +49,7 @@ from halfstep.lens.calls import (
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["Source", "Trace"]
+__all__ = ["Trace"]
 
 SILENT = frozenset(
     "__get__ __set__ __delete__ size stride dim numel shape is_floating_point is_complex element_size data_ptr "
@@ -294,6 +284,8 @@ class Trace:
         try:
             with _unobserved():
                 inputs = read(func, args, kwargs)
+                given = {storage(tensor) for tensor in tensors((args, kwargs))}
+                parents, outside = self.origins.made_by((args, kwargs))
                 before = [extremes(tensor) for tensor in inputs]
                 finite_in = all(finite for _, finite, _ in before)
                 in_place = writes(func)
@@ -306,18 +298,28 @@ class Trace:
                 result = func(*args, **kwargs)
             else:
                 result = self._below.__torch_function__(func, (), args, kwargs)
-            outputs = [args[0]] if func is Tensor.__setitem__ else floats(result)
-            if not outputs:
-                return result
+            returned = args[0] if func is Tensor.__setitem__ else result
+            outputs = floats(returned)
             with _unobserved():
                 after = [extremes(tensor) for tensor in outputs]
+                record = CallRecord(
+                    site,
+                    *described(inputs),
+                    largest=max((value for value, _, _ in before), default=0.0),
+                    finite_in=finite_in,
+                    finite_out=all(finite for _, finite, _ in after),
+                    made=max((value for value, _, _ in after), default=0.0),
+                    dtype=next((t.dtype for t in outputs if t.is_floating_point()), None),
+                    parents=parents,
+                    outside=outside,
+                )
+                written = {storage(tensor) for tensor in outputs} if in_place else set()
+                self.origins.note(record, (returned, self._inner), given - written)
+                if not outputs:
+                    return result
                 self.count += 1
-                dtypes, shapes = described(inputs)
-                largest = max((value for value, _, _ in before), default=0.0)
-                finite_out = all(finite for _, finite, _ in after)
-                record = CallRecord(site, dtypes, shapes, largest, finite_in, finite_out)
                 again = None if in_place and copies is None else copies or (args, kwargs)
-                call = _Call(record, self.count, func, args, kwargs, again, inputs, before, outputs, after, self._inner)
+                call = Call(record, self.count, func, args, kwargs, again, inputs, before, outputs, after, self._inner)
                 self.origins.follow(call)
             for tensor in outputs:
                 tag(tensor, site)
@@ -338,264 +340,3 @@ def _opens(func: Callable[..., Any]) -> bool:
     """Return whether the region has no rule for `func` itself, so that its parts are watched."""
     handler = None if STATE.mode is None else STATE.mode.handlers.get(func)
     return handler is None or handler.__qualname__.startswith("of_composite.")
-
-
-SOURCES_EXAMINED = 32
-"""So many of the first sources are computed again in float64."""
-
-UNWRITTEN = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted"}
-)
-
-GROWS = frozenset(
-    "exp exp2 expm1 special.expm1 sinh cosh pow float_power prod cumprod ldexp matrix_exp matrix_power "
-    "linalg.matrix_power linalg.matrix_exp det linalg.det".split()
-)
-"""Operators that may pass the largest float64 number from moderate fp32 inputs. Of any other, infinity is a pole."""
-
-POLES = frozenset(
-    "div true_divide reciprocal log log2 log10 log1p rsqrt atanh acos asin logit xlogy sqrt tan digamma lgamma".split()
-)
-"""Operators whose infinity is taken for a pole where a call cannot be computed again in float64."""
-
-NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "cross_entropy"})
-"""Operators that make NaN of a batch of masks alone: a row is masked out entirely."""
-
-HUGE = 1e100
-"""Products and quotients of a few numbers this large may leave float64 too."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallRecord:
-    """What is kept of one operator call.
-
-    Attributes:
-        site: where it was called.
-        dtypes: formats of its input tensors.
-        shapes: shapes of them.
-        largest: largest finite magnitude among them; 0.0 if they hold none.
-        finite_in: whether all of them were finite.
-        finite_out: whether its results were.
-    """
-
-    site: Site
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    largest: float
-    finite_in: bool
-    finite_out: bool
-
-
-@dataclass(eq=False, slots=True)
-class Source:
-    """Where values that are not finite come from first.
-
-    Attributes:
-        kind: "operator", "batch", "parameter", "buffer", "constant", "deliberate" or "unwritten".
-        order: number of calls before it.
-        name: of the parameter, buffer or input.
-        call: the operator call that made the values, or the first that read them.
-        invalid: for an operator: whether float64 gives no number either.
-        limit: largest number of the format of the result.
-        written: whether the program itself wrote a NaN there.
-        masks: for tensors from outside: whether -inf is the only infinity in it, as in additive masks.
-    """
-
-    kind: str
-    order: int
-    name: str = ""
-    call: CallRecord | None = None
-    invalid: bool = False
-    limit: float = 0.0
-    written: bool = False
-    masks: bool = False
-
-    def rank(self) -> tuple[bool, bool, bool, int]:
-        """Return a sort key that puts first causes first: state and batch, then operators; innocent ones come last."""
-        kernels = self.kind == "constant" and self.call is not None and self.call.site.phase == "backward"
-        return self.innocent, kernels, self.kind == "operator", self.order
-
-    @property
-    def innocent(self) -> bool:
-        """Whether the program may have written it on purpose."""
-        return self.kind in {"deliberate", "unwritten"} or self.masks
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Call:
-    """One operator call with its tensors, for as long as it runs.
-
-    Attributes:
-        record: what is kept of it.
-        order: number of calls up to it.
-        func: the operator, called with `args` and `kwargs`.
-        again: arguments with which it can be computed again, None if it has overwritten them.
-        inputs: its input tensors of floating or complex numbers.
-        before: `extremes` of them before the call.
-        outputs: the tensors it returned or wrote to.
-        after: `extremes` of them.
-        inner: results of the kernels inside.
-    """
-
-    record: CallRecord
-    order: int
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    again: Any
-    inputs: list[Tensor]
-    before: list[tuple[float, bool, bool]]
-    outputs: list[Tensor]
-    after: list[tuple[float, bool, bool]]
-    inner: list[Tensor]
-
-
-class Origins:
-    """The origins of the values of one replay that are not finite; note [origins].
-
-    Attributes:
-        sources: operators that made such values, in order.
-    """
-
-    def __init__(self) -> None:
-        self.sources: list[Source] = []
-        self._origins: dict[int, tuple[StorageWeakRef, frozenset[Source]]] = {}
-        self._outside: dict[int, tuple[str, str]] = {}  # storage -> (kind, name) of batch and state
-        self._insides: dict[int, tuple[StorageWeakRef, CallRecord, frozenset[Source]]] = {}
-        self._order = 0
-
-    def expect(self, kind: str, name: str, tensor: Tensor) -> None:
-        """Note a tensor that exists before the first call."""
-        self._outside.setdefault(storage(tensor), (kind, name))
-
-    def follow(self, call: _Call) -> None:
-        """Note where the values of the call's results that are not finite come from."""
-        record, self._order = call.record, call.order
-        if record.finite_out:
-            for tensor in call.outputs:
-                self._clear(tensor)
-            self._note_inside(call.inner, record, frozenset())
-            return
-        origins = frozenset[Source]()
-        for tensor, (_, finite, _) in zip(call.inputs, call.before, strict=True):
-            if not finite:
-                origins |= self.of(tensor, record)
-        if record.finite_in:
-            constant = not all(map(math.isfinite, constants((*call.args, *call.kwargs.values()))))
-            if constant and not any(nan for _, _, nan in call.after):  # a NaN, such as 0 * -inf, is not meant
-                origins = frozenset({Source("deliberate", call.order, call=record)})
-            elif record.site.op in UNWRITTEN:
-                origins = frozenset({Source("unwritten", call.order, call=record)})
-            else:
-                origins = frozenset({self._source(call)})
-        elif _adds(call, origins):
-            kept = frozenset[Source]() if all(s.innocent for s in origins) else origins
-            origins = kept | {self._source(call)}
-        for tensor, (_, finite, _) in zip(call.outputs, call.after, strict=True):
-            if finite:
-                self._clear(tensor)
-            else:
-                self._set(tensor, origins)
-        self._note_inside(call.inner, record, origins)
-
-    def _note_inside(self, inner: list[Tensor], record: CallRecord, origins: frozenset[Source]) -> None:
-        """Note which call made tensors that an operator saves for its backward pass and does not return."""
-        for tensor in inner:
-            self._insides[storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), record, origins)
-
-    def _source(self, call: _Call) -> Source:
-        """Return the call as a source; a run in float64 tells overflow from a value that does not exist."""
-        op = spelled(call.func)
-        limit = next((torch.finfo(t.dtype).max for t in call.outputs if t.is_floating_point()), 0.0)
-        nan_only = any(nan for _, _, nan in call.after) and not _any_inf(call.outputs)
-        invalid = nan_only
-        if len(self.sources) < SOURCES_EXAMINED and call.again is not None:
-            wide = in_float64(call.func, *call.again)
-            if wide is None:
-                invalid = nan_only or op in POLES
-            else:
-                # NaN although no operator inside overflowed: the format has lost an eps
-                lost = nan_only and len(call.inner) > 1 and not _any_inf(call.inner)
-                invalid = lost or _invalid(op, call, floats(wide))
-        name = ""
-        if call.record.largest > limit > 0.0 and not invalid:  # the format of the result cannot hold an input
-            largest = max(range(len(call.inputs)), key=lambda index: call.before[index][0])
-            name = self._outside.get(storage(call.inputs[largest]), ("", ""))[1]
-        written = any(map(math.isnan, constants((*call.args, *call.kwargs.values()))))
-        source = Source("operator", call.order, name, call.record, invalid or written, limit, written)
-        self.sources.append(source)
-        return source
-
-    def of(self, tensor: Tensor, record: CallRecord | None) -> frozenset[Source]:
-        """Return the sources of a tensor that is not finite; `record`: the call that reads it."""
-        key = storage(tensor)
-        kept = self._origins.get(key)
-        if kept is not None:
-            return kept[1]
-        nan = extremes(tensor)[2]
-        inside = self._insides.get(key)
-        if inside is not None and key not in self._outside:
-            _, maker, made = inside
-            invalid = nan or maker.site.op in POLES
-            made = made or frozenset({Source("operator", self._order, call=maker, invalid=invalid)})
-        else:
-            kind, name = self._outside.get(key, ("constant", ""))
-            masks = (
-                kind in {"buffer", "batch", "constant"} and not nan and not bool((tensor.detach() == math.inf).any())
-            )
-            made = frozenset({Source(kind, self._order, name, record, masks=masks)})
-        self._set(tensor, made)
-        return made
-
-    def _set(self, tensor: Tensor, sources: frozenset[Source]) -> None:
-        if has_storage(tensor):
-            self._origins[storage(tensor)] = (StorageWeakRef(tensor.untyped_storage()), sources)
-
-    def _clear(self, tensor: Tensor) -> None:
-        if self._origins and has_storage(tensor):
-            if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():  # all of it is written
-                self._origins.pop(storage(tensor), None)
-
-    def accused(self, tensor: Tensor) -> list[Source]:
-        """Return the sources of `tensor`, a loss or a gradient that is not finite: the first cause first."""
-        found = [s for s in self.of(tensor, None) if s.kind != "constant" or s.call is not None]
-        found = found or [s for s in self.sources if not s.innocent]  # code that no mode sees has copied the value
-        return sorted(found or self.of(tensor, None), key=Source.rank)
-
-
-def _any_inf(found: list[Tensor]) -> bool:
-    return any(bool(torch.isinf(t).any()) for t in found)
-
-
-def _adds(call: _Call, inherited: frozenset[Source]) -> bool:
-    """Return whether an operator whose inputs were not finite made more such values of its own; note [origins]."""
-    op = call.record.site.op
-    if all(s.innocent for s in inherited):
-        had_nan = any(nan for _, _, nan in call.before)
-        if any(nan for _, _, nan in call.after) and not had_nan:
-            return op in NORMALISING or not all(s.kind == "batch" for s in inherited)
-    if not pointwise(op) or len(call.outputs) != 1:
-        return False
-    try:
-        (output,) = call.outputs
-        spoiled = torch.zeros_like(output, dtype=torch.bool)
-        for tensor in call.inputs:
-            spoiled = spoiled | ~torch.isfinite(tensor)
-        return spoiled.shape == output.shape and bool((~torch.isfinite(output) & ~spoiled).any())
-    except RuntimeError:
-        return False
-
-
-def _invalid(op: str, call: _Call, wide: list[Tensor]) -> bool:
-    """Return whether the results in float64 show that the operator has no value there, in any format."""
-    states = [extremes(t) for t in wide]
-    if all(finite for _, finite, _ in states):
-        return False
-    if any(nan for _, _, nan in states):
-        return True
-    if call.record.largest > HUGE or any(t.dtype not in {torch.float64, torch.complex128} for t in wide):
-        return False
-    if op not in GROWS:
-        return True
-    # 0 ** -1
-    return any(t.shape == w.shape and bool((w.isinf() & (t == 0)).any()) for t in call.inputs for w in wide)
