@@ -46,6 +46,7 @@ from halfstep.lens.calls import (
     in_float64,
     line_of,
     name_of_node,
+    numbers_of,
     pointwise,
     public,
     read,
@@ -120,6 +121,7 @@ class Trace:
         gradients: leaf -> its gradient, of such a replay.
         low: the low format of the last region that was on, or None.
         region: the policy of the last `hs.autocast` that was on, or None.
+        numbers: call -> the floats among its arguments, and the format of its result.
     """
 
     model: nn.Module
@@ -128,6 +130,7 @@ class Trace:
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     low: torch.dtype | None = None
     region: Policy | None = None
+    numbers: dict[Site, tuple[tuple[float, ...], torch.dtype]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._names = {id(m): name for name, m in reversed(list(self.model.named_modules()))}
@@ -319,6 +322,7 @@ class Trace:
                 again = None if in_place and copies is None else copies or (args, kwargs)
                 call = _Call(record, self.count, func, args, kwargs, again, inputs, before, outputs, after, self._inner)
                 self.origins.follow(call)
+            self.numbers[site] = numbers_of(func, args, kwargs), outputs[0].dtype
             for tensor in outputs:
                 tag(tensor, site)
             return result
