@@ -248,8 +248,10 @@ class TrainStep:
             STATE.copies = copies
         if self._metrics is not None:
             self._metrics.see(result, (batch, named), updated=result.due)
-        if self.preemption is not None and result.due:
-            self.preemption.after_update()
+        if result.due:
+            self.record.note(result)
+            if self.preemption is not None:
+                self.preemption.after_update()
         return result
 
     def _micro_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
@@ -528,9 +530,8 @@ class TrainStep:
 
         Replays its micro-batches with instruments on, unless that has happened already; all is as before afterwards. (A
         step whose gradients were finite was applied; the verdict notes that its replay has the weights after it.) On
-        several ranks it names the rank with the fault, on all of them alike; called on one of them only, for a step
-        that was not explained by itself, it waits some seconds for the others.
-        `batches`, more of them, such as a data loader: what is offered as a cure is trained on them too.
+        several ranks it names the rank with the fault, on all of them alike; called on one alone for a step that was
+        not explained by itself, it waits some seconds. `batches`, such as a data loader: verified cures train on them.
 
         Raises:
             StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.

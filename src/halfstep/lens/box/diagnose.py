@@ -17,6 +17,7 @@ from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.record import MicroBatch, versions_of
+from halfstep.step.signals import Signals
 from halfstep.trees import tensors
 from halfstep.verdict import Verdict
 
@@ -56,6 +57,7 @@ class Subject:
         more: further micro-batches, for trials of training.
         clip_norm: largest norm of the gradients of an update; None: not clipped, or not known.
         clip_value: largest magnitude of an element of them; None likewise.
+        signals: the history of the run; None if there is none, as in a replay from a file.
     """
 
     replay: Replay
@@ -76,6 +78,7 @@ class Subject:
     more: Sequence[MicroBatch] = ()
     clip_norm: float | None = None
     clip_value: float | None = None
+    signals: Signals | None = None
 
     @property
     def low(self) -> str:

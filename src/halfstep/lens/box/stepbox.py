@@ -564,6 +564,7 @@ class StepBox(Box):
             more=self._more,
             clip_norm=step.clip_norm,
             clip_value=step.clip_value,
+            signals=step.record.signals,
         )
         if window.flag is not None and not bool(window.flag):
             notes.append(APPLIED)

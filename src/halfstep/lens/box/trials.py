@@ -118,10 +118,9 @@ class Trials:
     @cached_property
     def usual(self) -> float | None:
         """What the size of the loss was before the bad step: the median of the losses kept; None without any."""
-        signals = getattr(self.subject, "signals", None)
-        if signals is None:
+        if self.subject.signals is None:
             return None
-        history = signals.read()
+        history = self.subject.signals.read()
         before = [
             abs(loss)
             for step, loss in zip(history.steps, history.losses, strict=True)
@@ -181,8 +180,9 @@ class Trials:
                 break
             losses.append(_mean(attempt.losses))
             broken = [names[id(b)] for b in finite if not extremes(b)[1]]
-            if broken or self._absurd(losses[-1]):
-                what = f"{broken[0]} is not finite after it" if broken else ""
+            absurd = self._absurd(attempt.losses)
+            if broken or absurd:
+                what = absurd or f"{broken[0]} is not finite after it"
                 return Trial(
                     finite_once=True, trained=len(losses), losses=tuple(losses), buffers_finite=not broken,
                     outcome=what, scale=first_scale,
@@ -312,7 +312,7 @@ class Trials:
         if trial.outcome and trial.trained < STEPS:
             return replace(trial, outcome=f"finite once: {trial.outcome}")
         losses = trial.losses
-        wrong = self._absurd(losses[0]) or self._absurd(losses[-1]) or self._rises(losses)
+        wrong = self._rises(losses)
         if wrong:
             return replace(trial, outcome=f"finite once: {wrong}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
@@ -330,8 +330,12 @@ class Trials:
             return replace(trial, outcome=f"finite, but not near fp32: {words}, {beside}")
         return replace(trial, trains=True, outcome=f"{words} ({beside})")
 
-    def _absurd(self, loss: float) -> str:
-        """Return in words why a loss is none to train on; "" if it may be one."""
+    def _absurd(self, losses: Sequence[Tensor]) -> str:
+        """Return in words why the losses of a window are none to train on; "" if they may be.
+
+        The smallest of its micro-batches counts: where weights have run away all are large, else one has odd data.
+        """
+        loss = min((_mean([loss]) for loss in losses), key=abs)
         if self.usual is not None:
             absurd = abs(loss) > max(ABSURD * self.usual, 1.0)
             return f"the loss is {loss:.3g}, and was {self.usual:.3g} before" if absurd else ""
