@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.box.cures import _foreign
+from halfstep.lens.box.cures import _pasted
 from halfstep.lens.box.stepbox import Box, SkippedStep, Trouble
 from tests.lens.broken import batch, classify, squared, transformer
 from tests.lens.test_blackbox import SEEN, step_of
@@ -278,7 +278,7 @@ def test_what_was_verified_is_what_is_pasted(name: str, region: str) -> None:
 @pytest.mark.parametrize("region", REGIONS)
 def test_a_region_may_be_around_the_call(region: str) -> None:
     model = transformer()
-    box = hs.BlackBox(model, loss_in(nullcontext))
+    box = hs.BlackBox(model, loss_in(nullcontext), torch.optim.SGD(model.parameters(), 1e-3))
     with REGIONS[region]():
         loss = box(*batch())
     loss.backward()
@@ -500,15 +500,16 @@ def test_a_cure_that_a_region_cannot_carry_out_is_one_for_prepare() -> None:
     """`hs.autocast` refuses grads='fp32'."""
     base = hs.Policy.of("torch", dtype="fp16")
     line = "policy.replace(grads='fp32')"
-    cure = _foreign(base, base.replace(grads="fp32"), "gradients added in fp32", line, "torch.autocast")
-    made = cure.text.partition("hs.prepare(model, policy=")[2].partition(")\n")[0]
+    text = _pasted(base, base.replace(grads="fp32"), "gradients added in fp32", line, "torch.autocast")
+    made = text.partition("hs.prepare(model, policy=")[2].partition(")\n")[0]
     assert eval(made, {"hs": hs}) == base.replace(grads="fp32")
-    assert "hs.autocast" not in cure.text
+    assert "hs.autocast" not in text
 
 
 def test_a_decorated_loss_is_replayed_under_other_policies() -> None:
     model = transformer()
-    box = hs.BlackBox(model, hs.autocast("cpu", torch.float16)(loss_in(nullcontext)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    box = hs.BlackBox(model, hs.autocast("cpu", torch.float16)(loss_in(nullcontext)), optimizer)
     box(*batch()).backward()
     verdict = box.explain()
     assert (verdict.kind, verdict.op) == ("overflow", "matmul")

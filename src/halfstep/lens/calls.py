@@ -46,6 +46,7 @@ __all__ = [
     "in_float64",
     "line_of",
     "name_of_node",
+    "numbers_of",
     "ours",
     "place",
     "pointwise",
@@ -239,6 +240,18 @@ def constants(values: Iterable[Any]) -> Iterator[float]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from constants(value)
+
+
+def numbers_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, ...]:
+    """Return the floats among the arguments of a call, with the defaults of a function written in Python."""
+    if isinstance(func, FunctionType):
+        try:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return tuple(constants(bound.arguments.values()))
+        except (TypeError, ValueError):  # it has no signature
+            pass
+    return tuple(constants((*args, *kwargs.values())))
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ the next forward and backward pass are queued, if it has not arrived before: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from operator import attrgetter
@@ -525,18 +525,18 @@ class TrainStep:
 
     # ------------------------------------------------------------------ explanations
 
-    def explain(self) -> Verdict:
+    def explain(self, batches: Iterable[Any] = ()) -> Verdict:
         """Say why the last step that was not applied, or whose loss was not finite, was so; printing it is a report.
 
         Replays its micro-batches with instruments on, unless that has happened already; all is as before afterwards. (A
         step whose gradients were finite was applied; the verdict notes that its replay has the weights after it.) On
-        several ranks it names the rank with the fault, on all of them alike; called on one of them only, for a step
-        that was not explained by itself, it waits some seconds for the others.
+        several ranks it names the rank with the fault, on all of them alike; called on one alone for a step that was
+        not explained by itself, it waits some seconds. `batches`, such as a data loader: verified cures train on them.
 
         Raises:
             StepError: no such step, or one that later steps have trained over, or ``blackbox=False``.
         """
-        verdict: Verdict = self._black_box().explain()
+        verdict: Verdict = self._black_box().explain(batches)
         return verdict
 
     def _black_box(self) -> Any:

@@ -1,9 +1,9 @@
-"""Cures: the smallest changes of policy under which a step is finite, found by replaying it under them."""
+"""Cures: the smallest changes of policy under which a step is finite and training goes on, found by trying them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch.overrides import TorchFunctionMode
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
-from halfstep.errors import BindError, HalfstepError
+from halfstep.errors import BindError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
-from halfstep.lens.box.diagnose import Subject, advice, verdict_of
-from halfstep.lens.box.replay import Attempt, Replay
-from halfstep.lens.calls import RUNS_BACKWARD, extremes, region_here, spelled
+from halfstep.lens.box.advice import Around, advice
+from halfstep.lens.box.diagnose import Subject, verdict_of
+from halfstep.lens.box.replay import Attempt
+from halfstep.lens.box.trials import FAILURES, Trials, highest
+from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
@@ -30,45 +32,188 @@ from halfstep.verdict import Cure, Verdict
 __all__ = ["cures", "instead", "rebound"]
 
 LONGEST = 4  # rules in one cure
+NEAREST = 6  # producers that are tried, one at a time
 ENOUGH = 3  # verified cures
 
 
-def cures(subject: Subject, verdict: Verdict, attempt: Attempt) -> tuple[Cure, ...]:
-    """Return the changes under which the step is finite, smallest first; else advice that no replay has verified.
+def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> tuple[Cure, ...]:
+    """Return the changes under which training goes on, smallest first; else advice that nothing has verified.
 
     Args:
         subject: the step.
         verdict: the first cause.
         attempt: the replay that led to it.
+        trials: the trials of the step.
     """
     if verdict.kind == "scale_too_high":
-        return _scales(subject, attempt)
+        return _scales(subject, attempt, trials)
+    around = Around.of(attempt.trace, verdict)
     if subject.policy is None or attempt.index is None:
-        return advice(verdict)
-    search = _Search(subject, attempt.only)
+        return advice(verdict, around)
+    if trials.wide.finite_once is False:  # no format helps
+        return advice(verdict, around, everywhere=True)
+    search = _Search(subject, attempt.only, trials)
     base = subject.policy
-    wide = base.replace(dtype="fp32", scale="none")
-    wide_finite = search.finite(wide)
-    wide_scale = search.scale
-    if wide_finite is False:  # no format helps
-        return advice(verdict, everywhere=True)
     if attempt.added is None:
-        search.operators(base, verdict)
-        search.modules(base, verdict)
+        search.operators(verdict, around.upstream)
+        search.modules(verdict)
     elif base.grads != "fp32":
         search.try_one(base.replace(grads="fp32"), "gradients added in fp32", "policy.replace(grads='fp32')")
     if base.loss == "keep":
         search.try_one(base.replace(loss="fp32"), "losses in fp32", "policy.replace(loss='fp32')")
-    if subject.low == "fp16" and len(search.found) < ENOUGH:
+    if subject.low == "fp16" and len(search.verified) < ENOUGH:
         search.try_one(base.replace(dtype="bf16"), "bf16 instead of fp16", "policy.replace(dtype='bf16')")
-    if not search.found and wide_finite:
-        search.scale = wide_scale
-        search.add(wide, "nothing low", "policy.replace(dtype='fp32')")
-    return tuple(search.found) or advice(verdict)
+    if not search.found:
+        search.add(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")
+    return (*search.verified, *advice(verdict, around, cured=bool(search.verified)), *search.once)
 
 
-def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -> Cure:
-    """Return a cure with a line to paste into a loop whose loss function opens the regions."""
+class _Search:
+    """Tries policies: by one replay and, where that is finite, by a trial of training.
+
+    Attributes:
+        found: the changes under which the step is finite.
+    """
+
+    def __init__(self, subject: Subject, index: int | None, trials: Trials) -> None:
+        assert subject.policy is not None
+        self.subject, self.base = subject, subject.policy
+        self.index, self.trials = index, trials
+        self.found: list[Cure] = []
+
+    @property
+    def verified(self) -> list[Cure]:
+        """Those under which training goes on."""
+        return [cure for cure in self.found if cure.verified]
+
+    @property
+    def once(self) -> list[Cure]:
+        """The others."""
+        return [cure for cure in self.found if not cure.verified]
+
+    def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
+        """Replay the step under `policy`; None if it cannot run."""
+        subject = self.subject
+        replay = dataclasses.replace(subject.replay, wide=policy.grads == "fp32")
+        try:
+            with subject.under(policy):
+                attempt = replay.run(traced=traced, only=self.index)
+                if not attempt.bad or subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
+                    return attempt
+
+                def at(scale: float) -> Attempt:
+                    return replay.run(factor=scale / subject.scale, only=self.index)
+
+                # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
+                lower = highest(lambda scale: not at(scale).bad, subject.scale)
+                return at(lower) if lower else attempt
+        except FAILURES:
+            return None  # this model cannot run under it
+
+    def try_one(self, policy: Policy, words: str, line: str) -> bool:
+        """Add `policy` if the step is finite under it; return whether it is."""
+        attempt = self._run(policy)
+        if attempt is None or attempt.odd or attempt.bad:
+            return False
+        return self.add(policy, words, line)
+
+    def add(self, policy: Policy, words: str, line: str) -> bool:
+        """Add `policy` with what training under it shows; return whether the whole window is finite under it."""
+        trial = self.trials.of(policy)
+        if not trial.finite_once:
+            return False
+        if trial.scale != self.subject.scale and policy.scale == self.base.scale:
+            was = self.subject.scale
+            words += f" (finite at a scale of {trial.scale:g}, to which it adapts; it was {was:g})"
+        if self.subject.foreign:
+            text = _pasted(self.base, policy, words, line, self.subject.region)
+        else:
+            text = _with_toml(self.base, policy, words, line)
+        self.found.append(Cure(policy=policy, text=text, verified=trial.trains, outcome=trial.outcome))
+        return True
+
+    def operators(self, verdict: Verdict, upstream: Sequence[Site]) -> None:
+        """Give the operator a rule; else one of its producers; else it and those that then overflow after it, or them.
+
+        Args:
+            verdict: the first cause.
+            upstream: the calls that made its inputs, the nearest first.
+        """
+        first = [verdict.op] if verdict.op in known() else []
+        following = self._next_operators(first) if first else verdict
+        if self.found:
+            return
+        before = [site.op for site in upstream if site.op in known() and site.op not in first]
+        before = list(dict.fromkeys(before))[:NEAREST]
+        for op in before:
+            if self._try_operators([op]):
+                return
+        rules, current = first, following
+        while current is not None and current.op in known() and current.op not in rules and len(rules) < LONGEST:
+            rules = [*rules, current.op]
+            current = self._next_operators(rules)
+        if self.found:
+            return
+        for count in range(1, LONGEST if first else 0):
+            if self._try_operators([*first, *before[:count]]):
+                return
+
+    def _try_operators(self, rules: list[str]) -> bool:
+        return self.try_one(*self._with_operators(rules))
+
+    def _next_operators(self, rules: list[str]) -> Verdict | None:
+        return self._next(*self._with_operators(rules))
+
+    def _with_operators(self, rules: list[str]) -> tuple[Policy, str, str]:
+        return self.base.with_ops(fp32=rules), f"{' and '.join(rules)} in fp32", f"policy.with_ops(fp32={rules!r})"
+
+    def modules(self, verdict: Verdict) -> None:
+        """Give the module a rule, and those that then overflow after it."""
+        rules: dict[str, str] = {}
+        current = verdict
+        names = {name for name, _ in self.subject.model.named_modules()}
+        while current.module in names and current.module and current.module not in rules and len(rules) < LONGEST:
+            rules[current.module] = "fp32"
+            policy = self.base.with_modules(rules)
+            words = f"{'module' if len(rules) == 1 else 'modules'} {' and '.join(rules)} in fp32"
+            following = self._next(policy, words, f"policy.with_modules({rules!r})")
+            if following is None:
+                return
+            current = following
+
+    def _next(self, policy: Policy, words: str, line: str) -> Verdict | None:
+        """Try `policy`; return the verdict on what is not finite then, None if nothing is or it is not known."""
+        if self.try_one(policy, words, line):
+            return None
+        attempt = self._run(policy, traced=True)
+        if attempt is None or attempt.odd or attempt.trace is None:
+            return None
+        following = verdict_of(attempt.trace, self.subject.names)
+        return following if following.kind in {"overflow", "invalid"} else None
+
+
+def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, ...]:
+    """Find the largest scale at which the step is finite, and train at it."""
+    replay = subject.replay
+
+    def finite(scale: float) -> bool:
+        return not replay.run(factor=scale / subject.scale, only=attempt.only).bad
+
+    right = highest(finite, subject.scale)
+    words = f"a scale of {right:g}"
+    if subject.scaling == "dynamic":
+        text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy
+    elif subject.policy is None:
+        text, policy = f"a dynamic scale, or one of {right:g}", None
+    else:
+        policy = subject.policy.replace(scale=right)
+        text = _with_toml(subject.policy, policy, words, f"policy.replace(scale={right!r})")
+    trial = trials.of(policy)
+    return (Cure(policy=policy, text=text, verified=trial.trains, outcome=trial.outcome),)
+
+
+def _pasted(base: Policy, policy: Policy, words: str, line: str, region: str) -> str:
+    """Return the text of a cure: a line to paste into a loop whose loss function opens the regions."""
     made, where = line, f"in place of {region}"
     preset = base.name if base.name in PRESETS else "torch"
     settings = "" if base.dtype == "auto" else f", dtype={base.dtype!r}"
@@ -83,122 +228,11 @@ def _foreign(base: Policy, policy: Policy, words: str, line: str, region: str) -
         pasted, where = f"hs.prepare(model, policy={made})", f"before the loop, and nothing {where}"
     else:
         pasted = f"with hs.autocast(policy={made}):"
-    return Cure(policy=policy, text=f"{words}: {pasted}\n{where}", verified=True)
+    return f"{words}: {pasted}\n{where}"
 
 
-class _Search:
-    """Tries policies by replay."""
-
-    def __init__(self, subject: Subject, index: int | None) -> None:
-        self.subject = subject
-        self.index = index
-        self.found: list[Cure] = []
-        self.scale = subject.scale  # at which the last trial was finite
-
-    def _run(self, policy: Policy, *, traced: bool = False) -> Attempt | None:
-        try:
-            self.scale = self.subject.scale
-            replay = dataclasses.replace(self.subject.replay, wide=policy.grads == "fp32")
-            with self.subject.under(policy):
-                attempt = replay.run(traced=traced, only=self.index)
-                if not attempt.bad or self.subject.scaling != "dynamic" or self.subject.scale <= 1.0:
-                    return attempt
-                if any(not extremes(loss)[1] for loss in attempt.losses):
-                    return attempt
-                # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
-                low = replay.run(factor=1.0 / self.subject.scale, only=self.index)
-                if not low.bad:
-                    self.scale = _highest(replay, self.subject.scale, self.index)
-                return attempt if low.bad else low
-        except (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError):
-            return None  # this model cannot run under it
-
-    def finite(self, policy: Policy) -> bool | None:
-        """Return whether the step is finite under `policy`; None if it cannot run."""
-        attempt = self._run(policy)
-        return None if attempt is None or attempt.odd else not attempt.bad
-
-    def try_one(self, policy: Policy, words: str, line: str) -> bool:
-        """Add `policy` to the cures if the step is finite under it."""
-        if self.finite(policy):
-            self.add(policy, words, line)
-            return True
-        return False
-
-    def add(self, policy: Policy, words: str, line: str) -> None:
-        """Add `policy`, under which the last trial was finite, to the cures."""
-        base = self.subject.policy
-        assert base is not None
-        if self.scale != self.subject.scale:
-            words += f" (finite at a scale of {self.scale:g}, to which it adapts; it was {self.subject.scale:g})"
-        if self.subject.foreign:
-            self.found.append(_foreign(base, policy, words, line, self.subject.region))
-        else:
-            self.found.append(_cure(base, policy, words, line))
-
-    def operators(self, base: Policy, verdict: Verdict) -> None:
-        """Give the operator a rule, and those that then overflow after it."""
-        rules: list[str] = []
-        current = verdict
-        while current.op in known() and current.op not in rules and len(rules) < LONGEST:
-            rules.append(current.op)
-            policy = base.with_ops(fp32=rules)
-            following = self._next(policy, f"{' and '.join(rules)} in fp32", f"policy.with_ops(fp32={rules!r})")
-            if following is None:
-                return
-            current = following
-
-    def modules(self, base: Policy, verdict: Verdict) -> None:
-        """Give the module a rule, and those that then overflow after it."""
-        rules: dict[str, str] = {}
-        current = verdict
-        names = {name for name, _ in self.subject.model.named_modules()}
-        while current.module in names and current.module and current.module not in rules and len(rules) < LONGEST:
-            rules[current.module] = "fp32"
-            policy = base.with_modules(rules)
-            words = f"{'module' if len(rules) == 1 else 'modules'} {' and '.join(rules)} in fp32"
-            following = self._next(policy, words, f"policy.with_modules({rules!r})")
-            if following is None:
-                return
-            current = following
-
-    def _next(self, policy: Policy, words: str, line: str) -> Verdict | None:
-        """Try `policy`; return the verdict on what is not finite then, None if nothing is or it is not known."""
-        attempt = self._run(policy, traced=True)
-        if attempt is None or attempt.odd:
-            return None
-        if not attempt.bad:
-            self.add(policy, words, line)
-            return None
-        if attempt.trace is None:
-            return None
-        following = verdict_of(attempt.trace, self.subject.names)
-        return following if following.kind in {"overflow", "invalid"} else None
-
-
-def _highest(replay: Replay, scale: float, index: int | None) -> float:
-    """Find the largest scale below `scale`, by powers of 16, at which a step is finite."""
-    factor = 1.0
-    while scale * factor > 1.0:
-        factor /= 16.0
-        if not replay.run(factor=max(factor, 1.0 / scale), only=index).bad:
-            break
-    return max(scale * factor, 1.0)
-
-
-def _scales(subject: Subject, attempt: Attempt) -> tuple[Cure, ...]:
-    """Find the largest scale at which the step is finite."""
-    right = _highest(subject.replay, subject.scale, attempt.only)
-    if subject.scaling == "dynamic":
-        text = f"nothing to change: the scale adapts; at {right:g} this step is finite"
-        return (Cure(policy=subject.policy, text=text, verified=True),)
-    if subject.policy is None:
-        return (Cure(policy=None, text=f"a dynamic scale, or one of {right:g}", verified=True),)
-    changed = subject.policy.replace(scale=right)
-    return (_cure(subject.policy, changed, f"a scale of {right:g}", f"policy.replace(scale={right!r})"),)
-
-
-def _cure(base: Policy, policy: Policy, words: str, line: str) -> Cure:
+def _with_toml(base: Policy, policy: Policy, words: str, line: str) -> str:
+    """Return the text of a cure: a line of code, and the entries of a policy file that differ."""
     known_lines = set(base.to_toml().splitlines())
     toml, keep = [], False
     for text in policy.to_toml().splitlines():  # whole entries, also where an array spans lines
@@ -208,7 +242,7 @@ def _cure(base: Policy, policy: Policy, words: str, line: str) -> Cure:
             toml.append(text)
         elif begins:
             keep = False
-    return Cure(policy=policy, text="\n".join([f"{words}: {line}", "in TOML:", *toml]), verified=True)
+    return "\n".join([f"{words}: {line}", "in TOML:", *toml])
 
 
 def _same(base: Policy, policy: Policy, field: str) -> bool:

@@ -1,8 +1,8 @@
-"""Diagnose: a `Verdict` from a replay with instruments, and advice where no policy helps."""
+"""Diagnose: a `Verdict` from a replay with instruments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -22,9 +22,9 @@ from halfstep.policy.resolve import resolved
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.step.signals import Signals
 from halfstep.trees import tensors
-from halfstep.verdict import Cure, Magnitude, Verdict
+from halfstep.verdict import Magnitude, Verdict
 
-__all__ = ["CURABLE", "Subject", "advice", "diagnose", "inspect", "low_of", "verdict_of"]
+__all__ = ["CURABLE", "WRITTEN", "Subject", "diagnose", "inspect", "low_of", "verdict_of"]
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
 """Kinds of verdicts that a change of policy may cure."""
@@ -59,6 +59,9 @@ class Subject:
         region: the name of what opens them.
         dropped: how many micro-batches of its window came before those of `replay`, and are not kept any more.
         gone: why none can be run again, in words; "" if one can.
+        more: further micro-batches, for trials of training.
+        clip_norm: largest norm of the gradients of an update; None: not clipped, or not known.
+        clip_value: largest magnitude of an element of them; None likewise.
         signals: the history of the run; None if there is none, as in a replay from a file.
     """
 
@@ -77,6 +80,9 @@ class Subject:
     region: str = "torch.autocast"
     dropped: int = 0
     gone: str = ""
+    more: Sequence[MicroBatch] = ()
+    clip_norm: float | None = None
+    clip_value: float | None = None
     signals: Signals | None = None
 
     @property
@@ -368,63 +374,3 @@ def _reasons(subject: Subject) -> Iterator[str]:
 
 def _compiled(model: nn.Module) -> bool:
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
-
-
-OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
-
-MASK = "mask last, after this operator: its gradient multiplies -inf by 0; or mask with a large finite negative number"
-
-ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
-ROOT = "add an eps under the root: its gradient at 0 is infinite"
-SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
-NO_LABELS = (
-    "no label counts, and the mean over none is 0/0: skip such a batch, or use reduction='sum' and divide by the "
-    "count, at least 1"
-)
-
-ADVICE = {
-    "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
-    "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
-    "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
-    "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
-}
-
-OVERFLOW = {
-    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
-    "low format by name (.half(), dtype=); scale them down, or take the cast out",
-    "else": "none of the rules that were tried makes it finite; look at the value: scale it down where it is made",
-    "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
-}
-
-INVALID = {
-    "": "keep the argument away from the point where the function has no value, by an eps that the format can hold",
-    "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
-    "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
-    "sqrt": ROOT,
-    "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
-    "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
-    "something, scale queries and keys down, or normalise them",
-    "acos": ENDS,
-    "asin": ENDS,
-    "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
-    "ctc_loss": "a target is longer than its input lets it be (twice as long, if letters repeat): drop that sample, or "
-    "pass zero_infinity=True",
-    "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
-    "std": SPREAD,
-    "var": SPREAD,
-    "cross_entropy": NO_LABELS,
-    "nll_loss": NO_LABELS,
-    "linalg.vector_norm": ROOT,
-    "norm": ROOT,
-}
-
-
-def advice(verdict: Verdict, *, everywhere: bool = False) -> tuple[Cure, ...]:
-    """Return what to do where no policy helps; `everywhere`: the step is not finite in fp32 either."""
-    text = ADVICE.get(verdict.kind, "") if verdict.kind != "not_reproducible" or not verdict.detail else ""
-    if verdict.kind == "overflow":
-        text = OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
-    if verdict.kind == "invalid":
-        text = OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
-        text = MASK if verdict.detail.startswith(MASKED) else text
-    return (Cure(policy=None, text=text, verified=False),) if text else ()

@@ -26,7 +26,10 @@ from halfstep.lens.calls import PLAIN_TYPES, extremes
 from halfstep.step.record import MicroBatch, generators, generators_of, put_buffers, put_random
 from halfstep.trees import map_tensors
 
-__all__ = ["Attempt", "Replay"]
+__all__ = ["Attempt", "Replay", "Windows"]
+
+Windows = Callable[..., "Attempt"]
+"""``windows(window, traced=, factor=, only=) -> Attempt``: see `Replay.windows`."""
 
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 REENTRANT = "CheckpointFunctionBackward"
@@ -90,15 +93,34 @@ class Replay:
             factor: factor of every seed; None for 1.
             only: the only micro-batch to run.
         """
-        attempt = Attempt()
+        with self.windows() as windows:
+            return windows(self.window, traced=traced, factor=factor, only=only)
+
+    @contextmanager
+    def windows(self) -> Iterator[Windows]:
+        """Return in a block a function that runs one window after the other, each from the state that the last left.
+
+        It takes the arguments of `run` after the window. At the end of the block all is as it was before.
+        """
         with self._restoring() as modules:
             put_buffers(self.buffers)
-            for index, micro in enumerate(self.window):
-                if only is None or index == only:
-                    self._one(attempt, index, micro, modules, traced=traced, factor=factor)
-                    if attempt.bad and attempt.trace is not None:
-                        break
-        return attempt
+
+            def run(
+                window: Sequence[MicroBatch],
+                *,
+                traced: bool = False,
+                factor: float | None = None,
+                only: int | None = None,
+            ) -> Attempt:
+                attempt = Attempt()
+                for index, micro in enumerate(window):
+                    if only is None or index == only:
+                        self._one(attempt, index, micro, modules, traced=traced, factor=factor)
+                        if attempt.bad and attempt.trace is not None:
+                            break
+                return attempt
+
+            yield run
 
     def _one(
         self, attempt: Attempt, index: int, micro: MicroBatch, modules: _Modules, *, traced: bool, factor: float | None

@@ -18,7 +18,7 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -34,15 +34,17 @@ from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
+from halfstep.lens.box.advice import advice
 from halfstep.lens.box.cures import cures, rebound
-from halfstep.lens.box.diagnose import CURABLE, Subject, advice, diagnose, inspect
+from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, inspect
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.sharded import bad_parts, has_room, unsharded
+from halfstep.lens.box.trials import Trials, more_batches
 from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
-from halfstep.step.record import History, Window
+from halfstep.step.record import History, MicroBatch, Window
 from halfstep.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -255,6 +257,7 @@ class Box:
         self._mine: Verdict | None = None  # on the step that `verdict` is about, of this rank alone
         self._posted = ""  # the last topic that a verdict was posted about
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
+        self._more: tuple[MicroBatch, ...] = ()  # micro-batches for trials, given to explain()
 
     def explain_subject(self, subject: Subject, topic: Topic | None = None) -> Verdict:
         """Replay a step, name the first cause, look for cures, collect those of the other ranks, write the evidence.
@@ -502,13 +505,18 @@ class StepBox(Box):
 
     # ------------------------------------------------------------------ replay
 
-    def explain(self) -> Verdict:
-        """Return the verdict on the last step that was not applied or whose loss was not finite."""
+    def explain(self, batches: Iterable[Any] = ()) -> Verdict:
+        """Return the verdict on the last step that was not applied or whose loss was not finite.
+
+        Args:
+            batches: more of them, for trials of training; with some, cures are tried anew.
+        """
+        self._more = more_batches(batches)
         record = self._history
         # the losses of an update that is still to come count first
         window = record.judged if record.window.finite() else record.window
         if window is not None and window.explainable():
-            known = self._known(window)
+            known = None if self._more and window.explainable() else self._known(window)
             topic = self._topic(window, CALL) if known is None or self._missing else None
             if known is None:
                 return self._explained(window, CALL)
@@ -553,6 +561,9 @@ class StepBox(Box):
             rank=rank(),
             dropped=0 if gone else dropped,
             gone=gone,
+            more=self._more,
+            clip_norm=step.clip_norm,
+            clip_value=step.clip_value,
             signals=step.record.signals,
         )
         if window.flag is not None and not bool(window.flag):
@@ -581,7 +592,7 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
     if attempt is None or verdict.kind not in CURABLE:
         return replace(verdict, cures=advice(verdict))
     try:
-        return replace(verdict, cures=cures(subject, verdict, attempt))
+        return replace(verdict, cures=cures(subject, verdict, attempt, Trials(subject, attempt)))
     except Exception as error:  # the cause is known, a cure is not
         return replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
 

@@ -37,6 +37,7 @@ from halfstep.lens.calls import (
     has_storage,
     line_of,
     name_of_node,
+    numbers_of,
     public,
     read,
     region_here,
@@ -110,6 +111,7 @@ class Trace:
         gradients: leaf -> its gradient, of such a replay.
         low: the low format of the last region that was on, or None.
         region: the policy of the last `hs.autocast` that was on, or None.
+        numbers: call -> the floats among its arguments, and the format of its result.
     """
 
     model: nn.Module
@@ -118,6 +120,7 @@ class Trace:
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     low: torch.dtype | None = None
     region: Policy | None = None
+    numbers: dict[Site, tuple[tuple[float, ...], torch.dtype]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._names = {id(m): name for name, m in reversed(list(self.model.named_modules()))}
@@ -321,6 +324,7 @@ class Trace:
                 again = None if in_place and copies is None else copies or (args, kwargs)
                 call = Call(record, self.count, func, args, kwargs, again, inputs, before, outputs, after, self._inner)
                 self.origins.follow(call)
+            self.numbers[site] = numbers_of(func, args, kwargs), outputs[0].dtype
             for tensor in outputs:
                 tag(tensor, site)
             return result

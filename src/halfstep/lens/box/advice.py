@@ -1,0 +1,227 @@
+"""Advice: what to change in the program itself, from the operator of a verdict and the operators around it.
+
+Input is a verdict and the trace of its replay; output are cures without a policy, which nothing has tried. `Around`
+reads the operators that made the inputs of the place, and those that read its result, from the autograd graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
+from halfstep.lens.box.diagnose import MASKED, WRITTEN
+from halfstep.lens.box.trace import Trace
+from halfstep.lens.calls import TAG, Site, pointwise
+from halfstep.verdict import Cure, Verdict
+
+__all__ = ["Around", "advice"]
+
+REACH = 12
+"""So many calls before an operator are looked at."""
+
+NEAR = 4
+"""So many calls before it may be part of one formula with it."""
+
+OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
+
+MASK = "mask last, after this operator: its gradient multiplies -inf by 0; or mask with a large finite negative number"
+
+ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
+ROOT = "add an eps under the root, (x + eps).sqrt() and not x.sqrt() + eps: its gradient at 0 is infinite"
+SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
+NO_LABELS = (
+    "no label counts, and the mean over none is 0/0: skip such a batch, or use reduction='sum' and divide by the "
+    "count, at least 1"
+)
+
+ADVICE = {
+    "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
+    "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
+    "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
+    "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
+}
+
+OVERFLOW = {
+    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
+    "low format by name (.half(), dtype=); scale them down, or take the cast out",
+    "else": "no change of policy was found under which training goes on; look at the value: scale it down where it is "
+    "made",
+    "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
+}
+
+INVALID = {
+    "": "keep the argument away from the point where the function has no value, by an eps that the format can hold",
+    "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
+    "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
+    "sqrt": ROOT,
+    "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
+    "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
+    "something, scale queries and keys down, or normalise them",
+    "acos": ENDS,
+    "asin": ENDS,
+    "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
+    "ctc_loss": "a target is longer than its input lets it be (twice as long, if letters repeat): drop that sample, or "
+    "pass zero_infinity=True",
+    "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
+    "std": SPREAD,
+    "var": SPREAD,
+    "cross_entropy": NO_LABELS,
+    "nll_loss": NO_LABELS,
+    "linalg.vector_norm": ROOT,
+    "norm": ROOT,
+}
+
+LOGISTIC = (
+    "use F.logsigmoid(x) in the place of the log of a sigmoid, F.logsigmoid(-x) for log(1 - sigmoid(x)); "
+    "F.binary_cross_entropy_with_logits does both"
+)
+
+FIXES: tuple[tuple[frozenset[str], frozenset[str], str], ...] = (
+    (frozenset({"log"}), frozenset({"sigmoid"}), LOGISTIC),
+    (frozenset({"binary_cross_entropy"}), frozenset({"sigmoid"}), "use F.binary_cross_entropy_with_logits(x, target)"),
+    (frozenset({"log"}), frozenset({"softmax"}), "use F.log_softmax(x, dim) in the place of the log of a softmax"),
+    (frozenset({"log"}), frozenset({"sum", "exp"}), "use torch.logsumexp(x, dim) in the place of log(sum(exp(x)))"),
+    (frozenset({"log", "log1p"}), frozenset({"exp"}), "use F.softplus(x) in the place of log(1 + exp(x))"),
+)
+"""Operators at the place, operators that made its input, and the formula that has no such point."""
+
+PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+MASKS = frozenset({"masked_fill", "where"})
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The calls around the place of a verdict.
+
+    Attributes:
+        upstream: those that made its inputs, the nearest first.
+        downstream: those that read its result.
+        lost: constants of them that the format of their result cannot hold, in words.
+    """
+
+    upstream: tuple[Site, ...] = ()
+    downstream: tuple[Site, ...] = ()
+    lost: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, trace: Trace | None, verdict: Verdict) -> Around:
+        """Read the autograd graph of a traced replay; empty where the place is in none."""
+        if trace is None or trace.loss is None or not verdict.op:
+            return cls()
+        here: list[Any] = []
+        readers: dict[Site, None] = {}
+        for node, reader in _edges(trace.loss):
+            site = _site(node)
+            if site is not None and _is_at(site, verdict):
+                here.append(node)
+                above = None if reader is None else _site(reader)
+                if above is not None and not _is_at(above, verdict):
+                    readers[above] = None
+        upstream: dict[Site, None] = {}
+        own: dict[Site, None] = {}
+        seen, todo = set(here), list(here)
+        while todo and len(upstream) < REACH:
+            node = todo.pop(0)
+            site = _site(node)
+            if site is not None:
+                (own if _is_at(site, verdict) else upstream)[site] = None
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        lost = [text for site in (*own, *upstream) for text in _lost(trace, site)]
+        return cls(tuple(upstream), tuple(readers), tuple(dict.fromkeys(lost)))
+
+
+NOTHING = Around()
+
+
+def advice(
+    verdict: Verdict, around: Around = NOTHING, *, everywhere: bool = False, cured: bool = False
+) -> tuple[Cure, ...]:
+    """Return what to change in the program, the most specific first.
+
+    Args:
+        verdict: the first cause.
+        around: the calls around its place.
+        everywhere: whether the step is not finite in fp32 either.
+        cured: whether a change of policy was verified; then only what is specific is returned.
+    """
+    texts = list(_specific(verdict, around))
+    if not texts and not cured:
+        texts = [_general(verdict, everywhere=everywhere)]
+    return tuple(Cure(policy=None, text=text, verified=False) for text in texts if text)
+
+
+def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
+    """Yield what follows from the formula that the place is part of."""
+    if verdict.detail == WRITTEN or verdict.kind not in {"overflow", "invalid"}:
+        return
+    if verdict.kind == "invalid":
+        yield from around.lost[:2]
+    before = {site.op for site in around.upstream[:NEAR]}
+    for places, makers, fix in FIXES:
+        if verdict.op in places and makers <= before:
+            yield fix
+            return
+    nearest = {site.op for site in around.upstream[:2]}
+    after = {site.op for site in around.downstream}
+    if verdict.op == "div" and verdict.kind == "invalid" and MASKS & nearest:
+        yield "mask after dividing: the gradient of the divisor is a product with the masked values"
+    elif verdict.op in {"div", "sqrt", "log", "pow"} and verdict.kind == "invalid" and MASKS & after:
+        yield (
+            "torch.where after the operator leaves nan in the gradient: give it a harmless argument first, "
+            "x = torch.where(mask, x, 1.0), and mask its result"
+        )
+    elif verdict.op in PRODUCTS and verdict.kind == "overflow" and {"div", "mul"} & after:
+        yield "scale before the product and not after it: (q * factor) @ k.transpose(-2, -1)"
+
+
+def _general(verdict: Verdict, *, everywhere: bool) -> str:
+    if verdict.kind == "overflow":
+        return OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
+    if verdict.kind == "invalid" and verdict.detail.startswith(MASKED):
+        return MASK
+    if verdict.kind == "invalid":
+        return OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
+    return "" if verdict.kind == "not_reproducible" and verdict.detail else ADVICE.get(verdict.kind, "")
+
+
+def _edges(loss: Tensor) -> Iterator[tuple[Any, Any]]:
+    """Yield each node of the graph of `loss`, with one that reads it; a node once for each reader."""
+    seen: set[Any] = set()
+    todo: list[tuple[Any, Any]] = [(loss.grad_fn, None)]
+    while todo:
+        node, reader = todo.pop()
+        if node is None:
+            continue
+        yield node, reader
+        if node not in seen:
+            seen.add(node)
+            todo += [(following, node) for following, _ in node.next_functions]
+
+
+def _site(node: Any) -> Site | None:
+    found = node.metadata.get(TAG)
+    return found if isinstance(found, Site) else None
+
+
+def _is_at(site: Site, verdict: Verdict) -> bool:
+    return (site.op, site.module, site.line) == (verdict.op, verdict.module, verdict.line)
+
+
+def _lost(trace: Trace, site: Site) -> Iterator[str]:
+    """Yield in words the constants of a call that the format of its result rounds to another number of note."""
+    numbers, dtype = trace.numbers.get(site, ((), torch.float32))
+    if dtype not in LOW_DTYPES or not (pointwise(site.op) or site.op == "normalize"):
+        return
+    for number in numbers:
+        rounded = float(torch.tensor(number, dtype=torch.float64).to(dtype))
+        if number and (rounded == 0.0 or (abs(rounded) == 1.0 != abs(number))):
+            what = f"{number:g} {'rounds to' if rounded else 'is'} {rounded:g} in {DTYPE_NAMES[dtype]}"
+            yield f"{what}: use a constant that the format can hold, or fp32 for {site.op}, at {site.line}"
