@@ -108,7 +108,7 @@ class _Search:
                 # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
                 low = replay.run(factor=1.0 / self.subject.scale, only=self.index)
                 if not low.bad:
-                    self.scale = _highest(replay, self.subject.scale, self.index)
+                    self.scale = _highest(replay, self.subject, self.index)
                 return attempt if low.bad else low
         except (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None  # this model cannot run under it
@@ -176,19 +176,19 @@ class _Search:
         return following if following.kind in {"overflow", "invalid"} else None
 
 
-def _highest(replay: Replay, scale: float, index: int | None) -> float:
-    """Find the largest scale below `scale`, by powers of 16, at which a step is finite."""
-    factor = 1.0
-    while scale * factor > 1.0:
-        factor /= 16.0
-        if not replay.run(factor=max(factor, 1.0 / scale), only=index).bad:
+def _highest(replay: Replay, subject: Subject, index: int | None) -> float:
+    """Find the largest scale below that of the step, by powers of 16, at which it is finite."""
+    scale, lowest = subject.scale, min(subject.floor, subject.scale)
+    while scale > lowest:
+        scale = max(scale / 16.0, lowest)
+        if not replay.run(factor=scale / subject.scale, only=index).bad:
             break
-    return max(scale * factor, 1.0)
+    return scale
 
 
 def _scales(subject: Subject, attempt: Attempt) -> tuple[Cure, ...]:
     """Find the largest scale at which the step is finite."""
-    right = _highest(subject.replay, subject.scale, attempt.only)
+    right = _highest(subject.replay, subject, attempt.only)
     if subject.scaling == "dynamic":
         text = f"nothing to change: the scale adapts; at {right:g} this step is finite"
         return (Cure(policy=subject.policy, text=text, verified=True),)
