@@ -205,7 +205,8 @@ class BlackBox(Box):
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
             self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
             self._read(updating=True)
-            if self._loop.past_scaler and self._explained_step != self.step and self._replays < MOST_REPLAYS:
+            first = self._loop.wrote is None and self._explained_step != self.step
+            if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
                 self._unsaid = self._explained(UPDATE)
         except Exception as error:
@@ -277,19 +278,19 @@ class BlackBox(Box):
         """Log what is known of the last bad step, and what is wrong with the loop."""
         seen, self._seen = self._seen, None
         verdict, self._unsaid = self._unsaid, None
+        kept = () if seen is None else (*self._memory.window.buffers, *self._statistics.kept())
+        spoiled = self._loop.spoil(poisoned(kept, unwrap(self.model)), self.step)
+        if verdict is not None:
+            if spoiled:
+                verdict = self.verdict = replace(verdict, notes=(*verdict.notes, spoiled))
+            self._announce(verdict, dynamic=seen is not None and seen.scaling == "dynamic")
+        if spoiled:
+            self._warn_once("buffers", spoiled)
         if self._lost:
             self._lost = False
             self._warn(self.step, self._trouble.lost(applied=self._is_updated()))
         if seen is not None:
             self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
-            kept = [*self._memory.window.buffers, *self._statistics.kept()]
-            spoiled = self._loop.spoil(poisoned(kept, unwrap(self.model)), self.step)
-            if spoiled:
-                self._warn_once("buffers", spoiled)
-                if verdict is not None:
-                    verdict = self.verdict = replace(verdict, notes=(*verdict.notes, spoiled))
-        if verdict is not None:
-            self._announce(verdict, dynamic=seen is not None and seen.scaling == "dynamic")
         for name, fact in self._loop.facts.items():
             if name not in self._warned:
                 found = fact.verdict(self.step)

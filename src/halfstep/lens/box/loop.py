@@ -1,7 +1,7 @@
 """Loop: errors in the order of calls of a training loop written by hand.
 
-Inputs: the moments that a `BlackBox` sees, which are the begin and the end of a backward pass, and the optimizer's step,
-before and after. Outputs: `Fact`s, each with what shows it, and verdicts with the loop as their cause.
+Inputs: the moments that a `BlackBox` sees, which are begin and end of a backward pass and the optimizer's step, before
+and after. Outputs: `Fact`s, each with what shows it, and verdicts with the loop as their cause.
 
 What is compared are gradients and weights themselves: a gradient that no call has written to between two moments is the
 same object with the same version. Two small gradients stand for all, so a good step costs some microseconds on the
@@ -386,10 +386,11 @@ def _blamed(verdict: Verdict, fact: Fact) -> Verdict:
 
 
 def _of_buffers(names: Sequence[str], step: int) -> str:
-    shown = f"{names[0]} and {len(names) - 1} more buffers are" if len(names) > 1 else f"{names[0]} is"
+    more = [f"{len(names) - 1} more"] if len(names) > 2 else names[1:]
+    shown = " and ".join([names[0], *more])
     return (
-        f"{shown} not finite since the forward pass of step {step}: a scaler that skips an update leaves statistics as "
-        "they are, and eval() reads them"
+        f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: a scaler that skips an "
+        "update leaves statistics as they are, and eval() reads them"
     )
 
 
@@ -411,7 +412,7 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of all gradients together, which stays on the device."""
     if not gradients:
         return torch.zeros(())
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if not g.is_complex() else None) for g in gradients]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
