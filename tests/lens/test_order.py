@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -294,7 +295,7 @@ def test_an_error_is_reported_once_and_explained(name: str, caplog: pytest.LogCa
     texts = said(program, body, caplog, 5)
     verdict = program.box.explain()
     assert (verdict.kind, verdict.cause, verdict.sure, verdict.step) == ("loop", "loop", "shown", step)
-    assert pytest.importorskip("re").search(words, verdict.because), verdict.because
+    assert re.search(words, verdict.because), verdict.because
     assert len(texts) == 1 and len(verdict.cures) == 1
 
 
@@ -352,7 +353,7 @@ def test_gradients_of_a_bad_step_that_are_never_cleared_are_the_loops(
     verdict = program.box.verdict
     assert verdict is not None and (verdict.kind, verdict.cause, verdict.step) == ("loop", "loop", 4)
     assert "the gradients of step 3" in verdict.because and "its own are finite" in verdict.because
-    assert sum("zero_grad" in text for text in texts) == 1
+    assert len(texts) == 2 and "step 3" in texts[0] and "step 4" in texts[1]
 
 
 def test_a_bad_micro_batch_makes_no_streak_of_its_window(caplog: pytest.LogCaptureFixture) -> None:

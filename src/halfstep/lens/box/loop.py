@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -451,7 +451,8 @@ def _scales_near(frame: FrameType | None) -> list[float]:
     found: dict[int, Any] = {}
     for one in _frames(user):
         values = [*one.f_locals.values(), *one.f_globals.values()]
-        values += vars(one.f_locals["self"]).values() if hasattr(one.f_locals.get("self"), "__dict__") else ()
+        for owner in one.f_locals.values():  # self, or what holds the parts of a loop
+            values += [] if isinstance(owner, (type, ModuleType)) else getattr(owner, "__dict__", {}).values()
         found.update({id(value): value for value in values if _is_scaler(value)})
     used = [
         s for s in found.values() if getattr(s, "_scale", None) is not None or getattr(s, "_state", None) is not None
