@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import StepError
-from halfstep.lens.box.stepbox import MOST_REPLAYS, Trouble
+from halfstep.lens.box.stepbox import MOST_REPLAYS
+from halfstep.lens.box.trouble import Trouble
 from tests.lens.broken import Body, squared
 from tests.two_processes import in_two_processes
 

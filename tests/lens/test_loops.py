@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.lens.box.cures import _pasted
-from halfstep.lens.box.stepbox import Box, SkippedStep, Trouble
+from halfstep.lens.box.stepbox import Box
+from halfstep.lens.box.trouble import SkippedStep, Trouble
 from tests.lens.broken import batch, classify, squared, transformer
 from tests.lens.test_blackbox import SEEN, step_of
 
@@ -377,12 +378,10 @@ def test_the_one_line_of_the_log_says_what_helps(caplog: pytest.LogCaptureFixtur
 
 def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
     def said(verdict: hs.lens.Verdict | None) -> str:
-        return Trouble(streak=2, first=verdict).see(SkippedStep(**{**SEEN, "loss_finite": False}))[-1]
+        return Trouble(streak=2, verdict=verdict).see(SkippedStep(**{**SEEN, "loss_finite": False}))[-1]
 
-    assert "look at the loss and the batch" in said(None)
-    assert "step 3 was the first, and the verdict on it says what helps" in said(
-        hs.lens.Verdict(kind="overflow", step=3)
-    )
+    assert "the reason is not known yet" in said(None)
+    assert "the verdict on step 3 has the reason" in said(hs.lens.Verdict(kind="overflow", step=3))
     assert "look at the batch: step 3: bad batch, input 1" in said(
         hs.lens.Verdict(kind="bad_batch", step=3, parameter="input 1")
     )

@@ -129,6 +129,10 @@ class PolicyOptimizer(AcceleratedOptimizer):
         """Register `hook` with the optimizer inside, which `hs.BlackBox` does."""
         return self.optimizer.register_step_pre_hook(hook)
 
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Register `hook` with the optimizer inside, as the other."""
+        return self.optimizer.register_step_post_hook(hook)
+
 
 class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator, with models, optimizers and scaler that follow a policy.

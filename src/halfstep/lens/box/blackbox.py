@@ -23,9 +23,11 @@ from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
 from halfstep.lens.box.evidence import load_evidence, load_weights, window_of
+from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
-from halfstep.lens.box.stepbox import CALL, LOW_SCALE, MOST_REPLAYS, UPDATE, Box, SkippedStep, StepBox, Topic, rank
+from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
 from halfstep.lens.box.trials import more_batches
+from halfstep.lens.box.trouble import SkippedStep
 from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
@@ -38,6 +40,10 @@ __all__ = ["BlackBox", "replay"]
 
 ORDINALS = count(1)
 """Numbers of the boxes of this process, by which ranks name them to each other."""
+
+STUCK = 6
+"""A loss scale that is the same in so many bad steps in a row counts as fixed: a dynamic one falls, at every second of
+them at the latest in the rules that wait."""
 
 LISTED_EVERY = 16
 """The parameters of the model are listed every so many calls: walking it takes longer than all the rest."""
@@ -101,8 +107,16 @@ class BlackBox(Box):
         self.step = 0
         self._memory = History(unwrap(model), watched=True)
         self._statistics = Statistics(unwrap(model))
+        self._loop = Loop(optimizer)
         self._flag: Tensor | None = None  # whether the loss or a gradient is not finite
         self._bad: Tensor | None = None  # whether a gradient is not finite
+        self._read_step = 0  # the last step whose flag was read
+        self._wrong: bool | None = None  # the first flag, once it was read
+        self._seen: SkippedStep | None = None  # a bad step that has not been reported yet
+        self._lost = False  # the same of a step whose loss alone is not finite
+        self._scales: list[float] = []  # of a streak of bad steps
+        self._carried = 0  # the bad step whose gradients were last found in a later one
+        self._unsaid: Verdict | None = None  # the verdict on it that is to be logged
         self._explained_step = 0
         self._ordinal = next(ORDINALS)
         self._synced = True  # whether ranks average the gradients of the last call in its backward pass
@@ -112,6 +126,8 @@ class BlackBox(Box):
         self._added = False  # whether gradients were there before the backward pass
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._before_update)
+            if callable(after := getattr(optimizer, "register_step_post_hook", None)):
+                after(self._after_update)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Return ``loss_fn(model, *batch, **named)`` and keep the call.
@@ -120,6 +136,7 @@ class BlackBox(Box):
             StepError: the loss cannot be told in what it returned.
         """
         self._read()
+        self._flag = self._bad = self._wrong = None
         self.step += 1
         self._memory.judged = None
         self._memory.begin()
@@ -153,7 +170,7 @@ class BlackBox(Box):
                 return self._explained(CALL)
             topic = self._topic(CALL) if self._missing else None
             return self.verdict if topic is None else self._again(topic)
-        if self._flag is None or not bool(self._flag):
+        if not self._is_wrong():
             if self.verdict is not None:
                 return self.verdict
             raise StepError("explain(): there is no step to explain: the last one was finite, or has not run backward")
@@ -163,7 +180,11 @@ class BlackBox(Box):
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
-            self._added = any(p.grad is not None for p in self._parameters)
+            there = [p.grad for p in self._parameters if p.grad is not None]
+            self._added = bool(there)
+            if self._loop.bad is not None:
+                self._loop.carry(bool(there) and bool(_not_finite([_values(g) for g in there])), self._scale())
+            self._loop.begin(self.step)
             engine = torch.autograd.Variable._execution_engine
             # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
             engine.queue_callback(lambda: engine.queue_callback(self._look))
@@ -180,56 +201,119 @@ class BlackBox(Box):
             if kept.loss is not None and kept.loss.numel() == 1 and norms:
                 versions = kept.loss._version, norms[0]._version
                 self._memory.signals.recent.append((self.step, kept.loss, norms[0], versions, self._bad, kept.seed))
+            self._loop.end()
         except Exception as error:
             self._flag = None
             self._warn_once(
                 "failed", f"the gradients of step {self.step} were not looked at: {type(error).__name__}: {error}"
             )
 
+    @torch.no_grad()
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._read()
-
-    def _read(self) -> None:
-        """Read the flag of the last backward pass, once."""
-        flag = self._flag
-        if flag is None or self._explained_step == self.step:
-            return
-        if not bool(flag):
-            self._flag = None
-            self._trouble.fine()
-            return
+        """Read the flag, and what this call of the optimizer's step is about to do."""
         try:
-            self._see()
+            window = self._memory.window.batches
+            bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
+            self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
+            self._read(updating=True)
+            first = self._loop.wrote is None and self._explained_step != self.step
+            if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
+                self._replays += 1  # now: afterwards the weights are gone
+                self._unsaid = self._explained(UPDATE)
         except Exception as error:
-            self._warn_once("failed", f"step {self.step} was not finite, and {type(error).__name__}: {error}")
-        self._flag = None
+            self._warn_once("failed", f"the update of step {self.step} was not looked at: {_words(error)}")
+
+    @torch.no_grad()
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Find out whether a bad step was applied, and report it."""
+        try:
+            update = self._loop.after_update(closure=_closure(args, kwargs))
+            if update is not None and self.verdict is not None and self._explained_step == self.step:
+                self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
+            self._report(applied=update is not None)
+        except Exception as error:
+            self._warn_once("failed", f"the update of step {self.step} was not looked at: {_words(error)}")
+
+    def _is_wrong(self) -> bool:
+        """Return whether the loss or a gradient of the last backward pass was not finite; waits for the device once."""
+        if self._flag is None:
+            return False
+        if self._wrong is None:
+            self._wrong = bool(self._flag)
+        return self._wrong
+
+    def _read(self, *, updating: bool = False) -> None:
+        """Read the flag of the last backward pass, once; under an update it is reported after that."""
+        if self._flag is not None and self._read_step != self.step:
+            self._read_step = self.step
+            try:
+                if self._is_wrong():
+                    self._see()
+                else:
+                    self._trouble.fine()
+            except Exception as error:
+                self._warn_once("failed", f"step {self.step} was not finite, and {_words(error)}")
+        if not updating:
+            self._report(applied=False)
 
     def _see(self) -> None:
         """Examine a step that is not finite, in its gradients or in its loss alone."""
-        model, kept = unwrap(self.model), self._memory.window.batches[0]
-        finite = kept.loss is None or extremes(kept.loss)[1]
-        if not finite and not self._gradients_bad():
-            texts = self._trouble.lost()
-            first = self._trouble.losses == 1
-        else:
-            self._trouble.skipped()
-            scale = self._scale()
-            seen = SkippedStep(
-                loss_finite=finite,
-                scaling="dynamic" if scale > 1 else "none",
-                scale=scale,
-                floor=0.0,  # not known here
-                low=low_of(prepared_policy(model), model),
-                state_finite=finite or self._state_finite(model, self.optimizer),
-            )
-            texts = self._trouble.see(seen)
-            first = self._trouble.streak == 1
-        self._warn(self.step, texts)
-        if first and self._replays < MOST_REPLAYS:
-            matters = self._scale() <= LOW_SCALE
-            if matters or self._matters(self._topic(UPDATE), mine=not finite):
+        model, kept, loop = unwrap(self.model), self._memory.window.batches[0], self._loop
+        loss_finite = kept.loss is None or extremes(kept.loss)[1]
+        if not loss_finite and not self._gradients_bad():
+            self._lost = True
+            if not self._trouble.losses and self._replays < MOST_REPLAYS:
                 self._replays += 1
-                self._announce(self._explained(UPDATE))
+                self._unsaid = self._explained(UPDATE)
+            return
+        scale = self._scale()
+        loop.bad = loop.bad or (self.step, scale)
+        if loop.same_window:
+            return  # the first bad step of this window was examined
+        self._trouble.skipped()
+        self._scales = [*self._scales, scale] if self._trouble.streak > 1 else [scale]
+        self._seen = SkippedStep(
+            loss_finite=loss_finite,
+            scaling=self._scaling(),
+            scale=scale,
+            floor=0.0,  # not known here
+            low=low_of(prepared_policy(model), model),
+            state_finite=loss_finite or self._state_finite(model, self.optimizer),
+        )
+        carried, self._carried = loop.carried != self._carried and loop.carried > 0, loop.carried
+        if carried or self._is_due(self._seen, lambda: self._topic(UPDATE), self._subject):
+            self._replays += 1
+            self._unsaid = self._explained(UPDATE)
+
+    def _report(self, *, applied: bool) -> None:
+        """Log what is known of the last bad step, and what is wrong with the loop."""
+        seen, self._seen = self._seen, None
+        verdict, self._unsaid = self._unsaid, None
+        kept = () if seen is None else (*self._memory.window.buffers, *self._statistics.kept())
+        spoiled = self._loop.spoil(poisoned(kept, unwrap(self.model)), self.step)
+        if verdict is not None:
+            if spoiled:
+                verdict = self.verdict = replace(verdict, notes=(*verdict.notes, spoiled))
+            self._announce(verdict, dynamic=seen is not None and seen.scaling == "dynamic")
+        if spoiled:
+            self._warn_once("buffers", spoiled)
+        if self._lost:
+            self._lost = False
+            self._warn(self.step, self._trouble.lost(applied=self._is_updated()))
+        if seen is not None:
+            self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
+        for name, fact in self._loop.facts.items():
+            if name not in self._warned:
+                found = fact.verdict(self.step)
+                self._warn_once(name, found.headline)
+                if not self._is_wrong():
+                    self.verdict = found
+
+    def _is_updated(self) -> bool:
+        """Return whether the update of the last step has begun."""
+        if self.optimizer is not None:
+            return self._loop.updated
+        return [p._version for p in self._parameters] != self._versions
 
     def _scale(self) -> float:
         """Return the largest value of the backward pass's seed; 1.0 if it has not begun."""
@@ -247,35 +331,18 @@ class BlackBox(Box):
     def _gradients_bad(self) -> bool:
         return self._bad is not None and bool(self._bad)
 
+    def _scaling(self) -> str:
+        """Return how the loss of a bad step was scaled, as far as the steps before it in the streak show that."""
+        first, last = self._scales[0] if self._scales else 1.0, self._scale()
+        if len(self._scales) >= STUCK and first == last > 1:
+            return "static"
+        return "dynamic" if last > 1 or last < first else "none"
+
+    def _judged(self, verdict: Verdict) -> Verdict:
+        return self._loop.judge(verdict)
+
     def _explained(self, place: str) -> Verdict:
-        model = unwrap(self.model)
-
-        def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            with ExitStack() as stack:
-                for region in self._around:
-                    stack.enter_context(region)
-                returned = self.loss_fn(model, *batch, **named)
-            return returned[0] if isinstance(returned, tuple) else returned
-
-        scale = self._scale()
-        policy = prepared_policy(model)
-        under = instead if policy is None else rebound
-        buffers = [*self._memory.window.buffers, *self._statistics.kept()]
-        subject = Subject(
-            replay=Replay(model, forward, self._memory.window.batches, buffers),
-            model=model,
-            optimizer=self.optimizer,
-            policy=policy,
-            under=lambda tried: under(model, tried),
-            scaling="dynamic" if scale > 1 else "none",
-            scale=scale,
-            step=self.step,
-            rank=rank(),
-            normed=False,
-            foreign=policy is None,
-            more=self._more,
-            signals=self._memory.signals,
-        )
+        subject = self._subject()
         self._explained_step = self.step
         verdict = self.explain_subject(subject, self._topic(place))
         if [p._version for p in self._parameters] != self._versions:
@@ -285,6 +352,44 @@ class BlackBox(Box):
             note = "its gradients were added to those of earlier backward passes, which were not finite or became so"
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
         return verdict
+
+    def _subject(self) -> Subject:
+        model = unwrap(self.model)
+
+        def forward(batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            with ExitStack() as stack:
+                for region in self._around:
+                    stack.enter_context(region)
+                returned = self.loss_fn(model, *batch, **named)
+            return returned[0] if isinstance(returned, tuple) else returned
+
+        policy = prepared_policy(model)
+        under = instead if policy is None else rebound
+        buffers = [*self._memory.window.buffers, *self._statistics.kept()]
+        return Subject(
+            replay=Replay(model, forward, self._memory.window.batches, buffers),
+            model=model,
+            optimizer=self.optimizer,
+            policy=policy,
+            under=lambda tried: under(model, tried),
+            scaling=self._scaling(),
+            scale=self._scale(),
+            step=self.step,
+            rank=rank(),
+            normed=False,
+            foreign=policy is None,
+            more=self._more,
+            signals=self._memory.signals,
+        )
+
+
+def _closure(args: Any, kwargs: Any) -> bool:
+    """Return whether an optimizer's step was given a closure."""
+    return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _regions_here() -> list[AbstractContextManager[Any]]:

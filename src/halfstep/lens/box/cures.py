@@ -105,7 +105,7 @@ class _Search:
                     return replay.run(factor=scale / subject.scale, only=self.index)
 
                 # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
-                lower = highest(lambda scale: not at(scale).bad, subject.scale)
+                lower = highest(lambda scale: not at(scale).bad, subject.scale, subject.floor)
                 return at(lower) if lower else attempt
         except FAILURES:
             return None  # this model cannot run under it
@@ -199,7 +199,7 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
     def finite(scale: float) -> bool:
         return not replay.run(factor=scale / subject.scale, only=attempt.only).bad
 
-    right = highest(finite, subject.scale)
+    right = highest(finite, subject.scale, subject.floor)
     words = f"a scale of {right:g}"
     if subject.scaling == "dynamic":
         text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy

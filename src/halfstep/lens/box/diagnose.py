@@ -24,7 +24,7 @@ from halfstep.step.signals import Signals
 from halfstep.trees import tensors
 from halfstep.verdict import Magnitude, Verdict
 
-__all__ = ["CURABLE", "WRITTEN", "Subject", "diagnose", "inspect", "low_of", "verdict_of"]
+__all__ = ["CURABLE", "MASKED", "WRITTEN", "Subject", "diagnose", "helping_scale", "inspect", "low_of", "verdict_of"]
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
 """Kinds of verdicts that a change of policy may cure."""
@@ -51,6 +51,7 @@ class Subject:
         under: ``with under(policy):`` replays run under another policy.
         scaling: "none", "static" or "dynamic".
         scale: the loss scale.
+        floor: the lowest scale to try: below the default, the smallest normal number of fp16, gradients vanish.
         step: its number.
         rank: of this process.
         notes: notes for the verdict that are known before the replay.
@@ -72,6 +73,7 @@ class Subject:
     under: Callable[[Policy], AbstractContextManager[None]]
     scaling: str = "none"
     scale: float = 1.0
+    floor: float = 2.0**-14
     step: int = 0
     rank: int = 0
     notes: tuple[str, ...] = ()
@@ -299,14 +301,23 @@ def _of_sum(subject: Subject, attempt: Attempt) -> Verdict:
 
 
 def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Verdict, list[str]]:
-    """Return the verdict and notes after a replay at scale 1: the loss scale alone may be the cause."""
-    if subject.scale <= 1.0 or subject.scaling == "none":
+    """Return the verdict and notes after replays at lower scales: the loss scale alone may be the cause."""
+    if subject.scaling == "none" or (subject.scaling == "static" and subject.scale <= 1.0):
         return verdict, []
-    without = subject.replay.run(factor=1.0 / subject.scale, only=attempt.only)
-    if without.bad:
-        return verdict, ["it is no scaling problem: with scale 1 it is the same"]
+    helps = helping_scale(subject, attempt.only)
+    if not helps:
+        lowest = min(subject.floor, subject.scale)
+        return verdict, [f"no loss scale helps: at {lowest:g}, the lowest tried, it is the same"]
     detail = f"it was {subject.scale:g}, and it {'adapts by itself' if subject.scaling == 'dynamic' else 'is fixed'}"
-    return replace(verdict, kind="scale_too_high", detail=detail), ["at scale 1 the step is finite"]
+    return replace(verdict, kind="scale_too_high", detail=detail), [f"at scale {helps:g} the step is finite"]
+
+
+def helping_scale(subject: Subject, only: int | None = None) -> float:
+    """Return a lower loss scale at which the step is finite: 1 or the lowest there is; 0.0 if it is finite at none."""
+    for scale in dict.fromkeys((1.0, subject.floor)):
+        if 0.0 < scale < subject.scale and not subject.replay.run(factor=scale / subject.scale, only=only).bad:
+            return scale
+    return 0.0
 
 
 def _of_update(subject: Subject, attempt: Attempt) -> Verdict:

@@ -2,7 +2,7 @@
 
 A step that is not finite only because a dynamic scale is still falling is left alone. Any other is replayed with
 instruments (`trace`), its first cause is named (`diagnose`), small changes of policy are tried by replay (`cures`), and
-evidence is written if a folder was given. `Trouble` recognises what several steps have in common.
+evidence is written if a folder was given. `trouble` recognises what several steps have in common.
 
 Note [ranks]: ranks that make a step together (DistributedDataParallel, `fully_shard`, tensor parallelism) see the same
 bad steps, and each replays its own batch. They exchange their verdicts through an `Exchange`, which is no
@@ -18,9 +18,9 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +36,12 @@ from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.lens.box.advice import advice
 from halfstep.lens.box.cures import cures, rebound
-from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, inspect
+from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.sharded import bad_parts, has_room, unsharded
 from halfstep.lens.box.trials import Trials, more_batches
+from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
@@ -51,133 +52,9 @@ if TYPE_CHECKING:
     from halfstep.lens.box.exchange import Exchange
     from halfstep.step.train_step import TrainStep
 
-__all__ = ["CALL", "LOW_SCALE", "MOST_REPLAYS", "UPDATE", "Box", "SkippedStep", "StepBox", "Topic", "Trouble", "rank"]
-
-STREAK = 10
-"""A streak of so many bad steps is reported."""
-
-LONG_STREAK = 20
-"""The same under a dynamic scale, which skips 24 steps as it falls from 2**24 to 1; most begin at 2**16."""
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedStep:
-    """What is known without a replay of a step that was not applied."""
-
-    loss_finite: bool
-    scaling: str  # "none", "static" or "dynamic"
-    scale: float
-    floor: float
-    low: str  # the low format
-    state_finite: bool  # weights and optimizer state; read every `LOOK_EVERY` steps
-
-
-@dataclass(eq=False)
-class Trouble:
-    """Recognises what many bad steps have in common, and reports each diagnosis once.
-
-    Attributes:
-        reported: names of the diagnoses made so far.
-        streak: steps in a row that were not applied.
-        losses: steps in a row that were applied and whose loss was not finite.
-        first: the verdict on the first step of the streak, if that was explained.
-    """
-
-    reported: set[str] = field(default_factory=set)
-    streak: int = 0
-    losses: int = 0
-    first: Verdict | None = None
-
-    def fine(self) -> None:
-        """Count an applied step with a finite loss."""
-        self.streak = self.losses = 0
-
-    def lost(self) -> list[str]:
-        """Count an applied step whose loss was not finite; return what has not been reported before."""
-        self.streak = 0
-        self.losses += 1
-        return self._new(self._of_losses())
-
-    def skipped(self) -> None:
-        """Count a step that was not applied."""
-        self.streak += 1
-        self.losses = 0
-        if self.streak == 1:
-            self.first = None
-
-    def see(self, step: SkippedStep) -> list[str]:
-        """Return what has not been reported before about a step that was not applied and that `skipped` has counted."""
-        return self._new(self._diagnoses(step))
-
-    def _new(self, diagnoses: Iterator[tuple[str, str]]) -> list[str]:
-        found = []
-        for name, text in diagnoses:
-            if name not in self.reported:
-                self.reported.add(name)
-                found.append(f"{name}: {text}")
-        return found
-
-    def _of_losses(self) -> Iterator[tuple[str, str]]:
-        yield (
-            "the loss is not finite while gradients are",
-            "the update was applied, as torch.amp does; the loss shows nothing now, and a term of it trains nothing. "
-            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
-        )
-        if self.losses == STREAK:
-            yield (
-                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
-                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
-            )
-
-    def _diagnoses(self, seen: SkippedStep) -> Iterator[tuple[str, str]]:
-        if not seen.state_finite:
-            yield (
-                "weights or optimizer state are not finite",
-                "no step can be finite any more; load the last good checkpoint, and find the update that wrote them",
-            )
-            return
-        dynamic = seen.scaling == "dynamic"
-        if dynamic and seen.scale <= seen.floor * (1 + 1e-6):
-            yield (
-                "the scale is at its floor",
-                f"{seen.scale:g} cannot get lower and gradients still overflow: the numbers do not fit fp16; use bf16, "
-                "or give what overflows fp32 (step.explain() names it)",
-            )
-        elif dynamic and seen.scale <= 1.0 and self.streak >= 2:
-            yield (
-                "not a scaling problem",
-                f"gradients are not finite at scale {seen.scale:g}; a lower one does not help (explain() says why)",
-            )
-        if self.streak == (LONG_STREAK if dynamic and seen.scale > 1.0 else STREAK):
-            yield (
-                f"{self.streak} steps in a row were skipped",
-                "training stands still; if the scale is not the reason, step.explain() names it",
-            )
-        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none":
-            yield (
-                "bf16 skips steps",
-                "bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid: lower the learning "
-                "rate, clip gradients, look at the data",
-            )
-        if not seen.loss_finite and self.streak >= 2:
-            yield (
-                "the loss is not finite",
-                f"skipping leaves weights as they are, so the same data gives the same; {_where_to_look(self.first)}",
-            )
-
-
-def _where_to_look(verdict: Verdict | None) -> str:
-    if verdict is None or verdict.kind == "not_reproducible":
-        return "look at the loss and the batch (explain() says more)"
-    if verdict.kind == "bad_batch":
-        return f"look at the batch: {verdict.headline}"
-    return f"step {verdict.step} was the first, and the verdict on it says what helps"
-
+__all__ = ["CALL", "MOST_REPLAYS", "UPDATE", "Box", "StepBox", "Topic", "rank"]
 
 LOG = logging.getLogger("halfstep")
-
-LOW_SCALE = 2.0**8
-"""A step that overflows under a larger dynamic scale is left alone: that scale is still falling."""
 
 MOST_REPLAYS = 16
 """A box explains so many steps by itself; applied steps of a TrainStep count apart."""
@@ -288,7 +165,8 @@ class Box:
             replays = REPLAYS * (time.monotonic() - began)
             if verdict.parameter in parts:
                 verdict = replace(verdict, notes=(*verdict.notes, f"in the part of it that rank {subject.rank} has"))
-            self._mine = self.verdict = _cured(subject, verdict, attempt)
+            verdict = self._judged(verdict)
+            self._mine = self.verdict = verdict if verdict.cures else _cured(subject, verdict, attempt)
             self._missing = ()
             if topic is not None:
                 self.verdict = self._first_of_ranks(topic, topic.patience + replays)
@@ -297,6 +175,10 @@ class Box:
                 if not saved.endswith(".pt"):
                     self._warn_once("evidence", saved)
         return self.verdict
+
+    def _judged(self, verdict: Verdict) -> Verdict:
+        """Return the verdict with its cause and what to do, if that is an error of the training loop."""
+        return verdict
 
     # ------------------------------------------------------------------ ranks
 
@@ -324,6 +206,38 @@ class Box:
         except Exception as error:
             self._warn_once("store", f"the other ranks could not be reached: {type(error).__name__}: {error}")
             return mine
+
+    def _is_due(self, seen: SkippedStep, topic: Callable[[], Topic | None], subject: Callable[[], Subject]) -> bool:
+        """Return whether a bad step is explained without being asked about; all ranks come here together.
+
+        Args:
+            seen: what is known of it.
+            topic: returns that of the step.
+            subject: returns the step, for a replay at lower scales.
+        """
+        trouble = self._trouble
+        if self._replays >= MOST_REPLAYS or not (trouble.streak == 1 or trouble.undecided):
+            return False
+        if seen.scaling != "dynamic":
+            return True
+        if trouble.streak > 1:
+            return self._matters(topic(), mine=self._beyond_scaling(subject()))
+        # more than a dynamic scale on its way down
+        return seen.scale <= LOW_SCALE or self._matters(topic(), mine=not seen.loss_finite)
+
+    def _beyond_scaling(self, subject: Subject) -> bool:
+        """Return whether replays show that no loss scale makes a step finite; not of one that cannot be replayed.
+
+        Of sharded parameters it returns True: `explain_subject` gathers them, and then finds it out.
+        """
+        if subject.gone or is_sharded(subject.model):
+            return not subject.gone
+        try:
+            self._trouble.helps = helping_scale(subject)
+        except Exception as error:
+            self._warn_once("scales", f"step {subject.step} was not replayed: {type(error).__name__}: {error}")
+            return False
+        return not self._trouble.helps
 
     def _gather(self, model: nn.Module, topic: Topic | None, whole: ExitStack) -> None:
         """Gather the parameters of a sharded model until `whole` is left, if all ranks agree; collective then.
@@ -374,9 +288,11 @@ class Box:
         found = [v for state in states for v in state.values() if isinstance(v, Tensor)]
         return all(extremes(t)[1] for t in (*model.parameters(), *found))
 
-    def _announce(self, verdict: Verdict) -> None:
-        """Log what happened and what helps in one line, once for each cause."""
-        self._trouble.first = verdict
+    def _announce(self, verdict: Verdict, *, dynamic: bool = False) -> None:
+        """Log what happened and what helps in one line, once for each cause; nothing if a dynamic scale is to fall."""
+        self._trouble.verdict = verdict
+        if verdict.kind == "scale_too_high" and dynamic:
+            return
         verified = [cure for cure in verdict.cures if cure.verified]
         text = verdict.headline
         if verified and verdict.kind != "scale_too_high":
@@ -460,17 +376,14 @@ class StepBox(Box):
         """Examine an update that was not applied. All ranks come here, at the same place of the program."""
         self._bad_steps += 1
         self._trouble.skipped()
-        explained = self._trouble.streak == 1 and self._replays < MOST_REPLAYS
-        # more than a dynamic scale on its way down
-        matters = self._scaling != "dynamic" or _scale(window) <= LOW_SCALE
-        if explained and not matters:
-            matters = self._matters(self._topic(window, UPDATE), mine=not window.finite())
+        seen = self._facts(window)
+        due = self._is_due(seen, lambda: self._topic(window, UPDATE), lambda: self._subject(window))
         try:
-            self._warn(window.last, self._trouble.see(self._facts(window)))
-        finally:  # also after an error: the other ranks wait for a verdict
-            if explained and matters:
+            if due:  # also after an error: the other ranks wait for a verdict
                 self._replays += 1
                 self._explain_by_itself(window)
+        finally:
+            self._warn(window.last, self._trouble.see(seen))
 
     def _facts(self, window: Window) -> SkippedStep:
         step, finite = self.step, window.finite()
@@ -497,8 +410,10 @@ class StepBox(Box):
         """Explain a step without a call of `explain`, in one line."""
         known = self._known(window)  # the user has called `explain` on this rank
         if known is None:
-            self._announce(self._explained(window, UPDATE))
-        elif self.exchange is not None and is_sharded(self._history.model):  # the others need not wait for this rank
+            self._announce(self._explained(window, UPDATE), dynamic=self._scaling == "dynamic")
+            return
+        self._trouble.verdict = known
+        if self.exchange is not None and is_sharded(self._history.model):  # the others need not wait for this rank
             topic = self._topic(window, UPDATE)
             assert topic is not None
             self.exchange.agree(topic.agreement, ok=False, patience=0.0)
@@ -540,6 +455,11 @@ class StepBox(Box):
         return Topic(f"{number}.{window.last}", place)
 
     def _explained(self, window: Window, place: str = CALL) -> Verdict:
+        verdict = self.explain_subject(self._subject(window), self._topic(window, place))
+        self._explained_step = window.last
+        return verdict
+
+    def _subject(self, window: Window) -> Subject:
         step, model = self.step, self._history.model
         around = partial(_recomputing, model)
         wide = step.policy.grads == "fp32"
@@ -549,6 +469,10 @@ class StepBox(Box):
             size, limit = len(window.batches), f"the batches exceeded step.record.history.limit, {self._history.limit}"
             notes.append(f"micro-batches 1 to {dropped} of {size} were dropped and not run again: {limit} bytes")
         gone = notes.pop() if dropped == len(window.batches) else ""
+        if window.flag is not None and not bool(window.flag):
+            notes.append(APPLIED)
+        elif step.update_in_backward:
+            notes.append(BEFORE)
         subject = Subject(
             replay=Replay(model, self._forward, window.batches[0 if gone else dropped :], window.buffers, around, wide),
             model=model,
@@ -559,6 +483,7 @@ class StepBox(Box):
             scale=_scale(window),
             step=window.last,
             rank=rank(),
+            notes=tuple(notes),
             dropped=0 if gone else dropped,
             gone=gone,
             more=self._more,
@@ -566,14 +491,9 @@ class StepBox(Box):
             clip_value=step.clip_value,
             signals=step.record.signals,
         )
-        if window.flag is not None and not bool(window.flag):
-            notes.append(APPLIED)
-        elif step.update_in_backward:
-            notes.append(BEFORE)
-        subject.notes = tuple(notes)
-        verdict = self.explain_subject(subject, self._topic(window, place))
-        self._explained_step = window.last
-        return verdict
+        if subject.scaling == "dynamic":
+            subject.floor = max(subject.floor, step.scaler.rule.floor)
+        return subject
 
 
 def _weight(verdict: Verdict) -> int:

@@ -40,16 +40,13 @@ from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 
-__all__ = ["FAILURES", "LOWEST_SCALE", "STEPS", "Trial", "Trials", "highest", "more_batches"]
+__all__ = ["FAILURES", "STEPS", "Trial", "Trials", "highest", "more_batches"]
 
 STEPS = 12
 """Steps of a trial, the bad one included."""
 
 MOST_BATCHES = 64
 """So many of the batches given are taken."""
-
-LOWEST_SCALE = 2.0**-14
-"""A dynamic scale adapts down to this; the floor that a GradScaler has unless another is given."""
 
 MOST_ON_CPU = 1 << 32
 """Bytes of trial weights, gradients and optimizer state on a CPU, where free memory is not known."""
@@ -233,7 +230,7 @@ class Trials:
         attempt = at(scale)
         if not attempt.bad or self.subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
             return attempt, scale
-        lower = highest(lambda scale: not at(scale).bad, scale)
+        lower = highest(lambda scale: not at(scale).bad, scale, self.subject.floor)
         return (at(lower), lower) if lower else (attempt, scale)
 
     def _windows(self) -> Iterator[Sequence[MicroBatch]]:
@@ -371,14 +368,14 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
     return tuple(found)
 
 
-def highest(finite: Callable[[float], bool], scale: float) -> float:
-    """Return the largest scale below `scale`, by powers of 16, for which ``finite(scale)``; 0.0 if there is none."""
-    if scale <= LOWEST_SCALE or not finite(LOWEST_SCALE):
+def highest(finite: Callable[[float], bool], scale: float, floor: float) -> float:
+    """Return the largest scale below `scale`, by powers of 16 and down to `floor`, that is finite; 0.0 for none."""
+    if scale <= floor or not finite(floor):
         return 0.0
-    while (scale := scale / 16.0) > LOWEST_SCALE:
+    while (scale := scale / 16.0) > floor:
         if finite(scale):
             return scale
-    return LOWEST_SCALE
+    return floor
 
 
 def _end(losses: Sequence[float]) -> float:

@@ -1,0 +1,460 @@
+"""Loop: errors in the order of calls of a training loop written by hand.
+
+Inputs: the moments that a `BlackBox` sees, which are begin and end of a backward pass and the optimizer's step, before
+and after. Outputs: `Fact`s, each with what shows it, and verdicts with the loop as their cause.
+
+What is compared are gradients and weights themselves: a gradient that no call has written to between two moments is the
+same object with the same version. Two small gradients stand for all, so a good step costs some microseconds on the
+host. Values are read after a bad step, in the first updates of a run, and where something looks wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.kernels.sharded import local
+from halfstep.lens.calls import extremes, line_of, user_frame
+from halfstep.verdict import Cure, Verdict
+
+__all__ = ["Fact", "Loop", "poisoned"]
+
+WATCHED = 2
+"""Gradients that stand for all: the smallest ones."""
+
+SEEN = 2
+"""An error that does no harm at once is reported when it was seen in so many steps in a row."""
+
+SAMPLES = 3
+"""Scaled updates whose norms are read, at the beginning of a run, and from which clipping is judged."""
+
+TRIES = 64
+"""Backward passes whose norms are computed for that, at most."""
+
+CLIPPED = 0.5
+"""A norm below this part of what it was counts as clipped."""
+
+EQUAL = 1e-4
+"""Relative difference of norms that count as equal: clipping adds 1e-6 to a norm, and fp32 rounds."""
+
+UNKNOWN = 64
+"""Backward passes of one update, at most, before the first update has shown how many there are."""
+
+COPIED = 1 << 26
+"""Bytes of weights that are copied to find out whether a bad step was applied to them."""
+
+ZERO_GRAD = "call optimizer.zero_grad() once for each update, also after one that was skipped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """An error in the order of calls.
+
+    Attributes:
+        because: what shows it, in one sentence.
+        advice: what to change.
+        line: the user's line with the call, "file.py:12 text"; "" where a call is missing.
+        sure: "shown" or "likely".
+        spoils: whether training may run away because of it.
+    """
+
+    because: str
+    advice: str
+    line: str = ""
+    sure: str = "shown"
+    spoils: bool = True
+
+    def verdict(self, step: int) -> Verdict:
+        """Return the verdict on a step whose finding is this error alone."""
+        return _blamed(Verdict(kind="loop", phase="update", step=step), self)
+
+
+@dataclass(eq=False)
+class _Update:
+    """A call of the optimizer's step on gradients that are not finite.
+
+    Attributes:
+        weights: (parameter, a copy from before) of those whose gradient is not finite.
+        line: the user's line.
+        guarded: whether the call came from the `step` of a scaler that is on.
+        scaler: whether a scaler that has scaled a loss is within reach of the line.
+    """
+
+    weights: list[tuple[Tensor, Tensor]]
+    line: str
+    guarded: bool
+    scaler: bool
+
+
+class Loop:
+    """Watches the order of calls around one optimizer.
+
+    Args:
+        optimizer: the loop's.
+
+    Attributes:
+        facts: errors found so far, by name.
+        bad: (number, scale) of the last step that was not finite, until its gradients are gone.
+        carried: the number of the step whose gradients, which were not finite, went into the present one; 0: none.
+        same_window: whether the present step adds to the gradients of a bad one within one update.
+        wrote: (number of the step, verdict on it) whose gradients were applied though they were not finite.
+        buffers: name of a buffer -> number of the bad step that wrote to it what is not finite.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self.optimizer = optimizer
+        self.facts: dict[str, Fact] = {}
+        self.bad: tuple[int, float] | None = None
+        self.carried = 0
+        self.same_window = False
+        self.wrote: tuple[int, Verdict] | None = None
+        self.buffers: dict[str, int] = {}
+        self._watched: list[Tensor] = []  # parameters
+        self._made: list[tuple[Tensor, Tensor, int]] = []  # (parameter, gradient, version) after the backward pass
+        self._left: list[tuple[Tensor, Tensor, int]] = []  # the same after the last update, until a pass begins
+        self._updates = 0  # since the last backward pass
+        self._passes = self._usual = 0  # backward passes since the last update, and up to it
+        self._depth = 0  # an optimizer's step may call that of its base class
+        self._kept = self._again = 0  # steps in a row that left their gradients, and that were updated twice
+        self._lines: list[str] = []  # of two updates of one step
+        self._update: _Update | None = None
+        self._raw: Tensor | None = None  # norm of the gradients after the backward pass
+        self._tries = 0
+        self._samples: list[tuple[float, float, float, float]] = []  # scale; norm before, norm and largest after
+
+    # ------------------------------------------------------------------ moments
+
+    def begin(self, step: int) -> None:
+        """A backward pass begins."""
+        left, self._left = self._left, []
+        if self._updates == 1:
+            self._again = 0
+        updates, self._updates, self._depth = self._updates, 0, 0
+        self._passes += 1
+        if not updates:
+            return
+        kept = [gradient for parameter, gradient, version in left if _is_same(parameter, gradient, version)]
+        if not any(map(_is_not_zero, kept)):
+            self._kept = 0
+            return
+        self._kept += 1
+        if self._kept == SEEN:
+            largest = max(extremes(gradient)[0] for gradient in kept)
+            self.facts["gradients are never cleared"] = Fact(
+                because=f"zero_grad() is missing: the gradients of the updates before, up to {largest:.3g}, are still "
+                f"there when backward() of step {step} begins",
+                advice=ZERO_GRAD,
+            )
+
+    def end(self) -> None:
+        """A backward pass has ended."""
+        self._made = self._state()
+        if self._tries < TRIES and self.optimizer is not None:
+            self._tries += 1
+            self._raw = _norm(self._gradients())
+
+    def carry(self, bad: bool, scale: float) -> None:
+        """Note whether gradients that are not finite are there when a pass begins, and the scale of its loss."""
+        assert self.bad is not None
+        step, before = self.bad
+        # an update came between, or should have
+        passed = self._updates > 0 or scale != before or self._passes >= (self._usual or UNKNOWN)
+        self.carried = step if bad and passed else 0
+        self.same_window = bad and not passed
+        if not bad:
+            self.bad = None
+
+    def before_update(self, *, bad: bool, scale: Tensor | None, closure: bool) -> None:
+        """The optimizer steps.
+
+        Args:
+            bad: whether the gradients of the last backward pass were not finite.
+            scale: the seed of that pass, None if it is not known.
+            closure: whether the step runs a closure, which makes other gradients.
+        """
+        self._depth += 1
+        if self._depth > 1 or closure:
+            return
+        if bad:
+            self._update = self._bad_update()
+        elif not self._updates:
+            self._sample(scale)
+        if self._again and not self._updates:
+            self._lines = [_line()]
+        if self._updates == 1 and self._left and all(_is_same(*one) for one in self._left):
+            if any(_is_not_zero(gradient) for _, gradient, _ in self._left):
+                self._twice()
+
+    def after_update(self, *, closure: bool) -> _Update | None:
+        """The optimizer has stepped; return the call if it has written gradients that are not finite into weights."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or closure:
+            return None
+        self._usual = self._passes or self._usual
+        self._updates, self._passes = self._updates + 1, 0
+        self._left = self._state()
+        update, self._update = self._update, None
+        if update is not None and any(_differ(parameter, before) for parameter, before in update.weights):
+            return update
+        return None
+
+    @property
+    def past_scaler(self) -> bool:
+        """Whether the step under way applies gradients that are not finite, and no scaler is there to stop it."""
+        return self._update is not None and not self._update.guarded
+
+    @property
+    def updated(self) -> bool:
+        """Whether the optimizer has stepped since the last backward pass."""
+        return self._updates > 0
+
+    # ------------------------------------------------------------------ what is wrong
+
+    def _bad_update(self) -> _Update | None:
+        """Return the call that is about to apply gradients that are not finite; None if those of its own are."""
+        weights: list[tuple[Tensor, Tensor]] = []
+        room = COPIED
+        for parameter in sorted(self._parameters(), key=Tensor.numel):
+            if parameter.grad is not None and not extremes(parameter.grad)[1]:
+                room -= parameter.nbytes
+                if weights and room < 0:
+                    break
+                weights.append((parameter, parameter.detach().clone()))
+        frame = sys._getframe()
+        return _Update(weights, _line(), _in_scaler(frame), bool(_scales_near(frame))) if weights else None
+
+    def _twice(self) -> None:
+        """Note that the optimizer steps again with the same gradients."""
+        self._again += 1
+        self._lines.append(_line())
+        if self._again == SEEN:
+            places = " and ".join(line.partition(" ")[0] for line in self._lines if line)
+            self.facts["one backward pass, two updates"] = Fact(
+                because=f"the optimizer stepped twice with the gradients of one backward pass, at {places}",
+                advice="take one of the two steps out",
+                line=self._lines[-1],
+            )
+
+    def _sample(self, seed: Tensor | None) -> None:
+        """Read norms in one of the first updates, and judge them."""
+        raw, self._raw = self._raw, None
+        if raw is None or seed is None:
+            return
+        scale = extremes(seed)[0]
+        if scale <= 1.0:
+            self._tries = TRIES  # no loss scaling
+            return
+        frame = sys._getframe()
+        if self._made and all(_is_same(*one) for one in self._made) and not _in_scaler(frame):
+            if any(math.isclose(whole / scale, round(whole / scale)) for whole in _scales_near(frame)):
+                self.facts["gradients are not divided by the loss scale"] = Fact(
+                    because=f"optimizer.step() ran in the place of scaler.step(optimizer): it applied gradients that "
+                    f"are multiplied by the loss scale, {scale:g}",
+                    advice="call scaler.step(optimizer), which divides and checks gradients, and then scaler.update()",
+                    line=_line(),
+                )
+            self._tries = TRIES
+            return
+        gradients = self._gradients()
+        largest = max((extremes(g)[0] for g in gradients), default=0.0)
+        self._samples.append((scale, float(raw), float(_norm(gradients)), largest))
+        if len(self._samples) == SAMPLES:
+            self._tries = TRIES
+            self._judge_clipping()
+
+    def _judge_clipping(self) -> None:
+        """Find out whether scaled gradients were clipped: what is left has the limit divided by the scale as norm."""
+        for column, what, call in ((2, "norm", "clip_grad_norm_"), (3, "largest value", "clip_grad_value_")):
+            limits = [sample[0] * sample[column] for sample in self._samples]
+            befores = [before / scale for scale, before, _, _ in self._samples]
+            clipped = all(after < CLIPPED * old for old, (_, _, after, _) in zip(befores, self._samples, strict=True))
+            alike = all(abs(limit - limits[0]) <= EQUAL * limits[0] for limit in limits)
+            varied = max(befores) > (1 + 100 * EQUAL) * min(befores)
+            scale, after = self._samples[0][0], self._samples[0][column]
+            if clipped and alike and varied and _is_round(limits[0]) and not _is_round(after):
+                self.facts["clipped before unscale_"] = Fact(
+                    because=f"{call} ran before unscale_(): in {SAMPLES} updates the {what} of all gradients is "
+                    f"{limits[0]:.3g} / {scale:g} (the loss scale), their norm without clipping {befores[0]:.3g}",
+                    advice=f"call scaler.unscale_(optimizer) before {call}",
+                    spoils=False,
+                )
+                return
+
+    # ------------------------------------------------------------------ verdicts
+
+    def judge(self, verdict: Verdict) -> Verdict:
+        """Return the verdict on a bad step, with the loop as its cause where that is so."""
+        if self.carried and verdict.kind == "not_reproducible":
+            fact = Fact(
+                because=f"zero_grad() is missing: the gradients of step {self.carried}, which were not finite, were "
+                f"still there when backward() of step {verdict.step} began; its own are finite",
+                advice=ZERO_GRAD,
+            )
+            return _blamed(replace(verdict, kind="loop", phase="update", detail=""), fact)
+        if verdict.kind == "bad_state" and verdict.parameter in self.buffers:
+            fact = Fact(
+                because=_of_buffers([verdict.parameter], self.buffers[verdict.parameter]),
+                advice="restore the statistics when a step is skipped (hs.TrainStep does), or load a checkpoint",
+            )
+            return _blamed(verdict, fact)
+        if verdict.kind == "bad_state" and self.wrote is not None and self.wrote[0] < verdict.step:
+            step, first = self.wrote
+            because = f"the update of step {step} wrote it; {first.because or first.headline}"
+            return replace(
+                verdict, kind="loop" if first.kind == "loop" else verdict.kind, cause=first.cause, because=because,
+                sure=first.sure, line=first.line, cures=first.cures,
+            )  # fmt: skip
+        spoiling = [fact for fact in self.facts.values() if fact.spoils]
+        if spoiling and verdict.kind in {"overflow", "invalid", "bad_state"}:
+            return _blamed(verdict, replace(spoiling[0], sure="likely", line=verdict.line))
+        return verdict
+
+    def applied(self, verdict: Verdict, update: _Update) -> Verdict:
+        """Return the verdict on a step whose gradients were applied though they were not finite."""
+        bad = sum(not extremes(parameter)[1] for parameter in self._parameters())
+        count = f"{bad} of {len(list(self._parameters()))} parameters are not finite since"
+        if verdict.kind != "scale_too_high":
+            note = f"its update was applied by {update.line or 'the optimizer'}: {count}"
+            verdict = replace(verdict, notes=(*verdict.notes, note))
+        else:
+            what = "outside of GradScaler.step " if update.scaler else ""
+            fact = Fact(
+                because=f"optimizer.step() {what}applied gradients that overflowed under the loss scale; {count}",
+                advice="take this step out, scaler.step(optimizer) is the one that checks gradients"
+                if update.scaler
+                else "step with scaler.step(optimizer), which skips such a step",
+                line=update.line,
+            )
+            verdict = _blamed(replace(verdict, kind="loop", phase="update", op="", module="", detail=""), fact)
+        self.wrote = self.wrote or (verdict.step, verdict)
+        return verdict
+
+    def spoil(self, names: Sequence[str], step: int) -> str:
+        """Note buffers that bad step `step` has left with what is not finite; return that in words, "" for none new."""
+        new = [name for name in names if name not in self.buffers]
+        self.buffers.update(dict.fromkeys(new, step))
+        return _of_buffers(new, step) if new else ""
+
+    # ------------------------------------------------------------------ gradients
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            yield from group["params"]
+
+    def _gradients(self) -> list[Tensor]:
+        found = (local(p.grad) for p in self._parameters() if p.grad is not None)
+        return [g for g in found if g.layout is torch.strided and g.numel()]
+
+    def _state(self) -> list[tuple[Tensor, Tensor, int]]:
+        """Return (parameter, gradient, version) of those that stand for all."""
+        if not self._watched or any(p.grad is None for p in self._watched):
+            found = [p for p in self._parameters() if p.grad is not None and p.grad.layout is torch.strided]
+            self._watched = sorted(found, key=Tensor.numel)[:WATCHED]
+        return [(p, p.grad, p.grad._version) for p in self._watched if p.grad is not None]
+
+
+def poisoned(kept: Iterable[tuple[nn.Module, str, Tensor]], model: nn.Module) -> list[str]:
+    """Return names of buffers that are not finite, and were when `kept` was taken.
+
+    Args:
+        kept: (module, name, value) from before the step.
+        model: names its modules.
+    """
+    names: dict[int, str] = {}
+    found = []
+    for module, name, before in kept:
+        now = module._buffers.get(name)
+        if now is not None and not extremes(now)[1] and extremes(before)[1]:
+            names = names or {id(m): n for n, m in model.named_modules()}
+            found.append(".".join(filter(None, (names.get(id(module), ""), name))))
+    return found
+
+
+def _blamed(verdict: Verdict, fact: Fact) -> Verdict:
+    cure = Cure(policy=None, text=fact.advice, verified=False)
+    return replace(
+        verdict, cause="loop", because=fact.because, sure=fact.sure, line=fact.line or verdict.line, cures=(cure,)
+    )
+
+
+def _of_buffers(names: Sequence[str], step: int) -> str:
+    more = [f"{len(names) - 1} more"] if len(names) > 2 else names[1:]
+    shown = " and ".join([names[0], *more])
+    return (
+        f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: a scaler that skips an "
+        "update leaves statistics as they are, and eval() reads them"
+    )
+
+
+def _is_same(parameter: Tensor, gradient: Tensor, version: int) -> bool:
+    """Return whether the gradient of `parameter` is still `gradient`, and no call has written to it."""
+    return parameter.grad is gradient and gradient._version == version
+
+
+def _is_not_zero(gradient: Tensor) -> bool:
+    return bool(local(gradient).any())
+
+
+def _differ(now: Tensor, before: Tensor) -> bool:
+    now, before = local(now.detach()), local(before)
+    return not torch.equal(now, before) and not torch.equal(now.nan_to_num(), before.nan_to_num())
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, which stays on the device."""
+    if not gradients:
+        return torch.zeros(())
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _is_round(number: float) -> bool:
+    """Return whether a number has at most two decimal digits that are not zero, as limits that people choose have."""
+    return number > 0.0 and math.isclose(number, float(f"{number:.1e}"), rel_tol=EQUAL)
+
+
+# ------------------------------------------------------------------ the user's program
+
+
+def _line() -> str:
+    return line_of(user_frame(sys._getframe())[0])
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_scaler(value: Any) -> bool:
+    """Return whether a value is a GradScaler that is on: torch's, halfstep's or one made from them."""
+    kinds = (kind.__name__ for kind in type(value).__mro__)
+    return any("GradScaler" in kind for kind in kinds) and bool(getattr(value, "_enabled", True))
+
+
+def _in_scaler(frame: FrameType | None) -> bool:
+    """Return whether a method of a scaler that is on has called `frame`."""
+    return any(_is_scaler(one.f_locals.get("self")) for one in _frames(frame))
+
+
+def _scales_near(frame: FrameType | None) -> list[float]:
+    """Return the scales of the scalers that the program around the step has in its variables and has used."""
+    user, _ = user_frame(frame)
+    found: dict[int, Any] = {}
+    for one in _frames(user):
+        values = [*one.f_locals.values(), *one.f_globals.values()]
+        for owner in one.f_locals.values():  # self, or what holds the parts of a loop
+            values += [] if isinstance(owner, (type, ModuleType)) else getattr(owner, "__dict__", {}).values()
+        found.update({id(value): value for value in values if _is_scaler(value)})
+    used = [
+        s for s in found.values() if getattr(s, "_scale", None) is not None or getattr(s, "_state", None) is not None
+    ]
+    return [float(scaler.get_scale()) for scaler in used]
