@@ -26,9 +26,7 @@ SPREADING = frozenset({"std", "var", "std_mean", "var_mean", "cov", "corrcoef"})
 """Operators that divide by the number of elements less one."""
 
 DIVIDING = frozenset({"div", "true_divide", "reciprocal", "rsqrt", "floor_divide", "remainder", "fmod"})
-DOMAIN = DIVIDING | frozenset(
-    "log log2 log10 log1p sqrt acos asin atanh acosh logit digamma lgamma pow xlogy".split()
-)
+DOMAIN = DIVIDING | frozenset("log log2 log10 log1p sqrt acos asin atanh acosh logit digamma lgamma pow xlogy".split())
 """Operators whose last argument of values is outside their domain where they are not finite."""
 
 SHOWN = 4
