@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfstep.lens.box.diagnose import Subject, first_cause
 from halfstep.lens.box.origins import Source
-from halfstep.lens.box.remarks import shown
+from halfstep.lens.box.remarks import NOTHING, REDUCING, SPREADING, shown
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.calls import extremes
 from halfstep.step.record import MicroBatch
@@ -140,36 +140,39 @@ def _of_call(inputs: list[tuple[int, str, Tensor]], source: Source | None) -> It
     """Yield what the inputs that led to an invalid operation show."""
     if source is None or source.call is None or not source.invalid or source.written:
         return
-    for _, name, tensor in inputs:
-        if not tensor.numel():
-            yield f"{name} is empty, its shape is {list(tensor.shape)}" + (
-                f": {source.remark}" if source.remark else ""
-            )
+    empty = [f"{name} is empty, its shape is {list(tensor.shape)}" for _, name, tensor in inputs if not tensor.numel()]
+    if empty:
+        yield from empty
+        return
     size = next((len(t) for _, _, t in inputs if t.dim()), 0)
-    if source.samples and source.samples[-1] < size and 2 * len(source.samples) <= size:
+    known = bool(source.samples) and source.samples[-1] < size
+    if known and 2 * len(source.samples) <= size:
         yield from _constant(inputs, source.samples, size)
-    if source.remark and source.call.site.phase == "forward":
-        outside = {kind for call in source.call.upstream() for kind, _ in call.outside}
-        if "batch" in outside and not outside & {"parameter", "buffer"}:
-            names = " and ".join(name for _, name, _ in inputs)
-            where = f" in {shown(source.samples)}" if source.samples and source.samples[-1] < size else ""
-            yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
-        elif source.call.site.op in {"cross_entropy", "nll_loss", "ctc_loss"}:
-            yield source.remark
+    op, outside = source.call.site.op, {kind for call in source.call.upstream() for kind, _ in call.outside}
+    if not source.remark or source.call.site.phase != "forward" or "batch" not in outside:
+        return
+    if not outside & {"parameter", "buffer"}:
+        names = " and ".join(name for _, name, _ in inputs)
+        where = f" in {shown(source.samples)}" if known else ""
+        yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
+    elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
+        yield source.remark
+    elif op in SPREADING and size == 1:
+        yield f"the batch holds one sample: {source.remark}"
 
 
 def _constant(inputs: list[tuple[int, str, Tensor]], samples: tuple[int, ...], size: int) -> Iterator[str]:
-    """Yield which inputs are constant in the samples at fault and in no other."""
+    """Yield which inputs hold one value everywhere in the samples at fault, and not so in any other."""
     for _, name, tensor in inputs:
         if tensor.dim() < 1 or len(tensor) != size or tensor.layout is not torch.strided:
             continue
         rows = tensor.detach().reshape(size, -1)
-        alike = (rows == rows[:, :1]).all(1)
-        if rows.shape[1] == 1:  # a length
-            alike = rows[:, 0] == 0
-        if set(alike.nonzero().flatten().tolist()) == set(samples):
-            value = rows[samples[0], 0].item()
-            yield f"{name} is {value} everywhere in {shown(samples)}, and in no other sample"
+        value = rows[samples[0], 0]
+        if rows.shape[1] == 1 and bool(value):  # a length of 0 is odd, any other is not
+            continue
+        if set((rows == value).all(1).nonzero().flatten().tolist()) == set(samples):
+            everywhere = "" if rows.shape[1] == 1 else " everywhere"
+            yield f"{name} is {value.item()}{everywhere} in {shown(samples)}, and in no other sample"
 
 
 # ---------------------------------------------------------------------- outliers

@@ -75,6 +75,7 @@ class CallRecord:
         dtype: format of its first result of floating numbers, None without one.
         parents: the calls that made its arguments; views and queries are none.
         outside: (kind, name) of batch, parameters and buffers among its arguments.
+        carrier: name of the one of those that holds `largest`, "" if none does.
     """
 
     site: Site
@@ -87,6 +88,7 @@ class CallRecord:
     dtype: torch.dtype | None = None
     parents: tuple[CallRecord, ...] = ()
     outside: tuple[tuple[str, str], ...] = ()
+    carrier: str = ""
 
     @property
     def limit(self) -> float:
@@ -203,6 +205,13 @@ class Origins:
                     outside[self._outside[key]] = None
         return tuple(calls), tuple(outside)
 
+    def carrier(self, inputs: list[Tensor], before: list[tuple[float, bool, bool]]) -> str:
+        """Return the name of the input with the largest magnitude if it comes from outside, else ""."""
+        largest = max(range(len(inputs)), key=lambda index: before[index][0], default=None)
+        if largest is None or storage(inputs[largest]) in self._makers:
+            return ""
+        return self._outside.get(storage(inputs[largest]), ("", ""))[1]
+
     def note(self, record: CallRecord, results: Any, read: set[int]) -> None:
         """Note that the call made `results`; those that share the memory of its arguments (`read`) are views."""
         for tensor in tensors(results):
@@ -261,8 +270,7 @@ class Origins:
                 invalid = lost or _invalid(op, call, floats(wide))
         name = ""
         if call.record.largest > limit > 0.0 and not invalid:  # the format of the result cannot hold an input
-            largest = max(range(len(call.inputs)), key=lambda index: call.before[index][0])
-            name = self._outside.get(storage(call.inputs[largest]), ("", ""))[1]
+            name = call.record.carrier
         written = any(map(math.isnan, constants((*call.args, *call.kwargs.values()))))
         source = Source(
             "operator",
