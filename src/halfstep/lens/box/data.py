@@ -52,6 +52,13 @@ SHARE = 4
 """Outliers are in one of so many samples, or in one sample."""
 
 
+COMPARING = frozenset(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "poisson_nll_loss soft_margin_loss".split()
+)
+"""Losses of a prediction and a target, both of floating numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Outlier:
     """Far values of one input: at most `rest` in magnitude are all other values, `text` says what is wrong."""
@@ -128,8 +135,9 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
         flat = int(bad.flatten().nonzero()[0])
         value = float(tensor.detach().flatten()[flat].real)
         count, size = int(bad.sum()), tensor.numel()
-        is_target = source.call is not None and source.call.site.op.endswith(("_loss", "cross_entropy", "_with_logits"))
-        what = f"{name}, the target of {source.call.site.op}," if is_target and source.call is not None else name
+        call = source.call
+        is_target = call is not None and call.site.op in COMPARING and call.shapes[1:] == (tuple(tensor.shape),)
+        what = f"{name}, the target of {call.site.op}," if is_target and call is not None else name
         yield f"{what} holds {value} in {_place(tensor, flat)}: {count} of {size} values are not finite"
 
 
@@ -148,17 +156,29 @@ def _of_call(inputs: list[tuple[int, str, Tensor]], source: Source | None) -> It
     known = bool(source.samples) and source.samples[-1] < size
     if known and 2 * len(source.samples) <= size:
         yield from _constant(inputs, source.samples, size)
-    op, outside = source.call.site.op, {kind for call in source.call.upstream() for kind, _ in call.outside}
-    if not source.remark or source.call.site.phase != "forward" or "batch" not in outside:
+    if len(source.features) == 1:
+        yield from _constant_feature(inputs, source.features[0])
+    op, roots = source.call.site.op, source.roots()
+    kinds = {kind for kind, _ in roots}
+    if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
         return
-    if not outside & {"parameter", "buffer"}:
-        names = " and ".join(name for _, name, _ in inputs)
+    if not kinds & {"parameter", "buffer"}:
+        names = " and ".join(name for index, name, _ in inputs if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
         yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
     elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
         yield source.remark
     elif op in SPREADING and size == 1:
         yield f"the batch holds one sample: {source.remark}"
+
+
+def _constant_feature(inputs: list[tuple[int, str, Tensor]], feature: int) -> Iterator[str]:
+    """Yield which inputs hold one value in every sample at the feature at fault."""
+    for _, name, tensor in inputs:
+        if tensor.dim() > 1 and tensor.layout is torch.strided and feature < tensor.shape[-1] and len(tensor) > 1:
+            column = tensor.detach()[..., feature]
+            if bool((column == column.flatten()[0]).all()):
+                yield f"{name} is {column.flatten()[0].item()} in every sample at feature {feature}"
 
 
 def _constant(inputs: list[tuple[int, str, Tensor]], samples: tuple[int, ...], size: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.lens.box.remarks import NORMALISING, remark
+from halfstep.lens.box.remarks import DIVIDING, NORMALISING, remark
 from halfstep.lens.calls import (
     Site,
     constants,
@@ -32,6 +32,7 @@ from halfstep.lens.calls import (
     pointwise,
     spelled,
     storage,
+    writes,
 )
 from halfstep.trees import tensors
 
@@ -119,7 +120,9 @@ class Source:
         masks: for tensors from outside: whether -inf is the only infinity in it, as in additive masks.
         over: innocent sources that the operator made NaN of: the masks.
         samples: where the result is not finite, in its first dimension; () if that is everywhere or not known.
+        features: the same in its last dimension.
         remark: what the operator's arguments show, in words of data, "" if nothing.
+        needs: what the argument that is remarked on comes from: calls, and (kind, name) of batch and state.
     """
 
     kind: str
@@ -132,7 +135,14 @@ class Source:
     masks: bool = False
     over: tuple[Source, ...] = ()
     samples: tuple[int, ...] = ()
+    features: tuple[int, ...] = ()
     remark: str = ""
+    needs: tuple[tuple[CallRecord, ...], tuple[tuple[str, str], ...]] = ((), ())
+
+    def roots(self) -> set[tuple[str, str]]:
+        """Return (kind, name) of the batch and state tensors that the argument remarked on depends on."""
+        calls, outside = self.needs
+        return set(outside) | {root for call in calls for above in call.upstream() for root in above.outside}
 
     def rank(self) -> tuple[bool, bool, bool, int]:
         """Return a sort key that puts first causes first: state and batch, then operators; innocent ones come last."""
@@ -272,6 +282,9 @@ class Origins:
         if call.record.largest > limit > 0.0 and not invalid:  # the format of the result cannot hold an input
             name = call.record.carrier
         written = any(map(math.isnan, constants((*call.args, *call.kwargs.values()))))
+        words = remark(op, call.args, call.kwargs, call.outputs) if call.again is not None else ""
+        last = tensors((call.args, call.kwargs))[-1:]
+        everything = op not in DIVIDING or writes(call.func)
         source = Source(
             "operator",
             call.order,
@@ -281,8 +294,10 @@ class Origins:
             limit,
             written,
             over=over,
-            samples=_samples(call),
-            remark=remark(op, call.args, call.kwargs, call.outputs) if call.again is not None else "",
+            samples=_where(call, 0),
+            features=_where(call, -1),
+            remark=words,
+            needs=(call.record.parents, call.record.outside) if everything else self.made_by(last),
         )
         self.sources.append(source)
         return source
@@ -324,13 +339,17 @@ class Origins:
         return sorted(found or self.of(tensor, None), key=Source.rank)
 
 
-def _samples(call: Call) -> tuple[int, ...]:
-    """Return where the first result that is not finite is so, in its first dimension; () if everywhere."""
+def _where(call: Call, dim: int) -> tuple[int, ...]:
+    """Return where along `dim` the first result that is not finite is so; () if everywhere, or if it has one value."""
     for tensor, (_, finite, _) in zip(call.outputs, call.after, strict=True):
         if not finite:
-            if not has_storage(tensor) or tensor.dim() < 1 or not tensor.numel():
+            if not has_storage(tensor) or not tensor.dim():
                 return ()
-            bad = (~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1)
+            bad = (
+                (~torch.isfinite(tensor.detach())).movedim(dim, 0).flatten(1).any(1)
+                if tensor.dim() > 1
+                else ~torch.isfinite(tensor.detach())
+            )
             return () if bool(bad.all()) else tuple(bad.nonzero().flatten().tolist())
     return ()
 

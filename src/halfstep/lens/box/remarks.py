@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.trees import tensors
 
-__all__ = ["NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "shown"]
+__all__ = ["DIVIDING", "NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "shown"]
 
 NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "cross_entropy"})
 """Operators that make NaN of a row that holds nothing but masks."""
