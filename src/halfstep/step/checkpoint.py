@@ -122,6 +122,7 @@ def load_step(step: TrainStep, state: object, updater: Updater, moments: Moments
         moments.phase = LOAD
         model.load_state_dict(state["model"])
         step.record.done, step.record.micro_batches, step.record.bad = number, 0, None
+        step.record.signals.forget()
         statistics.open = []
         moments.forget()
     except BaseException as error:

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.errors import StepError
+from halfstep.events import StepResult
 from halfstep.kernels.native.calls import number, peek
 from halfstep.step.landing import Landing
+from halfstep.step.signals import Signals
 from halfstep.trees import tensors
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
 LIMIT = 1 << 30  # bytes of batches
 ROWS = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged}
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
+VIEWED = 1 << 16  # bytes: a loss that is a view of more is copied to be remembered
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
@@ -139,10 +142,11 @@ class Record:
         scheduled: whether a scheduler will read it.
         host_reads: how often the host had to wait until the device had done all of its work.
         landing: what of the last update is on its way to the host.
+        signals: losses, norms and magnitudes of the last updates.
         history: the micro-batches; None: not kept.
     """
 
-    __slots__ = ("bad", "done", "history", "host_reads", "landing", "micro_batches", "scale", "scheduled")
+    __slots__ = ("bad", "done", "history", "host_reads", "landing", "micro_batches", "scale", "scheduled", "signals")
 
     def __init__(self, model: nn.Module, *, replayable: bool) -> None:
         self.done = self.micro_batches = self.host_reads = 0
@@ -150,7 +154,8 @@ class Record:
         self.bad: Tensor | None = None
         self.scheduled = False
         self.landing = Landing()
-        self.history = History(model, landing=self.landing) if replayable else None
+        self.signals = Signals()
+        self.history = History(model, landing=self.landing, signals=self.signals) if replayable else None
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -180,6 +185,14 @@ class Record:
         except Exception as error:  # such as a lack of pinned memory: the update is complete without it
             return error
         return None
+
+    def note(self, result: StepResult) -> None:
+        """Remember loss and gradient norm of an update, by reference."""
+        loss, norm = result.loss, result.grad_norm
+        if loss.untyped_storage().nbytes() > VIEWED:
+            loss = loss.clone()
+        versions = loss._version, norm._version
+        self.signals.recent.append((result.step, loss, norm, versions, result.skipped, None))
 
     def verdict(self, *, wait: bool) -> bool | None:
         """Return whether the last update was not applied; None: that is not known yet.
@@ -214,16 +227,24 @@ class History:
         watched: whether good updates are of interest too; else a CPU drops their batches at once.
         examined: whether a black box reads it; else a window is dropped with its update.
         landing: what of the last update is on its way to the host.
+        signals: what samples parameters and batches of some updates.
         limit: the most bytes of tensors that the batches kept may have together; beyond it the oldest are dropped,
             never the newest, and a verdict names what it could not run again. May be set at any time. A window that
             may run again (`retry`) stays whole.
     """
 
     def __init__(
-        self, model: nn.Module, *, watched: bool = False, examined: bool = True, landing: Landing | None = None
+        self,
+        model: nn.Module,
+        *,
+        watched: bool = False,
+        examined: bool = True,
+        landing: Landing | None = None,
+        signals: Signals | None = None,
     ) -> None:
         self.model, self.watched, self.examined = model, watched, examined
         self.landing = Landing() if landing is None else landing
+        self.signals = Signals() if signals is None else signals
         self._limit = LIMIT
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
         self.window = Window()
@@ -263,6 +284,10 @@ class History:
         kept = MicroBatch(batch, named, random_states(), versions)
         if self._own is not None:
             kept.tensors, kept.put_generators = tensors((batch, named)), generators(self._own)
+        if not self.window.batches:
+            self.signals.windows += 1
+            if self.signals.windows == self.signals.due:
+                self.signals.sample(number, self.model, tensors((batch, named)))
         self.window.last = number
         self.window.batches.append(kept)
         if self.judged is not None or len(self.window.batches) > 1:

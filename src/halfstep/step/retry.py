@@ -62,7 +62,7 @@ class Retry:
     def __init__(self, most: int, scaler: GradScaler, optimizer: Optimizer, record: Record, model: nn.Module) -> None:
         self.most, self.scaler, self.optimizer, self.record = most, scaler, optimizer, record
         if record.history is None:
-            record.history = History(model, examined=False)
+            record.history = History(model, examined=False, signals=record.signals)
         record.history.keep_generators()
         self.history = record.history
         self._warned = False

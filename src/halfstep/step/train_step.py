@@ -248,8 +248,10 @@ class TrainStep:
             STATE.copies = copies
         if self._metrics is not None:
             self._metrics.see(result, (batch, named), updated=result.due)
-        if self.preemption is not None and result.due:
-            self.preemption.after_update()
+        if result.due:
+            self.record.note(result)
+            if self.preemption is not None:
+                self.preemption.after_update()
         return result
 
     def _micro_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:

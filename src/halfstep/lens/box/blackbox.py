@@ -166,9 +166,13 @@ class BlackBox(Box):
         try:
             kept = self._memory.window.batches[0]
             with torch.no_grad():
-                self._bad = _not_finite([_values(p.grad) for p in self._parameters if p.grad is not None])
-                self._flag = self._bad if kept.loss is None else self._bad | _not_finite([kept.loss])
+                norms = _norms([_values(p.grad) for p in self._parameters if p.grad is not None])
+                self._bad = _not_finite(norms)
+                self._flag = self._bad if kept.loss is None else self._bad | _not_finite(_norms([kept.loss]))
             self._memory.end(self._flag, None)
+            if kept.loss is not None and kept.loss.numel() == 1 and norms:
+                versions = kept.loss._version, norms[0]._version
+                self._memory.signals.recent.append((self.step, kept.loss, norms[0], versions, self._bad, kept.seed))
         except Exception as error:
             self._flag = None
             self._warn_once(
@@ -262,6 +266,7 @@ class BlackBox(Box):
             rank=rank(),
             normed=False,
             foreign=policy is None,
+            signals=self._memory.signals,
         )
         self._explained_step = self.step
         verdict = self.explain_subject(subject, self._topic(place))
@@ -304,14 +309,19 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient.values()
 
 
-def _not_finite(found: list[Tensor]) -> Tensor:
-    """Return a 0-dim bool: whether a value is not finite. Largest magnitudes show it, and cannot overflow."""
+def _norms(found: list[Tensor]) -> list[Tensor]:
+    """Return the largest magnitudes of tensors, in one tensor for each device and format."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in found:
         if tensor.numel():
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             kinds.setdefault((real.device, real.dtype), []).append(real)
-    flags = [~torch.isfinite(torch.stack(torch._foreach_norm(some, math.inf))).all() for some in kinds.values()]
+    return [torch.stack(torch._foreach_norm(some, math.inf)) for some in kinds.values()]
+
+
+def _not_finite(norms: list[Tensor]) -> Tensor:
+    """Return a 0-dim bool: whether a value is not finite. Largest magnitudes show it, and cannot overflow."""
+    flags = [~torch.isfinite(some).all() for some in norms]
     if len(flags) == 1:
         return flags[0]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any()

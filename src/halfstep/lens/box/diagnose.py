@@ -21,6 +21,7 @@ from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.record import MicroBatch, versions_of
+from halfstep.step.signals import Signals
 from halfstep.trees import tensors
 from halfstep.verdict import Cure, Magnitude, Verdict
 from halfstep.weights.store import WeightStore
@@ -63,6 +64,7 @@ class Subject:
         region: the name of what opens them.
         dropped: how many micro-batches of its window came before those of `replay`, and are not kept any more.
         gone: why none can be run again, in words; "" if one can.
+        signals: the history of the run; None if there is none, as in a replay from a file.
     """
 
     replay: Replay
@@ -80,6 +82,7 @@ class Subject:
     region: str = "torch.autocast"
     dropped: int = 0
     gone: str = ""
+    signals: Signals | None = None
 
     @property
     def low(self) -> str:

@@ -553,6 +553,7 @@ class StepBox(Box):
             rank=rank(),
             dropped=0 if gone else dropped,
             gone=gone,
+            signals=step.record.signals,
         )
         if window.flag is not None and not bool(window.flag):
             notes.append(APPLIED)

@@ -1,0 +1,181 @@
+"""Signals: the recent history of a run, kept on its device: losses, gradient norms, weight norms, magnitudes of batches.
+
+In: references to 0-dim tensors that a step has computed anyway, for each update; at updates 1, 2, 4, ..., 64 and at
+every 64th after that also parameters and batch, of which norms are taken. Out: `Signals.read`, which copies all of it
+to the host. Before that nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from halfstep.kernels.sharded import local
+
+__all__ = ["History", "Signals", "Update", "Weights"]
+
+UPDATES = 512
+"""Updates that are remembered: a few KB on the host, and three blocks of 512 bytes each on a CUDA device."""
+
+SAMPLED_EVERY = 64
+"""Norms of all weights are read at every so many updates: a pass over the weights takes about as long as an update."""
+
+SAMPLES = 64
+"""Samples that are remembered."""
+
+
+Update: TypeAlias = tuple[int, "Tensor | None", Tensor, tuple[int, int], "Tensor | None", "Tensor | None"]
+"""The number of its last micro-batch; the detached loss of that; norms of its gradients, of which the largest counts;
+versions of these two tensors, which are the user's, who may add to them in place; 0-dim bool: it was not applied (None:
+it was); what the norms are to be divided by (None: nothing)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """What `Signals` remembers, as plain values, the oldest first. nan: not known.
+
+    Attributes:
+        steps: of each update, the number of its last micro-batch.
+        losses: the loss of that micro-batch, unscaled.
+        gradients: the unscaled norm of all gradients before clipping; in a loop written by hand their largest element.
+        applied: whether the update was applied, as far as is known: its gradients were finite.
+        weights: (step, norm as of `Weights`) of sampled updates, before the update, while the same were trained.
+        inputs: (step, largest magnitude of each floating tensor of the batch, in the order of `trees.tensors`) of
+            sampled updates.
+    """
+
+    steps: tuple[int, ...] = ()
+    losses: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
+    applied: tuple[bool, ...] = ()
+    weights: tuple[tuple[int, float], ...] = ()
+    inputs: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+
+class Weights:
+    """The 2-norm of the parameters of a model that are trained now; of sharded ones, of this rank's part.
+
+    Waits for nothing until its `norm` is read.
+
+    Attributes:
+        count: their elements.
+    """
+
+    __slots__ = ("_norms", "count")
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        found = [local(p.detach()) for p in model.parameters() if p.requires_grad and not is_lazy(p)]
+        kinds: dict[torch.device, list[Tensor]] = {}
+        self.count = 0
+        for part in found:
+            if part.numel() and part.layout is torch.strided and part.is_floating_point():
+                kinds.setdefault(part.device, []).append(part)
+                self.count += part.numel()
+        norms = [torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)) for parts in kinds.values()]
+        self._norms = [torch.linalg.vector_norm(some) for some in norms]
+
+    @property
+    def norm(self) -> float:
+        """The norm; waits for the devices."""
+        return math.hypot(*map(float, self._norms))
+
+
+class Signals:
+    """Remembers the last updates of one run.
+
+    Attributes:
+        windows: updates begun so far.
+        due: number of the update at which to call `sample`.
+        recent: the last updates, to append to.
+    """
+
+    __slots__ = ("_inputs", "_weights", "due", "recent", "windows")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: a checkpoint has been loaded."""
+        self.windows, self.due = 0, 1
+        self.recent: deque[Update] = deque(maxlen=UPDATES)
+        self._weights: deque[tuple[int, Weights]] = deque(maxlen=SAMPLES)
+        self._inputs: deque[tuple[int, list[Tensor | None]]] = deque(maxlen=SAMPLES)
+
+    def sample(self, number: int, model: nn.Module, values: Iterable[Tensor]) -> None:
+        """Take norms of parameters and batch before micro-batch `number`; waits for nothing.
+
+        Args:
+            number: of the micro-batch.
+            model: whose parameters are trained.
+            values: the tensors of the batch.
+        """
+        self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self._weights.append((number, Weights(model)))
+            self._inputs.append((number, [_largest(t) for t in values if t.is_floating_point()]))
+
+    def growth(self, model: nn.Module, step: int) -> tuple[int, float, float] | None:
+        """Return the norm of the weights at the last sample until `step`, and now; waits for the device.
+
+        Args:
+            model: whose parameters are trained.
+            step: number of a micro-batch.
+
+        Returns:
+            The step of the sample, the norm then, the norm now; None if there is no sample of the parameters that are
+            trained now.
+        """
+        now = Weights(model)
+        found = [(number, weights) for number, weights in self._weights if number <= step]
+        if not found or found[-1][1].count != now.count:
+            return None
+        return found[-1][0], found[-1][1].norm, now.norm
+
+    def read(self) -> History:
+        """Return what is remembered; waits for the device."""
+        found = {entry[0]: entry for entry in self.recent}  # of two with one number the later one counts
+        rows = [_row(*entry[1:]) for entry in found.values()]
+        trained = self._weights[-1][1].count if self._weights else 0
+        weights = [(number, seen.norm) for number, seen in self._weights if seen.count == trained]
+        inputs = [(number, tuple(map(_number, found))) for number, found in self._inputs if found]
+        return History(
+            steps=tuple(found),
+            losses=tuple([loss for loss, _, _ in rows]),
+            gradients=tuple([gradient for _, gradient, _ in rows]),
+            applied=tuple([applied for _, _, applied in rows]),
+            weights=tuple(weights),
+            inputs=tuple(inputs),
+        )
+
+
+def _largest(tensor: Tensor) -> Tensor | None:
+    """Return the largest magnitude of a floating tensor, 0-dim on its device; None if its layout has none."""
+    part = local(tensor)
+    if not part.numel() or part.layout is not torch.strided:
+        return None
+    return torch.linalg.vector_norm(part, math.inf)
+
+
+def _row(
+    loss: Tensor | None, gradient: Tensor, versions: tuple[int, int], bad: Tensor | None, scale: Tensor | None
+) -> tuple[float, float, bool]:
+    """Return loss, gradient norm and whether the update was applied."""
+    one = math.nan if loss is None or loss._version != versions[0] else _number(loss)
+    other = math.nan if gradient._version != versions[1] else _number(gradient)
+    return one, other / (1.0 if scale is None else _number(scale)), bad is None or not bool(bad)
+
+
+def _number(tensor: Tensor | None) -> float:
+    """Return a number, of several ones the largest magnitude; nan for none; waits for the device."""
+    if tensor is None or not tensor.numel():
+        return math.nan
+    values = local(tensor.detach())
+    return float(values) if values.numel() == 1 else float(values.abs().max())
