@@ -46,6 +46,13 @@ ADVICE = {
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
 
+CAUSED = {
+    "divergence": "lower the learning rate, warm it up, or clip gradients; go back to a checkpoint from before the "
+    "rise: the weights are lost, and no format helps",
+    "data": "mend or drop that sample where it is loaded; a batch without it trains",
+}
+"""Cause -> what to do, whatever the place is."""
+
 OVERFLOW = {
     "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
     "low format by name (.half(), dtype=); scale them down, or take the cast out",
@@ -147,12 +154,15 @@ def advice(
     """Return what to change in the program, the most specific first.
 
     Args:
-        verdict: the first cause.
-        around: the calls around its place.
+        verdict: the place, with its cause.
+        around: the calls around it.
         everywhere: whether the step is not finite in fp32 either.
         cured: whether a change of policy was verified; then only what is specific is returned.
     """
-    texts = list(_specific(verdict, around))
+    if verdict.cause == "divergence":
+        return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
+    texts = [CAUSED["data"]] if verdict.cause == "data" and verdict.kind != "bad_batch" else []
+    texts += _specific(verdict, around)
     if not texts and not cured:
         texts = [_general(verdict, everywhere=everywhere)]
     return tuple(Cure(policy=None, text=text, verified=False) for text in texts if text)

@@ -19,47 +19,49 @@ from halfstep.verdict import Verdict
 __all__ = ["settle"]
 
 DRAWN = 64
-"""Steps of the history that a verdict keeps."""
+"""Updates of the history that a verdict keeps."""
 
 
-def settle(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> Verdict:
-    """Return the verdict with its root cause.
+def settle(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> Verdict:
+    """Return the verdict with its root cause, and with the history of the run.
 
     Args:
         subject: the step.
         verdict: the place.
-        attempt: the replay that led to it.
-        trials: runs training under other policies; only asked where the answer depends on it.
+        attempt: the replay that led to it; None: there was none.
+        trials: run training under other policies, and are asked only where the answer depends on it; None: none can.
     """
-    if verdict.cause:
-        return verdict
     cause, because, sure = _cause(subject, verdict, attempt, trials)
-    return replace(verdict, cause=cause, because=because, sure=sure if cause else "", history=_history(subject))
+    return replace(verdict, cause=cause, because=because, sure=sure, history=_history(subject))
 
 
-def _cause(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> tuple[str, str, str]:
+def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: Trials | None) -> tuple[str, str, str]:
     """Return cause, evidence and how sure it is; "" for a cause that is not known."""
+    found = suspects(subject, attempt)
     if verdict.kind == "bad_batch":
-        return "data", f"{verdict.parameter} is not finite: {verdict.detail}".removesuffix(": "), "shown"
-    away = runaway(subject.signals, subject)
-    if verdict.kind == "bad_state":
-        return ("divergence", away, "likely") if away else ("", "", "")
+        return "data", found[0] if found else f"{verdict.parameter}: {verdict.detail or 'not finite'}", "shown"
     if verdict.kind == "not_reproducible":
         return "", "", ""
-    found = suspects(subject, attempt)
+    away = runaway(subject.signals, subject)
+    if attempt is None or trials is None or verdict.kind == "bad_state":
+        return ("divergence", away, "likely") if away else ("", "", "")
     wide = trials.wide
     if away and not wide.trains:
-        return "divergence", f"{away}; in fp32 it goes on: {wide.outcome}", "shown"
+        return "divergence", f"{away}; in fp32: {wide.outcome}", "shown"
     if found:
         return "data", found[0], "likely" if wide.trains else "shown"
     if verdict.kind == "scale_too_high":
         return "scale", f"at a lower loss scale the step is finite; {verdict.detail}", "shown"
     if wide.trains:
         return "precision", f"in fp32 the same steps are finite and train: {wide.outcome}", "shown"
+    if wide.finite_once is None:
+        return "", "", ""
     if not wide.finite_once:
-        kind = "no value" if verdict.kind == "invalid" else "no finite value"
-        return "model", f"in fp32 it has {kind} there either", "shown" if verdict.kind == "invalid" else "likely"
-    return "divergence", f"fp32 is finite there and does not train: {wide.outcome}", "likely"
+        value = "value" if verdict.kind == "invalid" else "finite value"
+        return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
+    if not wide.trained:  # no training was tried
+        return "precision", f"in fp32 the step is finite; {wide.outcome.partition(': ')[2]}", "likely"
+    return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
 
 
 def _history(subject: Subject) -> tuple[tuple[int, float, float], ...]:

@@ -45,6 +45,8 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
         attempt: the replay that led to it.
         trials: the trials of the step.
     """
+    if verdict.cause == "divergence":
+        return advice(verdict)
     if verdict.kind == "scale_too_high":
         return _scales(subject, attempt, trials)
     around = Around.of(attempt.trace, verdict)
@@ -65,7 +67,10 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
         search.try_one(base.replace(dtype="bf16"), "bf16 instead of fp16", "policy.replace(dtype='bf16')")
     if not search.found:
         search.add(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")
-    return (*search.verified, *advice(verdict, around, cured=bool(search.verified)), *search.once)
+    told = advice(verdict, around, cured=bool(search.verified))
+    if verdict.cause == "data":
+        return (*told, *search.verified, *search.once)
+    return (*search.verified, *told, *search.once)
 
 
 class _Search:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.origins import Source
 from halfstep.lens.box.remarks import NORMALISING, shown
 from halfstep.lens.box.replay import Attempt, Replay
@@ -23,6 +24,7 @@ from halfstep.step.record import MicroBatch, versions_of
 from halfstep.step.signals import Signals
 from halfstep.trees import tensors
 from halfstep.verdict import Magnitude, Verdict
+from halfstep.weights.store import WeightStore
 
 __all__ = ["CURABLE", "MASKED", "WRITTEN", "Subject", "diagnose", "helping_scale", "inspect", "low_of", "verdict_of"]
 
@@ -32,6 +34,9 @@ CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
 MASKED = "the mask's -inf becomes nan by arithmetic: "
 
 WRITTEN = "a value that is not finite is written here by the program itself"
+
+CAST = "to"
+"""The operator that a weight is cast by when an update writes its low copy."""
 
 LARGE = 1e3
 """Larger weights get a note: as a rule updates have made them so."""
@@ -128,12 +133,14 @@ def diagnose(subject: Subject) -> tuple[Verdict, Attempt]:
             assert attempt.index is not None
             micro = subject.replay.window[attempt.index]
             verdict = replace(verdict, detail=_of_input(micro, verdict.parameter))
+        elif verdict.kind == "bad_state" and (cast := _of_cast(subject, verdict)) is not None:
+            verdict = cast
         elif verdict.kind == "bad_state":
             notes += [f"{name} is not finite either" for name in _bad_states(subject)][:3]
         elif verdict.kind in {"overflow", "invalid"} and _only_gradients(attempt):
             verdict, more = _of_scale(subject, attempt, verdict)
             notes += more
-        if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN:
+        if verdict.kind in {"overflow", "invalid"} and verdict.detail != WRITTEN and verdict.op != CAST:
             notes += _large(subject)
     size = subject.dropped + len(subject.replay.window)
     if size > 1 and attempt.index is not None:
@@ -274,6 +281,37 @@ def _of_input(micro: MicroBatch, name: str) -> str:
             rows = bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
             return f"{text}, in {shown(rows)}"
     return ""
+
+
+def _of_cast(subject: Subject, verdict: Verdict) -> Verdict | None:
+    """Return the verdict on a low weight that is infinite because its precise value is too large; None if it is not."""
+    weight = dict(subject.model.named_parameters()).get(verdict.parameter)
+    if weight is None or weight.dtype not in LOW_DTYPES or bool(torch.isnan(weight).any()):
+        return None
+    bad = torch.isinf(weight.detach())
+    for precise in _precise(subject, weight):
+        value, finite, _ = extremes(precise[bad])
+        if finite and torch.equal(precise.to(weight.dtype), weight.detach()):
+            limit, low = torch.finfo(weight.dtype).max, str(weight.dtype).removeprefix("torch.")
+            held = f"the {str(precise.dtype).removeprefix('torch.')} value of {verdict.parameter} is {value:.6g}"
+            return Verdict(
+                kind="overflow", op=CAST, module=verdict.parameter.rpartition(".")[0], phase="update",
+                parameter=verdict.parameter, dtypes=(str(precise.dtype).removeprefix("torch."),),
+                shapes=(tuple(weight.shape),), value=value, limit=limit,
+                detail=f"{held}, and its cast to {low}, which ends at {limit:g}, is infinite",
+            )  # fmt: skip
+    return None
+
+
+def _precise(subject: Subject, weight: nn.Parameter) -> Iterator[Tensor]:
+    """Yield tensors that may hold the precise value of a low weight: halfstep's, or what the optimizer updates."""
+    store = WeightStore.behind(weight)
+    if store is not None:
+        yield store.read(weight)
+    for group in [] if subject.optimizer is None else subject.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.shape == weight.shape and parameter.dtype not in LOW_DTYPES:
+                yield parameter.detach()
 
 
 def _large(subject: Subject) -> Iterator[str]:

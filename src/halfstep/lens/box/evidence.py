@@ -117,6 +117,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         notes.append(f"weights are left out: with them it is {size >> 20} MiB, more than {MOST_BYTES >> 20}")
         state = {}
     fields = {f.name: getattr(verdict, f.name) for f in dataclasses.fields(verdict) if f.name != "cures"}
+    fields["story"] = [dataclasses.asdict(row) for row in verdict.story]
     fields["cures"] = [
         {"policy": None if c.policy is None else c.policy.to_toml(), "text": c.text, "verified": c.verified}
         for c in verdict.cures

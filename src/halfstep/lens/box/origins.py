@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.lens.box.remarks import NORMALISING, remark
+from halfstep.lens.box.remarks import DIVIDING, NORMALISING, remark
 from halfstep.lens.calls import (
     Site,
     constants,
@@ -32,6 +32,7 @@ from halfstep.lens.calls import (
     pointwise,
     spelled,
     storage,
+    writes,
 )
 from halfstep.trees import tensors
 
@@ -75,6 +76,7 @@ class CallRecord:
         dtype: format of its first result of floating numbers, None without one.
         parents: the calls that made its arguments; views and queries are none.
         outside: (kind, name) of batch, parameters and buffers among its arguments.
+        carrier: name of the one of those that holds `largest`, "" if none does.
     """
 
     site: Site
@@ -87,6 +89,7 @@ class CallRecord:
     dtype: torch.dtype | None = None
     parents: tuple[CallRecord, ...] = ()
     outside: tuple[tuple[str, str], ...] = ()
+    carrier: str = ""
 
     @property
     def limit(self) -> float:
@@ -117,7 +120,9 @@ class Source:
         masks: for tensors from outside: whether -inf is the only infinity in it, as in additive masks.
         over: innocent sources that the operator made NaN of: the masks.
         samples: where the result is not finite, in its first dimension; () if that is everywhere or not known.
+        features: the same in its last dimension.
         remark: what the operator's arguments show, in words of data, "" if nothing.
+        needs: what the argument that is remarked on comes from: calls, and (kind, name) of batch and state.
     """
 
     kind: str
@@ -130,7 +135,14 @@ class Source:
     masks: bool = False
     over: tuple[Source, ...] = ()
     samples: tuple[int, ...] = ()
+    features: tuple[int, ...] = ()
     remark: str = ""
+    needs: tuple[tuple[CallRecord, ...], tuple[tuple[str, str], ...]] = ((), ())
+
+    def roots(self) -> set[tuple[str, str]]:
+        """Return (kind, name) of the batch and state tensors that the argument remarked on depends on."""
+        calls, outside = self.needs
+        return set(outside) | {root for call in calls for above in call.upstream() for root in above.outside}
 
     def rank(self) -> tuple[bool, bool, bool, int]:
         """Return a sort key that puts first causes first: state and batch, then operators; innocent ones come last."""
@@ -203,6 +215,13 @@ class Origins:
                     outside[self._outside[key]] = None
         return tuple(calls), tuple(outside)
 
+    def carrier(self, inputs: list[Tensor], before: list[tuple[float, bool, bool]]) -> str:
+        """Return the name of the input with the largest magnitude if it comes from outside, else ""."""
+        largest = max(range(len(inputs)), key=lambda index: before[index][0], default=None)
+        if largest is None or storage(inputs[largest]) in self._makers:
+            return ""
+        return self._outside.get(storage(inputs[largest]), ("", ""))[1]
+
     def note(self, record: CallRecord, results: Any, read: set[int]) -> None:
         """Note that the call made `results`; those that share the memory of its arguments (`read`) are views."""
         for tensor in tensors(results):
@@ -261,9 +280,11 @@ class Origins:
                 invalid = lost or _invalid(op, call, floats(wide))
         name = ""
         if call.record.largest > limit > 0.0 and not invalid:  # the format of the result cannot hold an input
-            largest = max(range(len(call.inputs)), key=lambda index: call.before[index][0])
-            name = self._outside.get(storage(call.inputs[largest]), ("", ""))[1]
+            name = call.record.carrier
         written = any(map(math.isnan, constants((*call.args, *call.kwargs.values()))))
+        words = remark(op, call.args, call.kwargs, call.outputs) if call.again is not None else ""
+        last = tensors((call.args, call.kwargs))[-1:]
+        everything = op not in DIVIDING or writes(call.func)
         source = Source(
             "operator",
             call.order,
@@ -273,8 +294,10 @@ class Origins:
             limit,
             written,
             over=over,
-            samples=_samples(call),
-            remark=remark(op, call.args, call.kwargs, call.outputs) if call.again is not None else "",
+            samples=_where(call, 0),
+            features=_where(call, -1),
+            remark=words,
+            needs=(call.record.parents, call.record.outside) if everything else self.made_by(last),
         )
         self.sources.append(source)
         return source
@@ -316,13 +339,17 @@ class Origins:
         return sorted(found or self.of(tensor, None), key=Source.rank)
 
 
-def _samples(call: Call) -> tuple[int, ...]:
-    """Return where the first result that is not finite is so, in its first dimension; () if everywhere."""
+def _where(call: Call, dim: int) -> tuple[int, ...]:
+    """Return where along `dim` the first result that is not finite is so; () if everywhere, or if it has one value."""
     for tensor, (_, finite, _) in zip(call.outputs, call.after, strict=True):
         if not finite:
-            if not has_storage(tensor) or tensor.dim() < 1 or not tensor.numel():
+            if not has_storage(tensor) or not tensor.dim():
                 return ()
-            bad = (~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1)
+            bad = (
+                (~torch.isfinite(tensor.detach())).movedim(dim, 0).flatten(1).any(1)
+                if tensor.dim() > 1
+                else ~torch.isfinite(tensor.detach())
+            )
             return () if bool(bad.all()) else tuple(bad.nonzero().flatten().tolist())
     return ()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.trees import tensors
 
-__all__ = ["NORMALISING", "remark", "shown"]
+__all__ = ["DIVIDING", "NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "shown"]
 
 NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "cross_entropy"})
 """Operators that make NaN of a row that holds nothing but masks."""
@@ -22,13 +22,14 @@ NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention
 REDUCING = frozenset("mean nanmean mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss median".split())
 """Operators without a value for no elements."""
 
+NOTHING = "of no values"
+"""What is remarked on them then."""
+
 SPREADING = frozenset({"std", "var", "std_mean", "var_mean", "cov", "corrcoef"})
 """Operators that divide by the number of elements less one."""
 
 DIVIDING = frozenset({"div", "true_divide", "reciprocal", "rsqrt", "floor_divide", "remainder", "fmod"})
-DOMAIN = DIVIDING | frozenset(
-    "log log2 log10 log1p sqrt acos asin atanh acosh logit digamma lgamma pow xlogy".split()
-)
+DOMAIN = DIVIDING | frozenset("log log2 log10 log1p sqrt acos asin atanh acosh logit digamma lgamma pow xlogy".split())
 """Operators whose last argument of values is outside their domain where they are not finite."""
 
 SHOWN = 4
@@ -47,7 +48,7 @@ def _remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: lis
     given = tensors((args, kwargs))
     first = given[0]
     if op in REDUCING and not first.numel():
-        return f"{op} of no values: its input has the shape {list(first.shape)}"
+        return f"{op} {NOTHING}: its input has the shape {list(first.shape)}"
     if op in SPREADING and (count := first.numel() // max(outputs[0].numel(), 1)) < 2:
         return f"{op} of {count} value{'' if count == 1 else 's'}: its input has the shape {list(first.shape)}"
     if op in {"cross_entropy", "nll_loss"} and len(given) > 1 and not given[1].is_floating_point():

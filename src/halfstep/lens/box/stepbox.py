@@ -35,6 +35,7 @@ from halfstep.errors import StepError
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
 from halfstep.lens.box.advice import advice
+from halfstep.lens.box.causes import settle
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale, inspect
 from halfstep.lens.box.evidence import save_evidence
@@ -504,16 +505,18 @@ def _weight(verdict: Verdict) -> int:
 
 
 def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdict:
-    """Return the verdict with its cures, which are tried by replay."""
+    """Return the verdict with its root cause and its cures, which are tried by training on."""
     if attempt is not None and subject.foreign and attempt.trace is not None:
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
         subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
-    if attempt is None or verdict.kind not in CURABLE:
-        return replace(verdict, cures=advice(verdict))
+    trials = None if attempt is None or verdict.kind not in CURABLE else Trials(subject, attempt)
     try:
-        return replace(verdict, cures=cures(subject, verdict, attempt, Trials(subject, attempt)))
-    except Exception as error:  # the cause is known, a cure is not
+        verdict = settle(subject, verdict, attempt, trials)
+        if attempt is None or trials is None:
+            return replace(verdict, cures=advice(verdict))
+        return replace(verdict, cures=cures(subject, verdict, attempt, trials))
+    except Exception as error:  # the place is known, a cure is not
         return replace(verdict, notes=(*verdict.notes, f"no cure was looked for: {error}"))
 
 

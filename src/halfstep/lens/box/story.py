@@ -77,13 +77,12 @@ def _row(call: CallRecord) -> Magnitude:
 
 def first_extreme(rows: list[CallRecord]) -> str:
     """Return where on a path before the place magnitudes left the normal range, "" if only at the place."""
+    if rows[0].largest > EXTREME and rows[0].carrier:
+        return f"magnitudes are out of the normal range from {rows[0].carrier} on: it holds {rows[0].largest:.6g}"
     for index, row in enumerate(rows[:-1]):
         if row.made > EXTREME and row.site.phase == rows[-1].site.phase:
             before = rows[index - 1].made if index else row.largest
-            where = " ".join(
-                text
-                for text in (row.site.op, f"in {row.site.module}" * bool(row.site.module), f"at {row.site.line}")
-                if text
-            )
-            return f"magnitudes passed {EXTREME:g} first in {where}: {before:.4g} before, {row.made:.4g} after"
+            module = f" in {row.site.module}" if row.site.module else ""
+            grew = f"{before:.4g} before it, {row.made:.4g} after"
+            return f"magnitudes passed {EXTREME:g} first in {row.site.op}{module} at {row.site.line}: {grew}"
     return ""

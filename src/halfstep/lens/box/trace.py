@@ -290,6 +290,7 @@ class Trace:
                 given = {storage(tensor) for tensor in tensors((args, kwargs))}
                 parents, outside = self.origins.made_by((args, kwargs))
                 before = [extremes(tensor) for tensor in inputs]
+                carrier = self.origins.carrier(inputs, before)
                 finite_in = all(finite for _, finite, _ in before)
                 in_place = writes(func)
                 # what the operator overwrites is needed again in `_source`, and only there
@@ -315,6 +316,7 @@ class Trace:
                     dtype=next((t.dtype for t in outputs if t.is_floating_point()), None),
                     parents=parents,
                     outside=outside,
+                    carrier=carrier,
                 )
                 written = {storage(tensor) for tensor in outputs} if in_place else set()
                 self.origins.note(record, (returned, self._inner), given - written)

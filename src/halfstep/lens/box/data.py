@@ -1,0 +1,328 @@
+"""Data: what is wrong with the batch of a step that is not finite, in words of data.
+
+Inputs: the step and the replay of it with instruments. Output: sentences that name input, sample, place and value.
+
+Note [outliers]: a value is an outlier if three things hold. It is far out: the magnitudes below the largest gap of the
+batch's samples give a distribution of the tail (Pareto, with a Gamma prior on its index, so few values prove little),
+under which a gap as large is improbable; heavy tails (counts, log-normal features) have large gaps by nature and
+pass. It is new: earlier batches held nothing like it. And it matters: with the outliers clipped to the rest of the
+batch the replay is finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.lens.box.diagnose import Subject, first_cause
+from halfstep.lens.box.origins import Source
+from halfstep.lens.box.remarks import NOTHING, REDUCING, SPREADING, shown
+from halfstep.lens.box.replay import Attempt
+from halfstep.lens.calls import extremes
+from halfstep.step.record import MicroBatch
+from halfstep.trees import map_tensors, opened, tensors
+
+__all__ = ["suspects"]
+
+RATIO = 100.0
+"""An outlier is so many times as large as the rest of its batch, or more."""
+
+RARE = 1e-6
+"""Probability of a gap as large among the values of a batch."""
+
+RARE_SAMPLE = 0.02
+"""The same among the largest values of its samples, of which there are few."""
+
+TAIL = 1000
+"""Most values that the tail is estimated from: the largest tenth, ten at least."""
+
+MARKERS = 3
+"""A far value that occurs so often, bit by bit the same, marks what is missing (-9999, 1e20)."""
+
+EARLIER = 5
+"""So many earlier batches have to be known before a whole batch is called unusual."""
+
+SHARE = 4
+"""Outliers are in one of so many samples, or in one sample."""
+
+
+COMPARING = frozenset(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "poisson_nll_loss soft_margin_loss".split()
+)
+"""Losses of a prediction and a target, both of floating numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlier:
+    """Far values of one input: at most `rest` in magnitude are all other values, `text` says what is wrong."""
+
+    index: int
+    rest: float
+    text: str
+
+
+def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
+    """Return what is wrong with the batch, strongest first; () if nothing is.
+
+    Args:
+        subject: the step.
+        attempt: its replay with instruments.
+    """
+    if attempt is None or not attempt.bad or attempt.index is None or not subject.replay.window:
+        return ()
+    micro = subject.replay.window[attempt.index]
+    source = None if attempt.trace is None else first_cause(attempt.trace)[0]
+    found = [*_not_finite(micro, source)]
+    if found:
+        return tuple(found)
+    reached = _reached(source)
+    inputs = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
+    found += [*_of_call(inputs, source)]
+    found += _outliers(subject, attempt, micro, inputs)
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------- names
+
+
+def _inputs(micro: MicroBatch) -> list[tuple[int, str, Tensor]]:
+    """Return (index, name, tensor) of a micro-batch; a name has the key, where there is one."""
+    named = [*_keys(micro.batch, ""), *((key, t) for k, v in micro.named.items() for key, t in _keys(v, k))]
+    return [(i, f"input {i}" + (f" ({key})" if key else ""), t) for i, (key, t) in enumerate(named)]
+
+
+def _keys(value: Any, key: str) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over (innermost key that is a name, tensor)."""
+    if isinstance(value, Tensor):
+        yield key, value
+    elif (node := opened(value)) is not None:
+        for subscript, item in node[0]:
+            name = subscript.strip("[].<>'\"")
+            yield from _keys(item, key if name.isdigit() else name)
+
+
+def _reached(source: Source | None) -> set[str] | None:
+    """Return the inputs that the place depends on; None if that is not known."""
+    if source is None or source.call is None:
+        return None
+    return {name for call in source.call.upstream() for kind, name in call.outside if kind == "batch"}
+
+
+def _place(tensor: Tensor, flat: int) -> str:
+    """Return "sample 1 at [0, 2]" for an index into the flattened tensor."""
+    where = [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+    return f"sample {where[0]}" + (f" at {where[1:]}" if len(where) > 1 else "")
+
+
+# ---------------------------------------------------------------------- values that are not finite
+
+
+def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
+    """Yield what is not finite in the inputs that the replay accuses."""
+    if source is None or source.kind != "batch":
+        return
+    for index, name, tensor in _inputs(micro):
+        if f"input {index}" != source.name or tensor.layout is not torch.strided or not tensor.dim():
+            continue
+        bad = ~torch.isfinite(tensor.detach())
+        flat = int(bad.flatten().nonzero()[0])
+        value = float(tensor.detach().flatten()[flat].real)
+        count, size = int(bad.sum()), tensor.numel()
+        call = source.call
+        is_target = call is not None and call.site.op in COMPARING and call.shapes[1:] == (tuple(tensor.shape),)
+        what = f"{name}, the target of {call.site.op}," if is_target and call is not None else name
+        yield f"{what} holds {value} in {_place(tensor, flat)}: {count} of {size} values are not finite"
+
+
+# ---------------------------------------------------------------------- what an operator was given
+
+
+def _of_call(inputs: list[tuple[int, str, Tensor]], source: Source | None) -> Iterator[str]:
+    """Yield what the inputs that led to an invalid operation show."""
+    if source is None or source.call is None or not source.invalid or source.written:
+        return
+    empty = [f"{name} is empty, its shape is {list(tensor.shape)}" for _, name, tensor in inputs if not tensor.numel()]
+    if empty:
+        yield from empty
+        return
+    size = next((len(t) for _, _, t in inputs if t.dim()), 0)
+    known = bool(source.samples) and source.samples[-1] < size
+    if known and 2 * len(source.samples) <= size:
+        yield from _constant(inputs, source.samples, size)
+    if len(source.features) == 1:
+        yield from _constant_feature(inputs, source.features[0])
+    op, roots = source.call.site.op, source.roots()
+    kinds = {kind for kind, _ in roots}
+    if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
+        return
+    if not kinds & {"parameter", "buffer"}:
+        names = " and ".join(name for index, name, _ in inputs if ("batch", f"input {index}") in roots)
+        where = f" in {shown(source.samples)}" if known else ""
+        yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
+    elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
+        yield source.remark
+    elif op in SPREADING and size == 1:
+        yield f"the batch holds one sample: {source.remark}"
+
+
+def _constant_feature(inputs: list[tuple[int, str, Tensor]], feature: int) -> Iterator[str]:
+    """Yield which inputs hold one value in every sample at the feature at fault."""
+    for _, name, tensor in inputs:
+        if tensor.dim() > 1 and tensor.layout is torch.strided and feature < tensor.shape[-1] and len(tensor) > 1:
+            column = tensor.detach()[..., feature]
+            if bool((column == column.flatten()[0]).all()):
+                yield f"{name} is {column.flatten()[0].item()} in every sample at feature {feature}"
+
+
+def _constant(inputs: list[tuple[int, str, Tensor]], samples: tuple[int, ...], size: int) -> Iterator[str]:
+    """Yield which inputs hold one value everywhere in the samples at fault, and not so in any other."""
+    for _, name, tensor in inputs:
+        if tensor.dim() < 1 or len(tensor) != size or tensor.layout is not torch.strided:
+            continue
+        rows = tensor.detach().reshape(size, -1)
+        value = rows[samples[0], 0]
+        if rows.shape[1] == 1 and bool(value):  # a length of 0 is odd, any other is not
+            continue
+        if set((rows == value).all(1).nonzero().flatten().tolist()) == set(samples):
+            everywhere = "" if rows.shape[1] == 1 else " everywhere"
+            yield f"{name} is {value.item()}{everywhere} in {shown(samples)}, and in no other sample"
+
+
+# ---------------------------------------------------------------------- outliers
+
+
+def _outliers(
+    subject: Subject, attempt: Attempt, micro: MicroBatch, inputs: list[tuple[int, str, Tensor]]
+) -> list[str]:
+    """Return what the far values of the batch are, if without them the replay is finite; note [outliers]."""
+    earlier = _earlier(subject)
+    found = []
+    floating = [t for t in tensors((micro.batch, micro.named)) if t.is_floating_point()]
+    for index, name, tensor in inputs:
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.numel() < 2:
+            continue
+        order = next((i for i, t in enumerate(floating) if t is tensor), -1)
+        past = [maxima[order] for maxima in earlier if 0 <= order < len(maxima)]
+        outlier = _outlier(index, name, tensor.detach(), past)
+        if outlier is not None:
+            found.append(outlier)
+    if not found or not _matters(subject, attempt, {o.index: o.rest for o in found}):
+        return []
+    clipped = "clipped to that, the step is finite"
+    return [f"{outlier.text}; {clipped}" for outlier in found]
+
+
+def _earlier(subject: Subject) -> list[tuple[float, ...]]:
+    """Return the largest magnitudes of the inputs of earlier steps."""
+    signals = getattr(subject, "signals", None)
+    if signals is None:
+        return []
+    return [tuple(maxima) for step, maxima in signals.read().inputs if step < subject.step]
+
+
+def _outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> _Outlier | None:
+    """Return the outliers of one input, None if it has none."""
+    values = tensor.to(torch.float64)
+    sizes = values.abs()
+    if not bool(torch.isfinite(sizes).all()):
+        sizes = sizes.nan_to_num(0.0, 0.0, 0.0)
+    largest = float(sizes.max())
+    usual = max(past, default=0.0)
+    rest = _rest_by_samples(sizes) or _rest_by_markers(values, sizes)
+    if rest:
+        if past and largest < RATIO * usual:  # batches that trained held as much
+            return None
+        far = sizes > rest
+        flat, count = int(sizes.flatten().argmax()), int(far.sum())
+        rows = far.reshape(len(far), -1).any(1).nonzero().flatten().tolist()
+        others = tensor.numel() - count
+        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {_place(tensor, flat)}"
+        if count > 1:
+            text += f" ({count} such values, in {shown(rows)})"
+        return _Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
+    if len(past) >= EARLIER and usual > 0.0 and _rare([math.log(m) for m in past if m > 0.0], math.log(largest)):
+        flat = int(sizes.flatten().argmax())
+        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {_place(tensor, flat)}"
+        return _Outlier(index, usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}")
+    return None
+
+
+def _rest_by_samples(sizes: Tensor) -> float:
+    """Return the largest magnitude of the rest if a few samples hold outliers, else 0.0."""
+    samples = sizes.reshape(len(sizes), -1).amax(1) if sizes.dim() and len(sizes) > 1 else sizes.flatten()
+    maxima = samples[samples > 0].sort(descending=True).values
+    most = max(1, len(samples) // SHARE)
+    if len(maxima) < 2:
+        return 0.0
+    ratios = maxima[:-1] / maxima[1:]
+    group = int(ratios[:most].argmax()) + 1
+    if float(ratios[group - 1]) < RATIO:
+        return 0.0
+    rest = float(maxima[group])
+    if samples.numel() < sizes.numel() and not _rare(
+        maxima[group:].log().tolist(), math.log(float(maxima[group - 1])), RARE_SAMPLE
+    ):
+        return 0.0
+    tail = sizes[(sizes > 0) & (sizes <= rest)]
+    count = min(TAIL, max(10, tail.numel() // 10), tail.numel())
+    return rest if _rare(tail.topk(count).values.log().tolist(), math.log(float(maxima[group - 1]))) else 0.0
+
+
+def _rest_by_markers(values: Tensor, sizes: Tensor) -> float:
+    """Return the largest magnitude of the rest if the same far value stands in many places, else 0.0."""
+    largest = sizes.max()
+    far = sizes * RATIO > largest
+    marked, others = values[far], sizes[~far]
+    if marked.numel() < MARKERS or 2 * marked.numel() > values.numel() or not bool((marked == marked[0]).all()):
+        return 0.0
+    return float(others.max()) if others.unique().numel() > 10 else 0.0  # a mask has two or three values
+
+
+def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
+    """Return whether `largest` is improbably far above the tail `logs`, both as logarithms; note [outliers]."""
+    top, base = max(logs, default=0.0), min(logs, default=0.0)
+    spread = 1.0 + sum(value - base for value in logs)
+    gap = max(largest - top, 0.0)
+    return (gap >= math.log(RATIO) - 1e-9) and (1 + max(len(logs) - 1, 0)) * math.log(
+        spread / (spread + gap)
+    ) < math.log(limit)
+
+
+def _matters(subject: Subject, attempt: Attempt, limits: dict[int, float]) -> bool:
+    """Return whether the replay is finite with the inputs clipped to `limits`."""
+    assert attempt.index is not None
+    micro = subject.replay.window[attempt.index]
+    order = iter(range(len(tensors((micro.batch, micro.named)))))
+
+    def clipped(tensor: Tensor) -> Tensor:
+        limit = limits.get(next(order))
+        if limit is None:
+            return tensor
+        with torch.no_grad():
+            return tensor.detach().clamp(-limit, limit)
+
+    return _finite(subject, attempt, clipped)
+
+
+def _finite(subject: Subject, attempt: Attempt, change: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether the replay of the micro-batch at fault is finite with its tensors changed."""
+    assert attempt.index is not None
+    window = list(subject.replay.window)
+    micro = window[attempt.index]
+    batch, named = map_tensors((micro.batch, micro.named), change)
+    window[attempt.index] = dataclasses.replace(micro, batch=batch, named=named)
+    replay = dataclasses.replace(subject.replay, window=window)
+    try:
+        again = replay.run(only=attempt.index)
+        if again.bad and subject.scale > 1.0 and all(extremes(loss)[1] for loss in again.losses):
+            again = replay.run(only=attempt.index, factor=1.0 / subject.scale)
+    except Exception:  # code that cannot run on it
+        return False
+    return not again.bad and not again.odd
