@@ -141,7 +141,8 @@ class Trials:
         subject = self.subject
         why = self._untrainable()
         with ExitStack() as stack:
-            weights = {} if why else self._precise()
+            trained = {} if why else self._trained()
+            weights = self._precise(trained)
             if policy is not None and policy != subject.policy:
                 stack.enter_context(subject.under(policy))
             wide = subject.replay.wide if policy is None else policy.grads == "fp32"
@@ -149,7 +150,8 @@ class Trials:
             if why:
                 return self._once(policy, windows, why)
             leaves = stack.enter_context(_placed(subject.model, weights))
-            return self._train(policy, windows, weights, leaves)
+            originals = {id(parameter): weights[name] for name, parameter in trained.items()}
+            return self._train(policy, windows, originals, leaves, weights)
 
     def _once(self, policy: Policy | None, windows: Windows, why: str) -> Trial:
         attempt, scale = self._finite(windows, self.subject.replay.window, self._scale(policy))
@@ -159,11 +161,15 @@ class Trials:
         return Trial(finite_once=True, losses=(loss,), outcome=f"no training was tried: {why}", scale=scale)
 
     def _train(
-        self, policy: Policy | None, windows: Windows, weights: dict[str, nn.Parameter], leaves: dict[str, nn.Parameter]
+        self,
+        policy: Policy | None,
+        windows: Windows,
+        originals: dict[int, nn.Parameter],
+        leaves: dict[str, nn.Parameter],
+        weights: dict[str, nn.Parameter],
     ) -> Trial:
         subject, scale = self.subject, self._scale(policy)
         assert subject.optimizer is not None
-        originals = {id(p): weights[name] for name, p in self._trained().items()}
         optimizer: Optimizer | None = None
         finite = [b for b in subject.model.buffers() if extremes(b)[1]]
         names = {id(b): name for name, b in subject.model.named_buffers()}
@@ -265,11 +271,11 @@ class Trials:
         named = self.subject.model.named_parameters()
         return {name: p for name, p in named if id(p) in stepped and p.requires_grad and not is_lazy(p)}
 
-    def _precise(self) -> dict[str, nn.Parameter]:
+    def _precise(self, trained: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return new parameters of the fp32 values of those that are trained."""
         binding = binding_of(self.subject.model)
         store = None if binding is None else binding.store
-        return {name: nn.Parameter(_value(p, store)) for name, p in self._trained().items()}
+        return {name: nn.Parameter(_value(p, store)) for name, p in trained.items()}
 
     def _untrainable(self) -> str:
         """Return why no training can be tried; "" if it can."""
