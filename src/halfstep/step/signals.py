@@ -1,4 +1,4 @@
-"""Signals: the recent history of a run, kept on its device: losses, gradient norms, weight norms, magnitudes of batches.
+"""Signals: the recent history of a run, on its device: losses, gradient norms, weight norms, magnitudes of batches.
 
 In: references to 0-dim tensors that a step has computed anyway, for each update; at updates 1, 2, 4, ..., 64 and at
 every 64th after that also parameters and batch, of which norms are taken. Out: `Signals.read`, which copies all of it

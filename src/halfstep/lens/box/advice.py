@@ -170,7 +170,7 @@ def advice(
 
 def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
     """Yield what follows from the formula that the place is part of."""
-    if verdict.detail == WRITTEN or verdict.kind not in {"overflow", "invalid"}:
+    if verdict.detail.startswith((WRITTEN, MASKED)) or verdict.kind not in {"overflow", "invalid"}:
         return
     if verdict.kind == "invalid":
         yield from around.lost[:2]
@@ -179,11 +179,8 @@ def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
         if verdict.op in places and makers <= before:
             yield fix
             return
-    nearest = {site.op for site in around.upstream[:2]}
     after = {site.op for site in around.downstream}
-    if verdict.op == "div" and verdict.kind == "invalid" and MASKS & nearest:
-        yield "mask after dividing: the gradient of the divisor is a product with the masked values"
-    elif verdict.op in {"div", "sqrt", "log", "pow"} and verdict.kind == "invalid" and MASKS & after:
+    if verdict.op in {"div", "sqrt", "log", "pow"} and verdict.kind == "invalid" and MASKS & after:
         yield (
             "torch.where after the operator leaves nan in the gradient: give it a harmless argument first, "
             "x = torch.where(mask, x, 1.0), and mask its result"
