@@ -4,8 +4,8 @@ Inputs: the history (`step.signals`), and for a bad step its loss and the weight
 evidence with its numbers, "" where there is none.
 
 Note [run away]: on data of one kind a loss can rise only because updates have moved the weights. So two things are
-asked for: the loss, or the norm of the gradients, is far above all earlier ones and has stayed there, and the norm of
-the weights has grown meanwhile. A bad batch raises the loss of its own step, whose weights are as before. A spike at
+asked for: the loss, or the norm of the gradients, is far above earlier ones and has stayed there, and the norm of the
+weights has grown meanwhile. A bad batch raises the loss of its own step, whose weights are as before. A spike at
 the beginning of training, or after a restart of the schedule, comes back; a loss that is large by nature was so before;
 that of a GAN, or of a policy whose first reward has come, rises while the weights stay nearly as large as they were.
 """
@@ -22,26 +22,38 @@ from torch.optim import Optimizer
 from halfstep.lens.box.diagnose import Subject
 from halfstep.step.signals import Signals
 
-__all__ = ["EARLY", "Rise", "rise", "runaway"]
+__all__ = ["EARLY", "Rise", "poisoned", "rise", "runaway"]
 
 LOSS, GRADIENTS, WEIGHTS = "loss", "norm of the gradients", "norm of the weights"
 FLOORS = {LOSS: 30.0, GRADIENTS: 300.0}
-"""So many times the largest value of the older half of the history is no fluctuation: losses of healthy runs vary by 10
-at most after their beginning, norms of gradients by 100 from batch to batch."""
+"""So many times the largest earlier value is no fluctuation: losses of healthy runs vary by 10 at most, norms of
+gradients by 100 from batch to batch."""
 
-EVIDENCE = 3.0
-"""Of a bad step: decimal digits that the values rose by, added up over the steps in a row above the floor: one step at
-1,000 times, or two at 32 times."""
+OUTLIER = 30.0
+"""Times that the largest value of a batch is above those of the batches that were sampled before it."""
 
-EARLY = 6.0
-"""The same while training is finite and may come back."""
 
-GREW = 2.0
-"""Times that the norm of the weights grew meanwhile. From update n to update 2n a healthy one grows by that at most, at
-the beginning of training and from weights that begin at zero."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """How much evidence to ask for.
 
-BURST = 30.0
-"""The same where weights are the only evidence: no loss was finite after the update that was too large."""
+    Attributes:
+        digits: decimal digits that values rose by, added up over the steps in a row above the floor.
+        grew: times that the norm of the weights grew meanwhile. From update n to update 2n a healthy one grows by 2 at
+            most, at the beginning of training and from weights that begin at zero.
+        burst: the same where weights are the only evidence: no loss was finite after the update that was too large.
+    """
+
+    digits: float
+    grew: float
+    burst: float
+
+
+BAD = Demand(digits=3.0, grew=2.0, burst=10.0)
+"""Of a step that was not finite: one loss of 1,000 times the earlier ones, or two of 32 times."""
+
+EARLY = Demand(digits=6.0, grew=5.0, burst=30.0)
+"""Of training that is finite and may come back."""
 
 UNKNOWN = (0, math.nan, math.nan)
 
@@ -83,25 +95,51 @@ def runaway(signals: Signals | None, subject: Subject) -> str:
         signals: the history of the run; None: there is none.
         subject: a step that was not finite; the norm of its model's weights is taken.
     """
-    if signals is None:
-        return ""
-    window = subject.replay.window
-    loss = window[-1].loss if window else None
-    own = math.nan if loss is None or loss.numel() != 1 else float(loss)
-    found = rise(signals, subject.model, enough=EVIDENCE, last=(subject.step, own))
-    if found is None:
+    found, batch = _before(signals, subject)
+    if found is None or batch:
         return ""
     rate = _rate(subject.optimizer)
     return f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
 
 
-def rise(signals: Signals, model: nn.Module, *, enough: float, last: tuple[int, float] | None = None) -> Rise | None:
+def poisoned(signals: Signals | None, subject: Subject) -> str:
+    """Return the evidence that training had run away after the update of a bad batch, as `runaway`; "" for none."""
+    found, batch = _before(signals, subject)
+    return f"{batch}, and its update was applied: {found}" if batch else ""
+
+
+def _before(signals: Signals | None, subject: Subject) -> tuple[Rise | None, str]:
+    """Return what had run away before a step, and the outlier of the batch with which that began, "" for none."""
+    if signals is None:
+        return None, ""
+    window = subject.replay.window
+    loss = window[-1].loss if window else None
+    own = math.nan if loss is None or loss.numel() != 1 else float(loss)
+    found = rise(signals, subject.model, BAD, (subject.step, own))
+    return found, "" if found is None else _outlier(signals.read().inputs, found, subject.step)
+
+
+def _outlier(inputs: Sequence[tuple[int, tuple[float, ...]]], found: Rise, step: int) -> str:
+    """Return in words which value of the batch of an update was an outlier, one at the beginning of a rise."""
+    for number, largest in inputs:
+        earlier = [values for other, values in inputs if other < number and len(values) == len(largest)]
+        if not earlier or not found.first <= number < step:
+            continue
+        for place, value in enumerate(largest):
+            usual = max(values[place] for values in earlier)
+            if value > OUTLIER * usual > 0.0:
+                times = f"{value / usual:.2g} times the largest one sampled before"
+                return f"floating tensor {place} of the batch of step {number} holds {value:.3g}, {times}"
+    return ""
+
+
+def rise(signals: Signals, model: nn.Module, demand: Demand, last: tuple[int, float] | None = None) -> Rise | None:
     """Return what has run away, None if nothing has; waits for the device; see note [run away].
 
     Args:
         signals: the history of the run.
         model: whose weights are trained.
-        enough: how much evidence to ask for, `EVIDENCE` or `EARLY`.
+        demand: how much evidence to ask for, `BAD` or `EARLY`.
         last: number and loss of the last step, which was not applied; None: it was.
     """
     history = signals.read()
@@ -110,30 +148,34 @@ def rise(signals: Signals, model: nn.Module, *, enough: float, last: tuple[int, 
     updates += [] if last is None else [(*last, math.nan)]
     for what, place in ((LOSS, 1), (GRADIENTS, 2)):
         found, digits = _risen(what, [(row[0], abs(row[place])) for row in updates if math.isfinite(row[place])])
-        if found is not None and digits >= enough:
+        if found is not None and digits >= demand.digits:
             _, before, now = signals.growth(model, found.first) or UNKNOWN
             grew = now / before if before else math.inf if now else math.nan
-            if grew >= GREW or (math.isnan(grew) and digits >= 2 * enough):
+            if grew >= demand.grew or (math.isnan(grew) and digits >= 2 * demand.digits):
                 return replace(found, grew=grew)
     if updates:
         first, before, now = signals.growth(model, updates[max(len(updates) // 2 - 1, 0)][0]) or UNKNOWN
-        if before and math.isfinite(now) and now >= BURST * before:
+        if before and math.isfinite(now) and now >= demand.burst * before:
             return Rise(what=WEIGHTS, first=first, last=updates[-1][0], before=before, after=now)
     return None
 
 
 def _risen(what: str, seen: Sequence[tuple[int, float]]) -> tuple[Rise | None, float]:
-    """Return how far the last of `seen`, (step, magnitude), have risen above the older half, and by how many digits."""
-    half = len(seen) // 2
-    usual = max((value for _, value in seen[:half]), default=0.0)
-    first, digits = len(seen), 0.0
-    while usual and first > half and seen[first - 1][1] >= FLOORS[what] * usual:
-        first -= 1
-        digits += math.log10(seen[first][1] / usual)
-    if not digits:
-        return None, 0.0
-    (begin, before), (end, after) = seen[first - 1], seen[-1]
-    return Rise(what=what, first=begin, last=end, before=before, after=after), digits
+    """Return how far the last of `seen`, (step, magnitude), have risen above the first, and by how many digits in all.
+
+    The first are as many as lead to the most digits: 1, 2, 4 and so on, up to half of them.
+    """
+    found, most, size = None, 0.0, 1
+    while size <= len(seen) // 2:
+        usual, begin, digits = max(value for _, value in seen[:size]), len(seen), 0.0
+        while usual and begin > size and seen[begin - 1][1] >= FLOORS[what] * usual:
+            begin -= 1
+            digits += math.log10(seen[begin][1] / usual)
+        if digits > most:
+            (first, before), (last, after) = [pair for pair in seen[:begin] if pair[1] <= usual][-1], seen[-1]
+            found, most = Rise(what=what, first=first, last=last, before=before, after=after), digits
+        size *= 2
+    return found, most
 
 
 def _rate(optimizer: Optimizer | None) -> float:
