@@ -58,6 +58,11 @@ class History:
     weights: tuple[tuple[int, float], ...] = ()
     inputs: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
+    def updates(self, until: float = math.inf) -> list[tuple[int, float, float]]:
+        """Return (step, loss, gradient norm) of the updates that were applied before step `until`."""
+        rows = zip(self.steps, self.losses, self.gradients, self.applied, strict=True)
+        return [(step, loss, norm) for step, loss, norm, applied in rows if applied and step < until]
+
 
 class Weights:
     """The 2-norm of the parameters of a model that are trained now; of sharded ones, of this rank's part.

@@ -1,91 +1,19 @@
-"""Divergence: whether training had run away before a step, from the history of the run.
+"""Divergence: whether training had run away before a step that was not finite, or after a bad batch was applied.
 
-Inputs: the history (`step.signals`), and for a bad step its loss and the weights it had. Output: one sentence of
+Inputs: the history of the run (`step.signals`), the loss of the step and the weights it had. Output: one sentence of
 evidence with its numbers, "" where there is none.
-
-Note [run away]: on data of one kind a loss can rise only because updates have moved the weights. So two things are
-asked for: the loss, or the norm of the gradients, is far above earlier ones and has stayed there, and the norm of the
-weights has grown meanwhile. A bad batch raises the loss of its own step, whose weights are as before. A spike at
-the beginning of training, or after a restart of the schedule, comes back; a loss that is large by nature was so before;
-that of a GAN, or of a policy whose first reward has come, rises while the weights stay nearly as large as they were.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from torch import nn
-from torch.optim import Optimizer
+from functools import partial
 
 from halfstep.lens.box.diagnose import Subject
+from halfstep.lens.rise import BAD, Rise, learning_rate, outlier, rise
 from halfstep.step.signals import Signals
 
-__all__ = ["EARLY", "Rise", "poisoned", "rise", "runaway"]
-
-LOSS, GRADIENTS, WEIGHTS = "loss", "norm of the gradients", "norm of the weights"
-FLOORS = {LOSS: 30.0, GRADIENTS: 300.0}
-"""So many times the largest earlier value is no fluctuation: losses of healthy runs vary by 10 at most, norms of
-gradients by 100 from batch to batch."""
-
-OUTLIER = 30.0
-"""Times that the largest value of a batch is above those of the batches that were sampled before it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """How much evidence to ask for.
-
-    Attributes:
-        digits: decimal digits that values rose by, added up over the steps in a row above the floor.
-        grew: times that the norm of the weights grew meanwhile. From update n to update 2n a healthy one grows by 2 at
-            most, at the beginning of training and from weights that begin at zero.
-        burst: the same where weights are the only evidence: no loss was finite after the update that was too large.
-    """
-
-    digits: float
-    grew: float
-    burst: float
-
-
-BAD = Demand(digits=3.0, grew=2.0, burst=10.0)
-"""Of a step that was not finite: one loss of 1,000 times the earlier ones, or two of 32 times."""
-
-EARLY = Demand(digits=6.0, grew=5.0, burst=30.0)
-"""Of training that is finite and may come back."""
-
-UNKNOWN = (0, math.nan, math.nan)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rise:
-    """A quantity that has run away.
-
-    Attributes:
-        what: "loss", "norm of the gradients" or "norm of the weights".
-        first: the last step before it rose.
-        last: the last step that it is known of.
-        before: its value at `first`.
-        after: its value at `last`.
-        grew: times that the norm of the weights grew since `first`; inf: from zero, or to inf; nan: not known.
-    """
-
-    what: str
-    first: int
-    last: int
-    before: float
-    after: float
-    grew: float = math.nan
-
-    def __str__(self) -> str:
-        """Return it as a clause with its numbers."""
-        times = f" {self.after / self.before:.2g} times" if self.before else ""
-        numbers = f"{self.before:.3g} to {self.after:.3g}"
-        if self.what == WEIGHTS:  # known before a step, and now
-            return f"the {self.what} rose{times} since step {self.first}, {numbers}"
-        grew = f"; the norm of the weights grew {self.grew:.2g} times" if math.isfinite(self.grew) else ""
-        return f"the {self.what} rose{times} from step {self.first} to step {self.last}, {numbers}{grew}"
+__all__ = ["poisoned", "runaway"]
 
 
 def runaway(signals: Signals | None, subject: Subject) -> str:
@@ -98,7 +26,7 @@ def runaway(signals: Signals | None, subject: Subject) -> str:
     found, batch = _before(signals, subject)
     if found is None or batch:
         return ""
-    rate = _rate(subject.optimizer)
+    rate = learning_rate(subject.optimizer)
     return f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
 
 
@@ -112,73 +40,9 @@ def _before(signals: Signals | None, subject: Subject) -> tuple[Rise | None, str
     """Return what had run away before a step, and the outlier of the batch with which that began, "" for none."""
     if signals is None:
         return None, ""
-    window = subject.replay.window
+    history, window = signals.read(), subject.replay.window
     loss = window[-1].loss if window else None
     own = math.nan if loss is None or loss.numel() != 1 else float(loss)
-    found = rise(signals, subject.model, BAD, (subject.step, own))
-    return found, "" if found is None else _outlier(signals.read().inputs, found, subject.step)
-
-
-def _outlier(inputs: Sequence[tuple[int, tuple[float, ...]]], found: Rise, step: int) -> str:
-    """Return in words which value of the batch of an update was an outlier, one at the beginning of a rise."""
-    for number, largest in inputs:
-        earlier = [values for other, values in inputs if other < number and len(values) == len(largest)]
-        if not earlier or not found.first <= number < step:
-            continue
-        for place, value in enumerate(largest):
-            usual = max(values[place] for values in earlier)
-            if value > OUTLIER * usual > 0.0:
-                times = f"{value / usual:.2g} times the largest one sampled before"
-                return f"floating tensor {place} of the batch of step {number} holds {value:.3g}, {times}"
-    return ""
-
-
-def rise(signals: Signals, model: nn.Module, demand: Demand, last: tuple[int, float] | None = None) -> Rise | None:
-    """Return what has run away, None if nothing has; waits for the device; see note [run away].
-
-    Args:
-        signals: the history of the run.
-        model: whose weights are trained.
-        demand: how much evidence to ask for, `BAD` or `EARLY`.
-        last: number and loss of the last step, which was not applied; None: it was.
-    """
-    history = signals.read()
-    rows = zip(history.steps, history.losses, history.gradients, history.applied, strict=True)
-    updates = [(step, loss, norm) for step, loss, norm, applied in rows if applied and (last is None or step < last[0])]
-    updates += [] if last is None else [(*last, math.nan)]
-    for what, place in ((LOSS, 1), (GRADIENTS, 2)):
-        found, digits = _risen(what, [(row[0], abs(row[place])) for row in updates if math.isfinite(row[place])])
-        if found is not None and digits >= demand.digits:
-            _, before, now = signals.growth(model, found.first) or UNKNOWN
-            grew = now / before if before else math.inf if now else math.nan
-            if grew >= demand.grew or (math.isnan(grew) and digits >= 2 * demand.digits):
-                return replace(found, grew=grew)
-    if updates:
-        first, before, now = signals.growth(model, updates[max(len(updates) // 2 - 1, 0)][0]) or UNKNOWN
-        if before and math.isfinite(now) and now >= demand.burst * before:
-            return Rise(what=WEIGHTS, first=first, last=updates[-1][0], before=before, after=now)
-    return None
-
-
-def _risen(what: str, seen: Sequence[tuple[int, float]]) -> tuple[Rise | None, float]:
-    """Return how far the last of `seen`, (step, magnitude), have risen above the first, and by how many digits in all.
-
-    The first are as many as lead to the most digits: 1, 2, 4 and so on, up to half of them.
-    """
-    found, most, size = None, 0.0, 1
-    while size <= len(seen) // 2:
-        usual, begin, digits = max(value for _, value in seen[:size]), len(seen), 0.0
-        while usual and begin > size and seen[begin - 1][1] >= FLOORS[what] * usual:
-            begin -= 1
-            digits += math.log10(seen[begin][1] / usual)
-        if digits > most:
-            (first, before), (last, after) = [pair for pair in seen[:begin] if pair[1] <= usual][-1], seen[-1]
-            found, most = Rise(what=what, first=first, last=last, before=before, after=after), digits
-        size *= 2
-    return found, most
-
-
-def _rate(optimizer: Optimizer | None) -> float:
-    """Return the largest learning rate; 0.0 if there is none."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
+    rows = [*history.updates(until=subject.step), (subject.step, own, math.nan)]
+    found = rise(rows, partial(signals.growth, subject.model), BAD)
+    return found, "" if found is None else outlier(history.inputs, found, subject.step)
