@@ -19,7 +19,7 @@ from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import TAG, Site, pointwise
 from halfstep.verdict import Cure, Verdict
 
-__all__ = ["CAUSES", "Around", "advice"]
+__all__ = ["Around", "advice"]
 
 REACH = 12
 """So many calls before an operator are looked at."""
@@ -36,13 +36,6 @@ NO_LABELS = (
     "no label counts, and the mean over none is 0/0: skip such a batch, or use reduction='sum' and divide by the "
     "count, at least 1"
 )
-
-CAUSES = {
-    "divergence": "lower the learning rate; warm it up, clip gradients or initialise smaller weights, and go on from a "
-    "checkpoint from before the loss rose",
-    "data": "look at the batch; take out or clamp the values that are named, where the data is loaded",
-}
-"""Root cause -> advice, whatever happened at the place."""
 
 ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
@@ -157,8 +150,6 @@ def advice(
         everywhere: whether the step is not finite in fp32 either.
         cured: whether a change of policy was verified; then only what is specific is returned.
     """
-    if verdict.cause in CAUSES and verdict.kind != "bad_batch":
-        return (Cure(policy=None, text=CAUSES[verdict.cause], verified=False),)
     texts = list(_specific(verdict, around))
     if not texts and not cured:
         texts = [_general(verdict, everywhere=everywhere)]

@@ -16,7 +16,7 @@ from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
-from halfstep.lens.box.advice import CAUSES, Around, advice
+from halfstep.lens.box.advice import Around, advice
 from halfstep.lens.box.diagnose import Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import FAILURES, Trials, highest
@@ -45,9 +45,9 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
         attempt: the replay that led to it.
         trials: the trials of the step.
     """
-    around = Around.of(attempt.trace, verdict)
     if verdict.kind == "scale_too_high":
         return _scales(subject, attempt, trials)
+    around = Around.of(attempt.trace, verdict)
     if subject.policy is None or attempt.index is None:
         return advice(verdict, around)
     if trials.wide.finite_once is False:  # no format helps
@@ -65,10 +65,7 @@ def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) 
         search.try_one(base.replace(dtype="bf16"), "bf16 instead of fp16", "policy.replace(dtype='bf16')")
     if not search.found:
         search.add(base.replace(dtype="fp32", scale="none"), "nothing low", "policy.replace(dtype='fp32')")
-    said = advice(verdict, around, cured=bool(search.verified))
-    if verdict.cause in CAUSES:  # a change of policy does not take it away
-        return (*said, *search.verified, *search.once[:1])
-    return (*search.verified, *said, *search.once[:1])
+    return (*search.verified, *advice(verdict, around, cured=bool(search.verified)), *search.once)
 
 
 class _Search:
