@@ -15,7 +15,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
@@ -51,14 +51,14 @@ MOST_BATCHES = 64
 MOST_ON_CPU = 1 << 32
 """Bytes of trial weights, gradients and optimizer state on a CPU, where free memory is not known."""
 
+BYTES = 12
+"""Of trial weights, their gradients and what an update needs meanwhile, for each element."""
+
+BEYOND = 2.0**20
+"""A loss above this, which is 16 times what fp16 holds, may be none to train on."""
+
 ABSURD = 1e3
-"""A loss so many times as large as it was before is none to train on."""
-
-ABSURD_AT_FIRST = 2.0**20
-"""The same of a loss without others before it: 16 times what fp16 holds, or the square of the batch's values."""
-
-RISE = 100.0
-"""A loss that rises so many times within a trial runs away."""
+"""It is none if it is so many times as large as before or, at first, larger than the square of the batch's values."""
 
 NEAR = 0.25
 """A loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most."""
@@ -104,7 +104,6 @@ class Trials:
     def __init__(self, subject: Subject, attempt: Attempt) -> None:
         self.subject, self.attempt = subject, attempt
         self._known: dict[Policy | None, Trial] = {}
-        self._room: str | None = None
 
     @property
     def wide(self) -> Trial:
@@ -128,104 +127,97 @@ class Trials:
     def of(self, policy: Policy | None) -> Trial:
         """Return what training under `policy` shows; None: as the loss function is, where no policy is known."""
         if policy not in self._known:
-            try:
-                self._known[policy] = self._judged(policy, self._run(policy))
-            except FAILURES as error:
-                self._known[policy] = Trial(finite_once=None, outcome=f"cannot run: {_first_line(error)}")
+            self._known[policy] = self._tried(policy)
         return self._known[policy]
+
+    def _tried(self, policy: Policy | None) -> Trial:
+        why = self._untrainable
+        if not why:
+            try:
+                with self._under(policy) as windows:
+                    trial = self._train(policy, windows)
+                return self._judged(policy, trial)
+            except FAILURES as error:
+                why = _first_line(error)
+        try:
+            with self._under(policy) as windows:
+                return self._once(policy, windows, why)
+        except FAILURES as error:
+            return Trial(finite_once=None, outcome=f"it cannot run: {_first_line(error)}")
 
     # ------------------------------------------------------------------ running
 
-    def _run(self, policy: Policy | None) -> Trial:
-        """Train under `policy`; the outcome is "" unless it stopped."""
+    @contextmanager
+    def _under(self, policy: Policy | None) -> Iterator[Windows]:
+        """Return in a block what runs windows under `policy`; trial weights take their places inside it."""
         subject = self.subject
-        why = self._untrainable()
-        with ExitStack() as stack:
-            trained = {} if why else self._trained()
-            weights = self._precise(trained)
-            if policy is not None and policy != subject.policy:
-                stack.enter_context(subject.under(policy))
+        with nullcontext() if policy is None else subject.under(policy):
             wide = subject.replay.wide if policy is None else policy.grads == "fp32"
-            windows = stack.enter_context(replace(subject.replay, wide=wide).windows())
-            if why:
-                return self._once(policy, windows, why)
-            leaves = stack.enter_context(_placed(subject.model, weights))
-            originals = {id(parameter): weights[name] for name, parameter in trained.items()}
-            return self._train(policy, windows, originals, leaves, weights)
+            with replace(subject.replay, wide=wide).windows() as windows:
+                yield windows
 
     def _once(self, policy: Policy | None, windows: Windows, why: str) -> Trial:
+        """Replay the step alone; `why`: the reason."""
         attempt, scale = self._finite(windows, self.subject.replay.window, self._scale(policy))
-        loss = _mean(attempt.losses)
         if attempt.bad or attempt.odd:
-            return Trial(finite_once=False, outcome="not finite", scale=scale)
-        return Trial(finite_once=True, losses=(loss,), outcome=f"no training was tried: {why}", scale=scale)
+            return Trial(finite_once=False, outcome=attempt.odd or "not finite", scale=scale)
+        losses = (_mean(attempt.losses),)
+        return Trial(finite_once=True, losses=losses, outcome=f"finite once: not trained: {why}", scale=scale)
 
-    def _train(
-        self,
-        policy: Policy | None,
-        windows: Windows,
-        originals: dict[int, nn.Parameter],
-        leaves: dict[str, nn.Parameter],
-        weights: dict[str, nn.Parameter],
-    ) -> Trial:
+    def _train(self, policy: Policy | None, windows: Windows) -> Trial:
+        """Train; the outcome is "" unless it stopped."""
         subject, scale = self.subject, self._scale(policy)
         assert subject.optimizer is not None
-        optimizer: Optimizer | None = None
-        finite = [b for b in subject.model.buffers() if extremes(b)[1]]
-        names = {id(b): name for name, b in subject.model.named_buffers()}
         losses: list[float] = []
-        first_scale, first = scale, ""
-        for number, window in enumerate(self._windows()):
-            attempt, scale = self._finite(windows, window, scale)
-            if number == 0:
-                first_scale, first = scale, attempt.odd
-            if attempt.bad or attempt.odd:
-                break
-            losses.append(_mean(attempt.losses))
-            broken = [names[id(b)] for b in finite if not extremes(b)[1]]
-            absurd = self._absurd(attempt.losses)
-            if broken or absurd:
-                what = absurd or f"{broken[0]} is not finite after it"
-                return Trial(
-                    finite_once=True, trained=len(losses), losses=tuple(losses), buffers_finite=not broken,
-                    outcome=what, scale=first_scale,
-                )  # fmt: skip
-            if optimizer is None:
-                try:
-                    optimizer = _copy_of(unwrap_optimizer(subject.optimizer), originals)
-                except FAILURES as error:
-                    why = f"no training was tried: its optimizer cannot be copied: {_first_line(error)}"
-                    return Trial(finite_once=True, losses=tuple(losses), outcome=why, scale=first_scale)
-            divisor = 1.0 if subject.scaling == "none" else scale
-            self._update(optimizer, weights, leaves, attempt.gradients, divisor)
-        done = len(losses)
-        outcome = "" if done == STEPS else first or "not finite" if not done else f"not finite in step {done + 1}"
-        return Trial(finite_once=done > 0, trained=done, losses=tuple(losses), outcome=outcome, scale=first_scale)
+        broken: list[str] = []
+        found, first_scale = "", scale
+        with _placed(subject.model, self._trained, self._store) as weights:
+            optimizer = _copy_of(unwrap_optimizer(subject.optimizer), weights)
+            finite = {name for name, buffer in subject.model.named_buffers() if extremes(buffer)[1]}
+            for window in self._windows():
+                attempt, scale = self._finite(windows, window, scale)
+                first_scale = first_scale if losses else scale
+                if attempt.bad or attempt.odd:
+                    found = attempt.odd or (f"not finite in step {len(losses) + 1}" if losses else "not finite")
+                    break
+                losses.append(_mean(attempt.losses))
+                buffers = subject.model.named_buffers()
+                broken = [name for name, buffer in buffers if name in finite and not extremes(buffer)[1]]
+                found = self._absurd(attempt.losses) or (f"{broken[0]} is not finite afterwards" if broken else "")
+                if found:
+                    break
+                self._update(optimizer, weights, attempt.gradients, 1.0 if subject.scaling == "none" else scale)
+            return Trial(
+                finite_once=bool(losses),
+                trained=len(losses),
+                losses=tuple(losses),
+                buffers_finite=not broken,
+                outcome=found,
+                scale=first_scale,
+            )
 
     @torch.no_grad()
     def _update(
         self,
         optimizer: Optimizer,
-        weights: dict[str, nn.Parameter],
-        leaves: dict[str, nn.Parameter],
+        weights: Sequence[_Weight],
         gradients: dict[Tensor, Tensor],
         divisor: float,
     ) -> None:
         """Update trial weights as the step does, and round them into the model's leaves."""
-        subject = self.subject
-        for name, weight in weights.items():
-            gradient = gradients.get(leaves[name])
-            weight.grad = None if gradient is None else gradient.to(weight.dtype) / divisor
-        gradients.clear()
-        if subject.clip_value is not None:
-            nn.utils.clip_grad_value_(weights.values(), subject.clip_value)
-        if subject.clip_norm is not None:
-            nn.utils.clip_grad_norm_(weights.values(), subject.clip_norm)
+        for weight in weights:
+            gradient = gradients.pop(weight.leaf, None)
+            weight.precise.grad = None if gradient is None else gradient.to(weight.precise.dtype) / divisor
+        precise = [weight.precise for weight in weights]
+        if self.subject.clip_value is not None:
+            nn.utils.clip_grad_value_(precise, self.subject.clip_value)
+        if self.subject.clip_norm is not None:
+            nn.utils.clip_grad_norm_(precise, self.subject.clip_norm)
         optimizer.step()
-        for name, weight in weights.items():
-            weight.grad = None
-            if leaves[name] is not weight:
-                leaves[name].copy_(weight)
+        for weight in weights:
+            weight.precise.grad = None
+            if weight.leaf is not weight.precise:
+                weight.leaf.copy_(weight.precise)
 
     def _finite(self, windows: Windows, window: Sequence[MicroBatch], scale: float) -> tuple[Attempt, float]:
         """Replay a window at `scale` or, if that is dynamic, at the largest lower one at which it is finite."""
@@ -263,48 +255,43 @@ class Trials:
 
     # ------------------------------------------------------------------ weights
 
+    @cached_property
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the model that the optimizer trains, by name."""
+        """The parameters of the model that the optimizer trains, by name."""
         optimizer = self.subject.optimizer
         groups = [] if optimizer is None else unwrap_optimizer(optimizer).param_groups
         stepped = {id(p) for group in groups for p in group["params"]}
         named = self.subject.model.named_parameters()
         return {name: p for name, p in named if id(p) in stepped and p.requires_grad and not is_lazy(p)}
 
-    def _precise(self, trained: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return new parameters of the fp32 values of those that are trained."""
+    @cached_property
+    def _store(self) -> WeightStore | None:
+        """What keeps precise values of low parameters."""
         binding = binding_of(self.subject.model)
-        store = None if binding is None else binding.store
-        return {name: nn.Parameter(_value(p, store)) for name, p in trained.items()}
+        return None if binding is None else binding.store
 
+    @cached_property
     def _untrainable(self) -> str:
-        """Return why no training can be tried; "" if it can."""
-        if self._room is None:
-            self._room = self._reason()
-        return self._room
-
-    def _reason(self) -> str:
-        subject = self.subject
+        """Why no training can be tried; "" if it can."""
+        subject, trained = self.subject, self._trained
         if subject.optimizer is None:
             return "no optimizer is known; pass optimizer="
         if is_sharded(subject.model) or is_gathered(subject.model):
             return "the model's parameters are sharded"
-        trained = self._trained()
         if not trained:
             return "the optimizer trains no parameter of the model"
-        states = (subject.optimizer.state.get(p, {}) for p in trained.values())
+        states = (unwrap_optimizer(subject.optimizer).state.get(p, {}) for p in trained.values())
         kept = sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and not v.is_sparse)
-        need = kept + sum(p.numel() * 4 * 3 for p in trained.values())  # values, leaves or their gradients, temporaries
+        need = kept + sum(p.numel() * BYTES for p in trained.values())
         device = next(iter(trained.values())).device
-        if device.type == "cpu":
-            enough = need <= MOST_ON_CPU
-        else:
+        room = need <= MOST_ON_CPU
+        if device.type != "cpu":
             try:
                 torch.empty(need, dtype=torch.uint8, device=device)  # given back at once, and cached by torch
-                enough = True
+                room = True
             except RuntimeError:
-                enough = False
-        return "" if enough else f"it takes {need / 2**30:.3g} GiB of memory beside the model"
+                room = False
+        return "" if room else f"that takes {need / 2**30:.3g} GiB of memory"
 
     # ------------------------------------------------------------------ judging
 
@@ -312,12 +299,9 @@ class Trials:
         """Return the trial with its judgement and its outcome in words."""
         if not trial.finite_once:
             return trial
-        if trial.outcome and trial.trained < STEPS:
-            return replace(trial, outcome=f"finite once: {trial.outcome}")
         losses = trial.losses
-        wrong = self._rises(losses)
-        if wrong:
-            return replace(trial, outcome=f"finite once: {wrong}")
+        if trial.outcome:
+            return replace(trial, outcome=f"finite once: {trial.outcome}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
         base = self.subject.policy
         if base is None or policy is None or (policy.dtype == "fp32" and policy.scale == "none"):
@@ -326,7 +310,7 @@ class Trials:
         if wide.finite_once is None or (wide.finite_once and not wide.trained):
             return replace(trial, trains=True, outcome=words)
         if not wide.trains:
-            return replace(trial, outcome=f"finite once: in fp32 too training does not go on ({wide.outcome})")
+            return replace(trial, outcome=f"{words}, but fp32 did not train ({wide.outcome})")
         beside = f"in fp32 {wide.losses[0]:.4g} to {_end(wide.losses):.4g}"
         size = max(map(abs, wide.losses))
         if abs(_end(losses) - _end(wide.losses)) > NEAR * size:
@@ -339,16 +323,9 @@ class Trials:
         The smallest of its micro-batches counts: where weights have run away all are large, else one has odd data.
         """
         loss = min((_mean([loss]) for loss in losses), key=abs)
-        if self.usual is not None:
-            absurd = abs(loss) > max(ABSURD * self.usual, 1.0)
-            return f"the loss is {loss:.3g}, and was {self.usual:.3g} before" if absurd else ""
-        absurd = abs(loss) > max(ABSURD_AT_FIRST, self._largest_input**2)
-        return f"the loss is {loss:.3g}" if absurd else ""
-
-    def _rises(self, losses: Sequence[float]) -> str:
-        begin = max(abs(losses[0]), self.usual or 0.0, 1e-3)
-        rises = abs(_end(losses)) > RISE * begin
-        return f"the loss rises from {losses[0]:.3g} to {_end(losses):.3g} in {len(losses)} steps" if rises else ""
+        natural = self._largest_input**2 if self.usual is None else ABSURD * self.usual
+        before = "" if self.usual is None else f", and was {self.usual:.3g} before"
+        return f"the loss is {loss:.3g}{before}" if abs(loss) > max(BEYOND, natural) else ""
 
     @cached_property
     def _largest_input(self) -> float:
@@ -396,51 +373,56 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def _value(parameter: nn.Parameter, store: WeightStore | None) -> Tensor:
-    """Return the precise value of a parameter as a new tensor."""
-    if store is not None and parameter in store:
-        return store.read(parameter)
-    value = parameter.detach().clone()
-    return value.float() if value.dtype in LOW_DTYPES else value
+@dataclass(frozen=True, eq=False, slots=True)
+class _Weight:
+    """One parameter of a trial: note [trial weights].
+
+    Attributes:
+        original: the user's.
+        precise: its fp32 value, which is updated.
+        leaf: what is in the model's place; `precise` itself unless the policy has a low one there.
+    """
+
+    original: nn.Parameter
+    precise: nn.Parameter
+    leaf: nn.Parameter
 
 
 @contextmanager
-def _placed(model: nn.Module, weights: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """Put trial weights, rounded where the model has low ones now, in the places of its parameters in a block."""
-    leaves: dict[str, nn.Parameter] = {}
-    by_id: dict[int, nn.Parameter] = {}
-    for name, weight in weights.items():
+def _placed(model: nn.Module, trained: dict[str, nn.Parameter], store: WeightStore | None) -> Iterator[list[_Weight]]:
+    """Put trial weights in the places of the parameters `trained` in a block, in the formats that are there now."""
+    weights: dict[int, _Weight] = {}
+    for name, original in trained.items():
+        value = store.read(original) if store is not None and original in store else original.detach().clone()
+        precise = nn.Parameter(value.float() if value.dtype in LOW_DTYPES else value)
         present = model.get_parameter(name)
-        same = present.dtype is weight.dtype
-        leaf = weight if same else nn.Parameter(weight.detach().to(present.dtype))
-        leaf._backward_hooks = present._backward_hooks
-        leaves[name] = by_id[id(present)] = leaf
+        rounded = precise.detach().to(present.dtype)
+        leaf = precise if present.dtype is precise.dtype else nn.Parameter(rounded)
+        leaf._backward_hooks = original._backward_hooks
+        weights[id(present)] = _Weight(original, precise, leaf)
     taken: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for module in model.modules():
-            for name, present in list(module._parameters.items()):
-                if present is not None and id(present) in by_id:
-                    taken.append((module, name, present))
-                    setattr(module, name, by_id[id(present)])
-        yield leaves
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in weights:
+                    taken.append((module, name, parameter))
+                    setattr(module, name, weights[id(parameter)].leaf)
+        yield list(weights.values())
     finally:
-        for module, name, present in taken:
-            setattr(module, name, present)
+        for module, name, parameter in taken:
+            setattr(module, name, parameter)
 
 
-def _copy_of(optimizer: Optimizer, weights: dict[int, nn.Parameter]) -> Optimizer:
-    """Return an optimizer of the same class, groups and state over other parameters.
-
-    Args:
-        optimizer: the original, which is not written to.
-        weights: id of a parameter of it -> the one in its place. Parameters without get an empty one.
-    """
+def _copy_of(optimizer: Optimizer, weights: Sequence[_Weight]) -> Optimizer:
+    """Return an optimizer of the same class, groups and state over trial weights; the original is not written to."""
     made: Any = type(optimizer).__new__(type(optimizer))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    precise = {id(weight.original): weight.precise for weight in weights}
     memo: dict[int, Any] = {id(optimizer): made}
-    memo |= {id(p): weights[id(p)] if id(p) in weights else nn.Parameter(torch.empty(0)) for p in parameters}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        # those of other models get an empty one, which has no gradient
+        memo[id(parameter)] = precise[id(parameter)] if id(parameter) in precise else nn.Parameter(torch.empty(0))
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a scheduler's patch
-    own["state"] = defaultdict(dict, {p: _wide(state) for p, state in optimizer.state.items() if id(p) in weights})
+    own["state"] = defaultdict(dict, {p: _wide(state) for p, state in optimizer.state.items() if id(p) in precise})
     for name in own:
         if name.startswith("_optimizer_") and name.endswith("hooks"):
             own[name] = OrderedDict()
