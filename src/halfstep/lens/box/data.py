@@ -39,6 +39,9 @@ RARE = 1e-6
 RARE_SAMPLE = 0.02
 """The same among the largest values of its samples, of which there are few."""
 
+RARE_BATCH = 1e-4
+"""The same among the largest values of earlier batches."""
+
 TAIL = 1000
 """Most values that the tail is estimated from: the largest tenth, ten at least."""
 
@@ -209,7 +212,7 @@ def _outliers(
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.numel() < 2:
             continue
         order = next((i for i, t in enumerate(floating) if t is tensor), -1)
-        past = [maxima[order] for maxima in earlier if 0 <= order < len(maxima)]
+        past = [m[order] for m in earlier if 0 <= order < len(m) and math.isfinite(m[order])]
         outlier = _outlier(index, name, tensor.detach(), past)
         if outlier is not None:
             found.append(outlier)
@@ -220,11 +223,11 @@ def _outliers(
 
 
 def _earlier(subject: Subject) -> list[tuple[float, ...]]:
-    """Return the largest magnitudes of the inputs of earlier steps."""
-    signals = getattr(subject, "signals", None)
-    if signals is None:
+    """Return the largest magnitudes of the inputs of earlier updates."""
+    if subject.signals is None:
         return []
-    return [tuple(maxima) for step, maxima in signals.read().inputs if step < subject.step]
+    before = subject.step - subject.dropped - len(subject.replay.window)
+    return [maxima for number, maxima in subject.signals.read().inputs if number <= before]
 
 
 def _outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> _Outlier | None:
@@ -247,7 +250,7 @@ def _outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> _Outli
         if count > 1:
             text += f" ({count} such values, in {shown(rows)})"
         return _Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
-    if len(past) >= EARLIER and usual > 0.0 and _rare([math.log(m) for m in past if m > 0.0], math.log(largest)):
+    if len(past) >= EARLIER and _rare([math.log(m) for m in past if m > 0.0], largest, RARE_BATCH):
         flat = int(sizes.flatten().argmax())
         text = f"{name} holds {float(values.flatten()[flat]):.6g} in {_place(tensor, flat)}"
         return _Outlier(index, usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}")
@@ -267,12 +270,12 @@ def _rest_by_samples(sizes: Tensor) -> float:
         return 0.0
     rest = float(maxima[group])
     if samples.numel() < sizes.numel() and not _rare(
-        maxima[group:].log().tolist(), math.log(float(maxima[group - 1])), RARE_SAMPLE
+        maxima[group:].log().tolist(), float(maxima[group - 1]), RARE_SAMPLE
     ):
         return 0.0
     tail = sizes[(sizes > 0) & (sizes <= rest)]
     count = min(TAIL, max(10, tail.numel() // 10), tail.numel())
-    return rest if _rare(tail.topk(count).values.log().tolist(), math.log(float(maxima[group - 1]))) else 0.0
+    return rest if _rare(tail.topk(count).values.log().tolist(), float(maxima[group - 1])) else 0.0
 
 
 def _rest_by_markers(values: Tensor, sizes: Tensor) -> float:
@@ -286,13 +289,16 @@ def _rest_by_markers(values: Tensor, sizes: Tensor) -> float:
 
 
 def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
-    """Return whether `largest` is improbably far above the tail `logs`, both as logarithms; note [outliers]."""
-    top, base = max(logs, default=0.0), min(logs, default=0.0)
-    spread = 1.0 + sum(value - base for value in logs)
-    gap = max(largest - top, 0.0)
-    return (gap >= math.log(RATIO) - 1e-9) and (1 + max(len(logs) - 1, 0)) * math.log(
-        spread / (spread + gap)
-    ) < math.log(limit)
+    """Return whether `largest` is improbably far above a tail, given as logarithms; note [outliers].
+
+    The logarithms of a Pareto tail exceed its base by exponential amounts. With a Gamma(1, 1) prior on their rate, n of
+    them with the sum s leave a probability of ((1 + s) / (1 + s + gap)) ** (1 + n) for a gap as large.
+    """
+    if not logs or largest <= 0.0:
+        return False
+    base, top = min(logs), max(logs)
+    spread, gap = 1.0 + sum(value - base for value in logs), math.log(largest) - top
+    return gap >= math.log(RATIO) and len(logs) * math.log(spread / (spread + gap)) < math.log(limit)
 
 
 def _matters(subject: Subject, attempt: Attempt, limits: dict[int, float]) -> bool:
