@@ -1,8 +1,8 @@
-"""Signals: the recent history of a run, kept on its device: losses, gradient norms, weight norms, magnitudes of batches.
+"""Signals: the recent history of a run, kept on its device: losses, norms of gradients and weights, sizes of batches.
 
 In: references to 0-dim tensors that a step has computed anyway, for each update; at updates 1, 2, 4, ..., 64 and at
-every 64th after that also parameters and batch, of which norms are taken. Out: `Signals.read`, which copies all of it
-to the host. Before that nothing waits for the device.
+every 64th after that also parameters and batch, of which norms are taken; and the batch of a loss that is far above
+those before. Out: `Signals.read`, which copies all of it to the host. Before that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class History:
         gradients: the unscaled norm of all gradients before clipping; in a loop written by hand their largest element.
         applied: whether the update was applied, as far as is known: its gradients were finite.
         weights: (step, norm as of `Weights`) of sampled updates, before the update, while the same were trained.
-        inputs: (step, largest magnitude of each floating tensor of the batch, in the order of `trees.tensors`) of
-            sampled updates.
+        inputs: (step, largest magnitude of each floating tensor of a batch, in the order of `trees.tensors`) of sampled
+            updates, and of those whose loss was far above the losses before.
     """
 
     steps: tuple[int, ...] = ()
@@ -57,6 +57,11 @@ class History:
     applied: tuple[bool, ...] = ()
     weights: tuple[tuple[int, float], ...] = ()
     inputs: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+    def updates(self, until: float = math.inf) -> list[tuple[int, float, float]]:
+        """Return (step, loss, gradient norm) of the updates that were applied before step `until`."""
+        rows = zip(self.steps, self.losses, self.gradients, self.applied, strict=True)
+        return [(step, loss, norm) for step, loss, norm, applied in rows if applied and step < until]
 
 
 class Weights:
@@ -118,8 +123,13 @@ class Signals:
             values: the tensors of the batch.
         """
         self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with torch._C.DisableTorchFunction():
             self._weights.append((number, Weights(model)))
+        self.sample_batch(number, values)
+
+    def sample_batch(self, number: int, values: Iterable[Tensor]) -> None:
+        """Take the largest magnitudes of a batch, that of micro-batch `number`; waits for nothing."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
             self._inputs.append((number, [_largest(t) for t in values if t.is_floating_point()]))
 
     def growth(self, model: nn.Module, step: int) -> tuple[int, float, float] | None:
@@ -161,7 +171,8 @@ def _largest(tensor: Tensor) -> Tensor | None:
     part = local(tensor)
     if not part.numel() or part.layout is not torch.strided:
         return None
-    return torch.linalg.vector_norm(part, math.inf)
+    largest: Tensor = torch.linalg.vector_norm(part, math.inf)
+    return largest
 
 
 def _row(
