@@ -12,6 +12,7 @@ from collections.abc import Iterable
 __all__ = [
     "AuditError",
     "BannedOperatorError",
+    "BatchError",
     "BindError",
     "CheckpointError",
     "ConversionError",
@@ -88,6 +89,10 @@ class WeightsError(HalfstepError, RuntimeError):
 
 class StepError(HalfstepError, RuntimeError):
     """A training step that cannot be carried out as asked."""
+
+
+class BatchError(StepError, IndexError):
+    """A batch with labels, targets or indices that an operator does not take."""
 
 
 class CheckpointError(StepError):

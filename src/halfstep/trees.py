@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["map_tensors", "opened", "tensors"]
+__all__ = ["keyed", "map_tensors", "opened", "tensors"]
 
 Rebuild = Callable[[Sequence[Any]], Any]
 
@@ -100,3 +100,15 @@ def tensors(tree: Any) -> list[Tensor]:
         return [tree]
     node = opened(tree)
     return [] if node is None else [found for _, item in node[0] for found in tensors(item)]
+
+
+def keyed(tree: Any, key: str = "") -> list[tuple[str, Tensor]]:
+    """Return the tensors of `tree` in order, each with the innermost name on the way to it; "" without one."""
+    if isinstance(tree, Tensor):
+        return [(key, tree)]
+    found = []
+    node = opened(tree)
+    for subscript, item in [] if node is None else node[0]:
+        name = subscript.strip("[].<>'\"")
+        found += keyed(item, key if name.isdigit() else name)
+    return found

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.cast.copies import Copies
-from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.regions.stack import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
@@ -41,6 +40,7 @@ from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step import optimizer_step, update
 from halfstep.step.arguments import check_arguments, check_loss, evidence_folder, limit, retries, switch
+from halfstep.step.batch_errors import EXPLAINED, explained
 from halfstep.step.bind import binding_of
 from halfstep.step.byproducts import detached
 from halfstep.step.checkpoint import load_step, rebuild, refuse_window, rounding, save_step

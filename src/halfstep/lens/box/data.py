@@ -15,20 +15,25 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from halfstep.lens.box.diagnose import Subject, first_cause
 from halfstep.lens.box.origins import Source
-from halfstep.lens.box.remarks import NOTHING, REDUCING, SPREADING, shown
+from halfstep.lens.box.remarks import NORMALISING, NOTHING, REDUCING, SPREADING, shown
 from halfstep.lens.box.replay import Attempt
+from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import extremes
+from halfstep.step.batch_errors import inputs, place
 from halfstep.step.record import MicroBatch
-from halfstep.trees import map_tensors, opened, tensors
+from halfstep.trees import map_tensors, tensors
 
 __all__ = ["suspects"]
+
+Given: TypeAlias = list[tuple[int, str, Tensor]]
+"""Index, name and tensor of inputs."""
 
 RATIO = 100.0
 """An outlier is so many times as large as the rest of its batch, or more."""
@@ -38,6 +43,9 @@ RARE = 1e-6
 
 RARE_SAMPLE = 0.02
 """The same among the largest values of its samples, of which there are few."""
+
+RARE_BATCH = 1e-4
+"""The same among the largest values of earlier batches."""
 
 TAIL = 1000
 """Most values that the tail is estimated from: the largest tenth, ten at least."""
@@ -57,6 +65,9 @@ COMPARING = frozenset(
     "poisson_nll_loss soft_margin_loss".split()
 )
 """Losses of a prediction and a target, both of floating numbers."""
+
+CASTS = frozenset({"to", "float", "type", "half", "bfloat16", "double", "type_as", "view", "reshape", "unsqueeze"})
+"""What may lie between a batch and the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +94,20 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
     if found:
         return tuple(found)
     reached = _reached(source)
-    inputs = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
-    found += [*_of_call(inputs, source)]
-    found += _outliers(subject, attempt, micro, inputs)
+    known = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
+    found += [*_of_call(known, source)]
+    found += _outliers(subject, attempt, micro, known)
+    if attempt.trace is not None:
+        found += _targets(micro, attempt.trace)
     return tuple(found)
 
 
 # ---------------------------------------------------------------------- names
 
 
-def _inputs(micro: MicroBatch) -> list[tuple[int, str, Tensor]]:
-    """Return (index, name, tensor) of a micro-batch; a name has the key, where there is one."""
-    named = [*_keys(micro.batch, ""), *((key, t) for k, v in micro.named.items() for key, t in _keys(v, k))]
-    return [(i, f"input {i}" + (f" ({key})" if key else ""), t) for i, (key, t) in enumerate(named)]
-
-
-def _keys(value: Any, key: str) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over (innermost key that is a name, tensor)."""
-    if isinstance(value, Tensor):
-        yield key, value
-    elif (node := opened(value)) is not None:
-        for subscript, item in node[0]:
-            name = subscript.strip("[].<>'\"")
-            yield from _keys(item, key if name.isdigit() else name)
+def _inputs(micro: MicroBatch) -> Given:
+    """Return (index, name, tensor) of a micro-batch."""
+    return [(index, name, tensor) for index, (name, tensor) in enumerate(inputs(micro.batch, micro.named))]
 
 
 def _reached(source: Source | None) -> set[str] | None:
@@ -113,12 +115,6 @@ def _reached(source: Source | None) -> set[str] | None:
     if source is None or source.call is None:
         return None
     return {name for call in source.call.upstream() for kind, name in call.outside if kind == "batch"}
-
-
-def _place(tensor: Tensor, flat: int) -> str:
-    """Return "sample 1 at [0, 2]" for an index into the flattened tensor."""
-    where = [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
-    return f"sample {where[0]}" + (f" at {where[1:]}" if len(where) > 1 else "")
 
 
 # ---------------------------------------------------------------------- values that are not finite
@@ -138,32 +134,34 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
         call = source.call
         is_target = call is not None and call.site.op in COMPARING and call.shapes[1:] == (tuple(tensor.shape),)
         what = f"{name}, the target of {call.site.op}," if is_target and call is not None else name
-        yield f"{what} holds {value} in {_place(tensor, flat)}: {count} of {size} values are not finite"
+        yield f"{what} holds {value} in {place(tensor, flat)}: {count} of {size} values are not finite"
 
 
 # ---------------------------------------------------------------------- what an operator was given
 
 
-def _of_call(inputs: list[tuple[int, str, Tensor]], source: Source | None) -> Iterator[str]:
+def _of_call(given: Given, source: Source | None) -> Iterator[str]:
     """Yield what the inputs that led to an invalid operation show."""
     if source is None or source.call is None or not source.invalid or source.written:
         return
-    empty = [f"{name} is empty, its shape is {list(tensor.shape)}" for _, name, tensor in inputs if not tensor.numel()]
+    if source.over and source.call.site.op not in NORMALISING:  # a mask that arithmetic has spoilt
+        return
+    empty = [f"{name} is empty, its shape is {list(tensor.shape)}" for _, name, tensor in given if not tensor.numel()]
     if empty:
         yield from empty
         return
-    size = next((len(t) for _, _, t in inputs if t.dim()), 0)
+    size = next((len(t) for _, _, t in given if t.dim()), 0)
     known = bool(source.samples) and source.samples[-1] < size
     if known and 2 * len(source.samples) <= size:
-        yield from _constant(inputs, source.samples, size)
+        yield from _constant(given, source.samples, size)
     if len(source.features) == 1:
-        yield from _constant_feature(inputs, source.features[0])
+        yield from _constant_feature(given, source.features[0])
     op, roots = source.call.site.op, source.roots()
     kinds = {kind for kind, _ in roots}
     if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
         return
     if not kinds & {"parameter", "buffer"}:
-        names = " and ".join(name for index, name, _ in inputs if ("batch", f"input {index}") in roots)
+        names = " and ".join(name for index, name, _ in given if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
         yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
     elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
@@ -172,18 +170,18 @@ def _of_call(inputs: list[tuple[int, str, Tensor]], source: Source | None) -> It
         yield f"the batch holds one sample: {source.remark}"
 
 
-def _constant_feature(inputs: list[tuple[int, str, Tensor]], feature: int) -> Iterator[str]:
+def _constant_feature(given: Given, feature: int) -> Iterator[str]:
     """Yield which inputs hold one value in every sample at the feature at fault."""
-    for _, name, tensor in inputs:
+    for _, name, tensor in given:
         if tensor.dim() > 1 and tensor.layout is torch.strided and feature < tensor.shape[-1] and len(tensor) > 1:
             column = tensor.detach()[..., feature]
             if bool((column == column.flatten()[0]).all()):
                 yield f"{name} is {column.flatten()[0].item()} in every sample at feature {feature}"
 
 
-def _constant(inputs: list[tuple[int, str, Tensor]], samples: tuple[int, ...], size: int) -> Iterator[str]:
+def _constant(given: Given, samples: tuple[int, ...], size: int) -> Iterator[str]:
     """Yield which inputs hold one value everywhere in the samples at fault, and not so in any other."""
-    for _, name, tensor in inputs:
+    for _, name, tensor in given:
         if tensor.dim() < 1 or len(tensor) != size or tensor.layout is not torch.strided:
             continue
         rows = tensor.detach().reshape(size, -1)
@@ -195,21 +193,41 @@ def _constant(inputs: list[tuple[int, str, Tensor]], samples: tuple[int, ...], s
             yield f"{name} is {value.item()}{everywhere} in {shown(samples)}, and in no other sample"
 
 
+def _targets(micro: MicroBatch, trace: Trace) -> Iterator[str]:
+    """Yield which targets are no probabilities where a loss takes them for such."""
+    known = {f"input {index}": (name, tensor) for index, name, tensor in _inputs(micro)}
+    for call in trace.origins.calls():
+        if call.site.op != "binary_cross_entropy_with_logits" or call.site.phase != "forward":
+            continue
+        casts = (parent for parent in call.parents if parent.site.op in CASTS)
+        roots = {name for one in (call, *casts) for kind, name in one.outside if kind == "batch"}
+        if len(roots) != 1:  # a weight for each element besides
+            continue
+        name, tensor = known[roots.pop()]
+        bad = (tensor < 0) | (tensor > 1)
+        if tensor.numel() == math.prod(call.shapes[0]) and bool(bad.any()):
+            flat = int(bad.flatten().nonzero()[0])
+            value, count = tensor.flatten()[flat].item(), int(bad.sum())
+            shown_count = f" ({count} of {tensor.numel()} such values)" if count > 1 else ""
+            yield (
+                f"{name}, the target of {call.site.op}, holds {value:g} in {place(tensor, flat)}{shown_count}; outside "
+                "of 0 to 1 the loss has no minimum"
+            )
+
+
 # ---------------------------------------------------------------------- outliers
 
 
-def _outliers(
-    subject: Subject, attempt: Attempt, micro: MicroBatch, inputs: list[tuple[int, str, Tensor]]
-) -> list[str]:
+def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Given) -> list[str]:
     """Return what the far values of the batch are, if without them the replay is finite; note [outliers]."""
     earlier = _earlier(subject)
     found = []
     floating = [t for t in tensors((micro.batch, micro.named)) if t.is_floating_point()]
-    for index, name, tensor in inputs:
+    for index, name, tensor in given:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.numel() < 2:
             continue
         order = next((i for i, t in enumerate(floating) if t is tensor), -1)
-        past = [maxima[order] for maxima in earlier if 0 <= order < len(maxima)]
+        past = [m[order] for m in earlier if 0 <= order < len(m) and math.isfinite(m[order])]
         outlier = _outlier(index, name, tensor.detach(), past)
         if outlier is not None:
             found.append(outlier)
@@ -220,11 +238,11 @@ def _outliers(
 
 
 def _earlier(subject: Subject) -> list[tuple[float, ...]]:
-    """Return the largest magnitudes of the inputs of earlier steps."""
-    signals = getattr(subject, "signals", None)
-    if signals is None:
+    """Return the largest magnitudes of the inputs of earlier updates."""
+    if subject.signals is None:
         return []
-    return [tuple(maxima) for step, maxima in signals.read().inputs if step < subject.step]
+    before = subject.step - subject.dropped - len(subject.replay.window)
+    return [maxima for number, maxima in subject.signals.read().inputs if number <= before]
 
 
 def _outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> _Outlier | None:
@@ -243,13 +261,13 @@ def _outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> _Outli
         flat, count = int(sizes.flatten().argmax()), int(far.sum())
         rows = far.reshape(len(far), -1).any(1).nonzero().flatten().tolist()
         others = tensor.numel() - count
-        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {_place(tensor, flat)}"
+        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
         if count > 1:
             text += f" ({count} such values, in {shown(rows)})"
         return _Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
-    if len(past) >= EARLIER and usual > 0.0 and _rare([math.log(m) for m in past if m > 0.0], math.log(largest)):
+    if len(past) >= EARLIER and _rare([math.log(m) for m in past if m > 0.0], largest, RARE_BATCH):
         flat = int(sizes.flatten().argmax())
-        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {_place(tensor, flat)}"
+        text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
         return _Outlier(index, usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}")
     return None
 
@@ -267,12 +285,12 @@ def _rest_by_samples(sizes: Tensor) -> float:
         return 0.0
     rest = float(maxima[group])
     if samples.numel() < sizes.numel() and not _rare(
-        maxima[group:].log().tolist(), math.log(float(maxima[group - 1])), RARE_SAMPLE
+        maxima[group:].log().tolist(), float(maxima[group - 1]), RARE_SAMPLE
     ):
         return 0.0
     tail = sizes[(sizes > 0) & (sizes <= rest)]
     count = min(TAIL, max(10, tail.numel() // 10), tail.numel())
-    return rest if _rare(tail.topk(count).values.log().tolist(), math.log(float(maxima[group - 1]))) else 0.0
+    return rest if _rare(tail.topk(count).values.log().tolist(), float(maxima[group - 1])) else 0.0
 
 
 def _rest_by_markers(values: Tensor, sizes: Tensor) -> float:
@@ -286,13 +304,16 @@ def _rest_by_markers(values: Tensor, sizes: Tensor) -> float:
 
 
 def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
-    """Return whether `largest` is improbably far above the tail `logs`, both as logarithms; note [outliers]."""
-    top, base = max(logs, default=0.0), min(logs, default=0.0)
-    spread = 1.0 + sum(value - base for value in logs)
-    gap = max(largest - top, 0.0)
-    return (gap >= math.log(RATIO) - 1e-9) and (1 + max(len(logs) - 1, 0)) * math.log(
-        spread / (spread + gap)
-    ) < math.log(limit)
+    """Return whether `largest` is improbably far above a tail, given as logarithms; note [outliers].
+
+    The logarithms of a Pareto tail exceed its base by exponential amounts. With a Gamma(1, 1) prior on their rate, n of
+    them with the sum s leave a probability of ((1 + s) / (1 + s + gap)) ** (1 + n) for a gap as large.
+    """
+    if not logs or largest <= 0.0:
+        return False
+    base, top = min(logs), max(logs)
+    spread, gap = 1.0 + sum(value - base for value in logs), math.log(largest) - top
+    return gap >= math.log(RATIO) and len(logs) * math.log(spread / (spread + gap)) < math.log(limit)
 
 
 def _matters(subject: Subject, attempt: Attempt, limits: dict[int, float]) -> bool:

@@ -258,12 +258,14 @@ def _of_mask(source: Source) -> str:
     """Return which mask an operator made NaN of."""
     mask, call = source.over[0], source.call
     assert call is not None
-    whose = f"of {mask.name}" if mask.name else "of a tensor"
+    whose = mask.name or "a tensor that is neither batch nor state"
     if mask.kind == "deliberate" and mask.call is not None:
-        whose = f"written by {mask.call.site.op} at {mask.call.site.line}"
-    if source.remark and call.site.op in NORMALISING:
-        return f"{source.remark}; the mask is {whose}"
-    return f"{MASKED}it is {whose}; apply the mask after {call.site.op}"
+        whose = f"{mask.call.site.op} at {mask.call.site.line}"
+    if call.site.op not in NORMALISING:
+        return f"{MASKED}it comes from {whose}; apply the mask after {call.site.op}"
+    if source.remark:
+        return f"{source.remark}; the mask comes from {whose}"
+    return f"{MASKED}it comes from {whose}, no row is masked out entirely, and what lies between has changed it"
 
 
 def _of_input(micro: MicroBatch, name: str) -> str:

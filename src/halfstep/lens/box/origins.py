@@ -118,6 +118,7 @@ class Source:
         limit: largest number of the format of the result.
         written: whether the program itself wrote a NaN there.
         masks: for tensors from outside: whether -inf is the only infinity in it, as in additive masks.
+        additive: whether it holds nothing but 0 and -inf besides.
         over: innocent sources that the operator made NaN of: the masks.
         samples: where the result is not finite, in its first dimension; () if that is everywhere or not known.
         features: the same in its last dimension.
@@ -133,6 +134,7 @@ class Source:
     limit: float = 0.0
     written: bool = False
     masks: bool = False
+    additive: bool = False
     over: tuple[Source, ...] = ()
     samples: tuple[int, ...] = ()
     features: tuple[int, ...] = ()
@@ -214,6 +216,10 @@ class Origins:
                 elif key in self._outside:
                     outside[self._outside[key]] = None
         return tuple(calls), tuple(outside)
+
+    def calls(self) -> Iterator[CallRecord]:
+        """Iterate over the calls whose results have not been overwritten, in their order."""
+        yield from dict.fromkeys(call for _, call in self._makers.values())
 
     def carrier(self, inputs: list[Tensor], before: list[tuple[float, bool, bool]]) -> str:
         """Return the name of the input with the largest magnitude if it comes from outside, else ""."""
@@ -308,7 +314,7 @@ class Origins:
         kept = self._origins.get(key)
         if kept is not None:
             return kept[1]
-        nan = extremes(tensor)[2]
+        largest, _, nan = extremes(tensor)
         inside = self._insides.get(key)
         if inside is not None and key not in self._outside:
             _, maker, made = inside
@@ -319,7 +325,7 @@ class Origins:
             masks = (
                 kind in {"buffer", "batch", "constant"} and not nan and not bool((tensor.detach() == math.inf).any())
             )
-            made = frozenset({Source(kind, self._order, name, record, masks=masks)})
+            made = frozenset({Source(kind, self._order, name, record, masks=masks, additive=masks and largest == 0.0)})
         self._set(tensor, made)
         return made
 
@@ -364,7 +370,7 @@ def _adds(call: Call, inherited: frozenset[Source]) -> bool:
     if all(s.innocent for s in inherited):
         had_nan = any(nan for _, _, nan in call.before)
         if any(nan for _, _, nan in call.after) and not had_nan:
-            return op in NORMALISING or not all(s.kind == "batch" for s in inherited)
+            return op in NORMALISING or not all(s.kind == "batch" and not s.additive for s in inherited)
     if not pointwise(op) or len(call.outputs) != 1:
         return False
     try:

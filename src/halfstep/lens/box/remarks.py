@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.lens.calls import constants
 from halfstep.trees import tensors
 
 __all__ = ["DIVIDING", "NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "shown"]
@@ -40,11 +41,14 @@ def remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list
     """Return what the arguments of a call show; "" if nothing, or if they cannot be read."""
     try:
         return _remark(op, args, kwargs, outputs)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # other arguments than a plain call has
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):  # other arguments than a plain call has
         return ""
 
 
 def _remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> str:
+    infinite = next((c for c in constants((*args, *kwargs.values())) if math.isinf(c)), None)
+    if infinite is not None:
+        return f"{op} with the constant {infinite}: 0 * inf and inf - inf are nan; use masked_fill or where"
     given = tensors((args, kwargs))
     first = given[0]
     if op in REDUCING and not first.numel():
@@ -75,10 +79,10 @@ def _remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: lis
 def _rows(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return how many rows hold nothing but -inf, and which is the first."""
     if op == "scaled_dot_product_attention":
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        dim, values = -1, mask.logical_not() if mask.dtype is torch.bool else mask == -math.inf
+        mask: Tensor = kwargs["attn_mask"] if "attn_mask" in kwargs else args[3]
+        dim, values = -1, mask.logical_not() if mask.dtype is torch.bool else torch.isneginf(mask)
     else:
-        values = args[0] == -math.inf
+        values = torch.isneginf(args[0])
         dim = 1 if op == "cross_entropy" else kwargs.get("dim", args[1] if len(args) > 1 else -1)
     rows = values.all(dim)
     count, size = int(rows.sum()), rows.numel()
