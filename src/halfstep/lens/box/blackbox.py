@@ -114,6 +114,7 @@ class BlackBox(Box):
         self._seen: SkippedStep | None = None  # a bad step that has not been reported yet
         self._lost = False  # the same of a step whose loss alone is not finite
         self._scales: list[float] = []  # of a streak of bad steps
+        self._highest = 1.0  # scale of all bad steps
         self._carried = 0  # the bad step whose gradients were last found in a later one
         self._unsaid: Verdict | None = None  # the verdict on it that is to be logged
         self._explained_step = 0
@@ -261,6 +262,7 @@ class BlackBox(Box):
             return  # the first bad step of this window was examined
         self._trouble.skipped()
         self._scales = [*self._scales, scale] if self._trouble.streak > 1 else [scale]
+        self._highest = max(self._highest, scale)
         self._seen = SkippedStep(
             loss_finite=loss_finite,
             scaling=self._scaling(),
@@ -290,6 +292,7 @@ class BlackBox(Box):
             self._lost = False
             self._warn(self.step, self._trouble.lost(applied=self._is_updated()))
         if seen is not None:
+            applied = applied or self._loop.wrote is not None
             self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
         for name, fact in self._loop.facts.items():
             if name not in self._warned:
@@ -305,9 +308,12 @@ class BlackBox(Box):
         return [p._version for p in self._parameters] != self._versions
 
     def _scale(self) -> float:
-        """Return the largest value of the backward pass's seed; 1.0 if it has not begun."""
+        """Return the largest value of the backward pass's seed, inf if the loss's format cannot hold it; else 1.0."""
         seed = self._memory.window.batches[0].seed
-        return 1.0 if seed is None else extremes(seed)[0]
+        if seed is None:
+            return 1.0
+        largest, finite, _ = extremes(seed)
+        return largest if finite else math.inf
 
     def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
         return self.model, unwrap(self.model), f"box {self._ordinal}"
@@ -322,10 +328,10 @@ class BlackBox(Box):
 
     def _scaling(self) -> str:
         """Return how the loss of a bad step was scaled, as far as the steps before it in the streak show that."""
-        first, last = self._scales[0] if self._scales else 1.0, self._scale()
-        if len(self._scales) >= STUCK and first == last > 1:
+        last = self._scale()
+        if len(self._scales) >= STUCK and self._scales[0] == last > 1:
             return "static"
-        return "dynamic" if last > 1 or last < first else "none"
+        return "dynamic" if last > 1 or last < self._highest else "none"
 
     def _judged(self, verdict: Verdict) -> Verdict:
         return self._loop.judge(verdict)
@@ -333,6 +339,10 @@ class BlackBox(Box):
     def _explained(self, place: str) -> Verdict:
         subject = self._subject()
         self._explained_step = self.step
+        if math.isinf(subject.scale):
+            detail = "the format of the loss cannot hold the scaled loss; compute the loss in fp32"
+            self.verdict = Verdict(kind="scale_too_high", phase="backward", step=self.step, rank=rank(), detail=detail)
+            return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
         if [p._version for p in self._parameters] != self._versions:
             note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
