@@ -349,6 +349,29 @@ def test_a_step_past_the_scaler_is_named_with_its_line(caplog: pytest.LogCapture
     assert later.line == verdict.line and later.step > 1
 
 
+def test_a_step_past_the_scaler_on_a_bad_batch_keeps_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    program = Program()
+
+    def body(p: Program, step: int) -> None:
+        p.backward(step, math.inf if step == 2 else 1.0)
+        p.update()
+        if step == 2:
+            p.optimizer.step()
+        p.optimizer.zero_grad()
+
+    said(program, body, caplog, 2)
+    verdict = program.box.explain()
+    assert (verdict.kind, verdict.cause, verdict.parameter) == ("bad_batch", "loop", "input 0")
+    assert "outside of GradScaler.step" in verdict.because
+
+
+def test_what_the_loop_computes_from_the_loss_is_said_to_be_the_loops() -> None:
+    program = Program()
+    loss = program.box(*data(1))
+    (loss / torch.zeros(())).backward()
+    assert any("the loop computes it, after loss_fn" in note for note in program.box.explain().notes)
+
+
 def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -361,7 +384,7 @@ def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest
             optimizer.zero_grad()
     first = box.verdict
     assert first is not None and (first.kind, first.step) == ("bad_batch", 2)
-    assert any("its update was applied by test_order.py" in note for note in first.notes)
+    assert any("its update was applied by optimizer.step() at test_order.py" in note for note in first.notes)
     x, y = data(9)
     box(x, y).backward()
     assert "the update of step 2 wrote it" in box.explain().because

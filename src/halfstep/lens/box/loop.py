@@ -84,13 +84,11 @@ class _Update:
     Attributes:
         weights: (parameter, a copy from before) of those whose gradient is not finite.
         line: the user's line.
-        guarded: whether the call came from the `step` of a scaler that is on.
         scaler: whether a scaler that has scaled a loss is within reach of the line.
     """
 
     weights: list[tuple[Tensor, Tensor]]
     line: str
-    guarded: bool
     scaler: bool
 
 
@@ -182,6 +180,7 @@ class Loop:
         self._depth += 1
         if self._depth > 1 or closure:
             return
+        self._update = None
         if bad:
             self._update = self._bad_update()
         elif not self._updates:
@@ -208,7 +207,7 @@ class Loop:
     @property
     def past_scaler(self) -> bool:
         """Whether the step under way applies gradients that are not finite, and no scaler is there to stop it."""
-        return self._update is not None and not self._update.guarded
+        return self._update is not None
 
     @property
     def updated(self) -> bool:
@@ -218,7 +217,10 @@ class Loop:
     # ------------------------------------------------------------------ what is wrong
 
     def _bad_update(self) -> _Update | None:
-        """Return the call that is about to apply gradients that are not finite; None if those of its own are."""
+        """Return the call that is about to apply gradients that are not finite; None if a scaler made it."""
+        frame = sys._getframe()
+        if _in_scaler(frame):  # which lets the optimizer skip on the device
+            return None
         weights: list[tuple[Tensor, Tensor]] = []
         room = COPIED
         for parameter in sorted(self._parameters(), key=Tensor.numel):
@@ -227,8 +229,7 @@ class Loop:
                 if weights and room < 0:
                     break
                 weights.append((parameter, parameter.detach().clone()))
-        frame = sys._getframe()
-        return _Update(weights, _line(), _in_scaler(frame), bool(_scales_near(frame))) if weights else None
+        return _Update(weights, _line(), bool(_scales_near(frame))) if weights else None
 
     def _look_for_gradients(self) -> None:
         """Find out whether the gradients were cleared before the first updates of the run."""
@@ -338,21 +339,26 @@ class Loop:
 
     def applied(self, verdict: Verdict, update: _Update) -> Verdict:
         """Return the verdict on a step whose gradients were applied though they were not finite."""
-        bad = sum(not extremes(parameter)[1] for parameter in self._parameters())
-        count = f"{bad} of {len(list(self._parameters()))} parameters are not finite since"
-        if verdict.kind != "scale_too_high":
-            note = f"its update was applied by {update.line or 'the optimizer'}: {count}"
-            verdict = replace(verdict, notes=(*verdict.notes, note))
-        else:
-            what = "outside of GradScaler.step " if update.scaler else ""
+        parameters = list(self._parameters())
+        bad = sum(not extremes(parameter)[1] for parameter in parameters)
+        call = " at ".join(filter(None, ("optimizer.step()", update.line.partition(" ")[0])))
+        count = f"{bad} of {len(parameters)} parameters are not finite since"
+        if verdict.kind == "scale_too_high":
+            verdict = replace(verdict, kind="loop", phase="update", op="", module="", line=update.line, detail="")
+        if update.scaler:
             fact = Fact(
-                because=f"optimizer.step() {what}applied gradients that overflowed under the loss scale; {count}",
-                advice="take this step out, scaler.step(optimizer) is the one that checks gradients"
-                if update.scaler
-                else "step with scaler.step(optimizer), which skips such a step",
-                line=update.line,
+                because=f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}",
+                advice="take this step out: scaler.step(optimizer) is the one that checks gradients",
             )
-            verdict = _blamed(replace(verdict, kind="loop", phase="update", op="", module="", detail=""), fact)
+            verdict = _blamed(verdict, fact)
+        elif verdict.kind == "loop":
+            fact = Fact(
+                because=f"{call} applied gradients that overflowed under the loss scale; {count}",
+                advice="step with scaler.step(optimizer), which skips such a step",
+            )
+            verdict = _blamed(verdict, fact)
+        else:
+            verdict = replace(verdict, notes=(*verdict.notes, f"its update was applied by {call}: {count}"))
         self.wrote = self.wrote or (verdict.step, verdict)
         return verdict
 
@@ -412,8 +418,8 @@ def _of_buffers(names: Sequence[str], step: int) -> str:
     more = [f"{len(names) - 1} more"] if len(names) > 2 else names[1:]
     shown = " and ".join([names[0], *more])
     return (
-        f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: a scaler that skips an "
-        "update leaves statistics as they are, and eval() reads them"
+        f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: leaving out "
+        "its update does not restore them, and eval() reads them"
     )
 
 
