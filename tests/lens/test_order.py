@@ -157,6 +157,25 @@ def two_passes(p: Program, step: int) -> None:
     p.optimizer.zero_grad()
 
 
+def two_passes_zeroed(p: Program, step: int) -> None:
+    """The same where gradients stay the same tensors, with the batch of the first pass."""
+    p.backward(step)
+    p.update()
+    p.optimizer.zero_grad(set_to_none=False)
+    low(p.model, *data(step)).backward()
+    p.optimizer.step()
+    p.optimizer.zero_grad(set_to_none=False)
+
+
+def clears_some_steps(p: Program, step: int) -> None:
+    """Every third step is left out by clearing its gradients."""
+    p.box(*data(step)).backward()
+    if step % 3 == 2:
+        p.optimizer.zero_grad()
+    p.optimizer.step()
+    p.optimizer.zero_grad()
+
+
 def skips_by_hand(p: Program, step: int) -> None:
     loss = p.box(*data(step, 1e6 if step == 4 else 1.0))
     loss.backward()
@@ -187,6 +206,8 @@ HEALTHY: dict[str, tuple[Body, dict[str, Any]]] = {
     "a scale by hand": (scales_by_hand, {}),
     "a weight on the loss": (weighs_the_loss, {}),
     "two losses, two updates": (two_passes, {}),
+    "two losses, two updates, in the same gradients": (two_passes_zeroed, {}),
+    "steps left out by clearing gradients": (clears_some_steps, {}),
     "evaluation through the box": (evaluates, {"norm": True}),
     "a scaler that skips rightly": (plain, {"scale": 2.0**22}),
     "a scaler that skips rightly, fused": (plain, {"scale": 2.0**22, "kind": torch.optim.SGD, "fused": True}),
@@ -261,6 +282,20 @@ def steps_twice(p: Program, step: int) -> None:
     p.optimizer.zero_grad()
 
 
+def scaler_steps_twice(p: Program, step: int) -> None:
+    p.backward(step)
+    p.update()
+    p.update()
+    p.optimizer.zero_grad()
+
+
+def clears_too_early(p: Program, step: int) -> None:
+    p.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    p.backward(step)
+    p.optimizer.zero_grad()
+    p.update()
+
+
 def clips_first(p: Program, step: int) -> None:
     p.backward(step)
     p.clip()
@@ -282,6 +317,8 @@ def forgets_the_scaler(p: Program, step: int) -> None:
 WRONG: dict[str, tuple[Body, str, int]] = {
     "never clears": (never_clears, r"zero_grad\(\) is missing: .* of step 3 begins", 3),
     "steps twice": (steps_twice, r"stepped twice with the gradients of one backward pass, at test_order.py:\d+ and", 2),
+    "the scaler steps twice": (scaler_steps_twice, r"stepped twice with the gradients of one backward pass", 2),
+    "clears too early": (clears_too_early, r"zero_grad\(\) ran between backward\(\) and the update", 2),
     "clips first": (clips_first, r"clip_grad_norm_ ran before unscale_.*0\.1 / 1024", 3),
     "clips values first": (clips_values_first, r"clip_grad_value_ ran before unscale_.*0\.01 / 1024", 3),
     "forgets the scaler": (forgets_the_scaler, r"in the place of scaler.step.*multiplied by the loss scale, 1024", 1),
@@ -312,6 +349,29 @@ def test_a_step_past_the_scaler_is_named_with_its_line(caplog: pytest.LogCapture
     assert later.line == verdict.line and later.step > 1
 
 
+def test_a_step_past_the_scaler_on_a_bad_batch_keeps_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    program = Program()
+
+    def body(p: Program, step: int) -> None:
+        p.backward(step, math.inf if step == 2 else 1.0)
+        p.update()
+        if step == 2:
+            p.optimizer.step()
+        p.optimizer.zero_grad()
+
+    said(program, body, caplog, 2)
+    verdict = program.box.explain()
+    assert (verdict.kind, verdict.cause, verdict.parameter) == ("bad_batch", "loop", "input 0")
+    assert "outside of GradScaler.step" in verdict.because
+
+
+def test_what_the_loop_computes_from_the_loss_is_said_to_be_the_loops() -> None:
+    program = Program()
+    loss = program.box(*data(1))
+    (loss / torch.zeros(())).backward()
+    assert any("the loop computes it, after loss_fn" in note for note in program.box.explain().notes)
+
+
 def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -324,7 +384,7 @@ def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest
             optimizer.zero_grad()
     first = box.verdict
     assert first is not None and (first.kind, first.step) == ("bad_batch", 2)
-    assert any("its update was applied by test_order.py" in note for note in first.notes)
+    assert any("its update was applied by optimizer.step() at test_order.py" in note for note in first.notes)
     x, y = data(9)
     box(x, y).backward()
     assert "the update of step 2 wrote it" in box.explain().because

@@ -39,7 +39,7 @@ def alarm_text(rule: ScaleRule, host: Mapping[str, Any], culprits: Sequence[str]
     cure = (
         "Use a smaller static scale or a dynamic one"
         if rule.is_static and scale > 1.0
-        else "A smaller scale would not help: look for inf or NaN in the batch, the loss and the parameters, lower the "
+        else "Look for inf or NaN in the batch, the loss and the parameters, lower the "
         "learning rate, or run the operators that overflow in fp32 or bf16"
     )
     return f"{what}; such steps are skipped.{where} {cure}."

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from halfstep.cast.regions.autocast import autocast, decorated
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.sharded import local
 from halfstep.lens.box.cures import instead, rebound
 from halfstep.lens.box.diagnose import Subject, low_of
@@ -115,6 +116,7 @@ class BlackBox(Box):
         self._seen: SkippedStep | None = None  # a bad step that has not been reported yet
         self._lost = False  # the same of a step whose loss alone is not finite
         self._scales: list[float] = []  # of a streak of bad steps
+        self._highest = 0.0  # scale of all bad steps
         self._carried = 0  # the bad step whose gradients were last found in a later one
         self._unsaid: Verdict | None = None  # the verdict on it that is to be logged
         self._explained_step = 0
@@ -182,9 +184,12 @@ class BlackBox(Box):
             kept.seed = gradient.detach()
             there = [p.grad for p in self._parameters if p.grad is not None]
             self._added = bool(there)
-            if self._loop.bad is not None:
-                self._loop.carry(bool(there) and bool(_not_finite([_values(g) for g in there])), self._scale())
-            self._loop.begin(self.step)
+            try:
+                if self._loop.bad is not None:
+                    self._loop.carry(bool(there) and bool(_not_finite([_values(g) for g in there])), self._scale())
+                self._loop.begin(self.step)
+            except Exception as error:
+                self._failed(f"the backward pass of step {self.step} was not looked at", error)
             engine = torch.autograd.Variable._execution_engine
             # from within a callback: after those of DistributedDataParallel and fully_shard, which complete gradients
             engine.queue_callback(lambda: engine.queue_callback(self._look))
@@ -204,9 +209,7 @@ class BlackBox(Box):
             self._loop.end()
         except Exception as error:
             self._flag = None
-            self._warn_once(
-                "failed", f"the gradients of step {self.step} were not looked at: {type(error).__name__}: {error}"
-            )
+            self._failed(f"the gradients of step {self.step} were not looked at", error)
 
     @torch.no_grad()
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -221,7 +224,7 @@ class BlackBox(Box):
                 self._replays += 1  # now: afterwards the weights are gone
                 self._unsaid = self._explained(UPDATE)
         except Exception as error:
-            self._warn_once("failed", f"the update of step {self.step} was not looked at: {_words(error)}")
+            self._failed(f"the update of step {self.step} was not looked at", error)
 
     @torch.no_grad()
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -232,7 +235,7 @@ class BlackBox(Box):
                 self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
             self._report(applied=update is not None)
         except Exception as error:
-            self._warn_once("failed", f"the update of step {self.step} was not looked at: {_words(error)}")
+            self._failed(f"the update of step {self.step} was not looked at", error)
 
     def _is_wrong(self) -> bool:
         """Return whether the loss or a gradient of the last backward pass was not finite; waits for the device once."""
@@ -252,7 +255,7 @@ class BlackBox(Box):
                 else:
                     self._trouble.fine()
             except Exception as error:
-                self._warn_once("failed", f"step {self.step} was not finite, and {_words(error)}")
+                self._failed(f"step {self.step} was not finite", error)
         if not updating:
             self._report(applied=False)
 
@@ -272,6 +275,7 @@ class BlackBox(Box):
             return  # the first bad step of this window was examined
         self._trouble.skipped()
         self._scales = [*self._scales, scale] if self._trouble.streak > 1 else [scale]
+        self._highest = max(self._highest, scale)
         self._seen = SkippedStep(
             loss_finite=loss_finite,
             scaling=self._scaling(),
@@ -281,7 +285,9 @@ class BlackBox(Box):
             state_finite=loss_finite or self._state_finite(model, self.optimizer),
         )
         carried, self._carried = loop.carried != self._carried and loop.carried > 0, loop.carried
-        if carried or self._is_due(self._seen, lambda: self._topic(UPDATE), self._subject):
+        if (carried and self._replays < MOST_REPLAYS) or self._is_due(
+            self._seen, lambda: self._topic(UPDATE), self._subject
+        ):
             self._replays += 1
             self._unsaid = self._explained(UPDATE)
 
@@ -301,6 +307,7 @@ class BlackBox(Box):
             self._lost = False
             self._warn(self.step, self._trouble.lost(applied=self._is_updated()))
         if seen is not None:
+            applied = applied or self._loop.wrote is not None
             self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
         for name, fact in self._loop.facts.items():
             if name not in self._warned:
@@ -309,6 +316,10 @@ class BlackBox(Box):
                 if not self._is_wrong():
                     self.verdict = found
 
+    def _failed(self, what: str, error: Exception) -> None:
+        """Log the first error of the box, which does not reach the training loop."""
+        self._warn_once("failed", f"{what}: {type(error).__name__}: {error}")
+
     def _is_updated(self) -> bool:
         """Return whether the update of the last step has begun."""
         if self.optimizer is not None:
@@ -316,9 +327,17 @@ class BlackBox(Box):
         return [p._version for p in self._parameters] != self._versions
 
     def _scale(self) -> float:
-        """Return the largest value of the backward pass's seed; 1.0 if it has not begun."""
+        """Return the largest value of the backward pass's seed, inf if the low format of a loss cannot hold it.
+
+        1.0 if there is none, or if what the loop computes from the loss has made it infinite or NaN.
+        """
         seed = self._memory.window.batches[0].seed
-        return 1.0 if seed is None else extremes(seed)[0]
+        if seed is None:
+            return 1.0
+        largest, finite, nan = extremes(seed)
+        if finite:
+            return largest
+        return math.inf if seed.dtype in LOW_DTYPES and not nan else 1.0
 
     def _named_models(self) -> tuple[nn.Module, nn.Module, str]:
         return self.model, unwrap(self.model), f"box {self._ordinal}"
@@ -333,10 +352,10 @@ class BlackBox(Box):
 
     def _scaling(self) -> str:
         """Return how the loss of a bad step was scaled, as far as the steps before it in the streak show that."""
-        first, last = self._scales[0] if self._scales else 1.0, self._scale()
-        if len(self._scales) >= STUCK and first == last > 1:
+        last = self._scale()
+        if len(self._scales) >= STUCK and self._scales[0] == last > 1:
             return "static"
-        return "dynamic" if last > 1 or last < first else "none"
+        return "dynamic" if max(last, self._highest) > 1 else "none"
 
     def _judged(self, verdict: Verdict) -> Verdict:
         return self._loop.judge(verdict)
@@ -344,9 +363,17 @@ class BlackBox(Box):
     def _explained(self, place: str) -> Verdict:
         subject = self._subject()
         self._explained_step = self.step
+        if math.isinf(subject.scale):
+            detail = "the format of the loss cannot hold the scaled loss; compute the loss in fp32"
+            self.verdict = Verdict(kind="scale_too_high", phase="backward", step=self.step, rank=rank(), detail=detail)
+            return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
         if [p._version for p in self._parameters] != self._versions:
             note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
+            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+        seed = self._memory.window.batches[0].seed
+        if seed is not None and not extremes(seed)[1]:
+            note = "backward() reached the loss with a gradient that is not finite: the loop computes it, after loss_fn"
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
         if self._added and verdict.kind == "not_reproducible":
             note = "its gradients were added to those of earlier backward passes, which were not finite or became so"
@@ -386,10 +413,6 @@ class BlackBox(Box):
 def _closure(args: Any, kwargs: Any) -> bool:
     """Return whether an optimizer's step was given a closure."""
     return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _regions_here() -> list[AbstractContextManager[Any]]:

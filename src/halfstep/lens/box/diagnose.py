@@ -347,6 +347,9 @@ def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Ver
     helps = helping_scale(subject, attempt.only)
     if not helps:
         lowest = min(subject.floor, subject.scale)
+        low = subject.replay.run(traced=True, factor=lowest / subject.scale, only=attempt.only)
+        if low.trace is not None:  # what a higher scale has hidden by an overflow of its own
+            verdict = verdict_of(low.trace, subject.names)
         return verdict, [f"no loss scale helps: at {lowest:g}, the lowest tried, it is the same"]
     detail = f"it was {subject.scale:g}, and it {'adapts by itself' if subject.scaling == 'dynamic' else 'is fixed'}"
     return replace(verdict, kind="scale_too_high", detail=detail), [f"at scale {helps:g} the step is finite"]

@@ -84,13 +84,11 @@ class _Update:
     Attributes:
         weights: (parameter, a copy from before) of those whose gradient is not finite.
         line: the user's line.
-        guarded: whether the call came from the `step` of a scaler that is on.
         scaler: whether a scaler that has scaled a loss is within reach of the line.
     """
 
     weights: list[tuple[Tensor, Tensor]]
     line: str
-    guarded: bool
     scaler: bool
 
 
@@ -123,8 +121,9 @@ class Loop:
         self._updates = 0  # since the last backward pass
         self._passes = self._usual = 0  # backward passes since the last update, and up to it
         self._depth = 0  # an optimizer's step may call that of its base class
-        self._kept = self._again = 0  # steps in a row that left their gradients, and that were updated twice
-        self._lines: list[str] = []  # of two updates of one step
+        self._kept = self._cleared = 0  # updates in a row whose gradients stayed, and that had none
+        self._suspected = False  # whether the optimizer may step twice with the same gradients
+        self._first: tuple[str, Tensor] | None = None  # line and gradients of the first update of a suspected step
         self._update: _Update | None = None
         self._raw: Tensor | None = None  # norm of the gradients after the backward pass
         self._tries = 0
@@ -135,8 +134,6 @@ class Loop:
     def begin(self, step: int) -> None:
         """A backward pass begins."""
         left, self._left = self._left, []
-        if self._updates == 1:
-            self._again = 0
         updates, self._updates, self._depth = self._updates, 0, 0
         self._passes += 1
         if not updates:
@@ -183,15 +180,14 @@ class Loop:
         self._depth += 1
         if self._depth > 1 or closure:
             return
+        self._update = None
         if bad:
             self._update = self._bad_update()
         elif not self._updates:
             self._sample(scale)
-        if self._again and not self._updates:
-            self._lines = [_line()]
-        if self._updates == 1 and self._left and all(_is_same(*one) for one in self._left):
-            if any(_is_not_zero(gradient) for _, gradient, _ in self._left):
-                self._twice()
+            self._look_for_gradients()
+        elif self._updates == 1 and self._left and all(p.grad is gradient for p, gradient, _ in self._left):
+            self._compare(scale)
 
     def after_update(self, *, closure: bool) -> _Update | None:
         """The optimizer has stepped; return the call if it has written gradients that are not finite into weights."""
@@ -201,6 +197,8 @@ class Loop:
         self._usual = self._passes or self._usual
         self._updates, self._passes = self._updates + 1, 0
         self._left = self._state()
+        if self._updates == 1 and self._suspected and self._left:
+            self._first = _line(), self._joined()
         update, self._update = self._update, None
         if update is not None and any(_differ(parameter, before) for parameter, before in update.weights):
             return update
@@ -209,7 +207,7 @@ class Loop:
     @property
     def past_scaler(self) -> bool:
         """Whether the step under way applies gradients that are not finite, and no scaler is there to stop it."""
-        return self._update is not None and not self._update.guarded
+        return self._update is not None
 
     @property
     def updated(self) -> bool:
@@ -219,7 +217,10 @@ class Loop:
     # ------------------------------------------------------------------ what is wrong
 
     def _bad_update(self) -> _Update | None:
-        """Return the call that is about to apply gradients that are not finite; None if those of its own are."""
+        """Return the call that is about to apply gradients that are not finite; None if a scaler made it."""
+        frame = sys._getframe()
+        if _in_scaler(frame):  # which lets the optimizer skip on the device
+            return None
         weights: list[tuple[Tensor, Tensor]] = []
         room = COPIED
         for parameter in sorted(self._parameters(), key=Tensor.numel):
@@ -228,20 +229,39 @@ class Loop:
                 if weights and room < 0:
                     break
                 weights.append((parameter, parameter.detach().clone()))
-        frame = sys._getframe()
-        return _Update(weights, _line(), _in_scaler(frame), bool(_scales_near(frame))) if weights else None
+        return _Update(weights, _line(), bool(_scales_near(frame))) if weights else None
 
-    def _twice(self) -> None:
-        """Note that the optimizer steps again with the same gradients."""
-        self._again += 1
-        self._lines.append(_line())
-        if self._again == SEEN:
-            places = " and ".join(line.partition(" ")[0] for line in self._lines if line)
+    def _look_for_gradients(self) -> None:
+        """Find out whether the gradients were cleared before the first updates of the run."""
+        if self._made and self._cleared >= 0:
+            gone = all(parameter.grad is None for parameter, _, _ in self._made)
+            self._cleared = self._cleared + 1 if gone else -1
+            if self._cleared == SEEN:
+                self.facts["gradients are cleared too early"] = Fact(
+                    because=f"zero_grad() ran between backward() and the update: {SEEN} updates had no gradients",
+                    advice="call optimizer.zero_grad() after the update, or before backward()",
+                    line=_line(),
+                    spoils=False,
+                )
+
+    def _compare(self, seed: Tensor | None) -> None:
+        """Compare the gradients of a second update with those of the first; copies are taken from the next step on."""
+        if self._first is None:
+            self._suspected = "one backward pass, two updates" not in self.facts
+            return
+        (line, first), now = self._first, self._joined()
+        self._first = None
+        scale = 1.0 if seed is None else extremes(seed)[0]
+        # unchanged, or divided by the scale once more
+        alike = (bool(torch.allclose(now * factor, first, rtol=1e-6, atol=0.0)) for factor in {1.0, scale})
+        if bool(first.any()) and any(alike):
+            places = " and ".join(where.partition(" ")[0] for where in (line, _line()))
             self.facts["one backward pass, two updates"] = Fact(
                 because=f"the optimizer stepped twice with the gradients of one backward pass, at {places}",
                 advice="take one of the two steps out",
-                line=self._lines[-1],
+                line=_line(),
             )
+        self._suspected = False
 
     def _sample(self, seed: Tensor | None) -> None:
         """Read norms in one of the first updates, and judge them."""
@@ -319,21 +339,26 @@ class Loop:
 
     def applied(self, verdict: Verdict, update: _Update) -> Verdict:
         """Return the verdict on a step whose gradients were applied though they were not finite."""
-        bad = sum(not extremes(parameter)[1] for parameter in self._parameters())
-        count = f"{bad} of {len(list(self._parameters()))} parameters are not finite since"
-        if verdict.kind != "scale_too_high":
-            note = f"its update was applied by {update.line or 'the optimizer'}: {count}"
-            verdict = replace(verdict, notes=(*verdict.notes, note))
-        else:
-            what = "outside of GradScaler.step " if update.scaler else ""
+        parameters = list(self._parameters())
+        bad = sum(not extremes(parameter)[1] for parameter in parameters)
+        call = " at ".join(filter(None, ("optimizer.step()", update.line.partition(" ")[0])))
+        count = f"{bad} of {len(parameters)} parameters are not finite since"
+        if verdict.kind == "scale_too_high":
+            verdict = replace(verdict, kind="loop", phase="update", op="", module="", line=update.line, detail="")
+        if update.scaler:
             fact = Fact(
-                because=f"optimizer.step() {what}applied gradients that overflowed under the loss scale; {count}",
-                advice="take this step out, scaler.step(optimizer) is the one that checks gradients"
-                if update.scaler
-                else "step with scaler.step(optimizer), which skips such a step",
-                line=update.line,
+                because=f"{call} ran outside of GradScaler.step and applied gradients that are not finite; {count}",
+                advice="take this step out: scaler.step(optimizer) is the one that checks gradients",
             )
-            verdict = _blamed(replace(verdict, kind="loop", phase="update", op="", module="", detail=""), fact)
+            verdict = _blamed(verdict, fact)
+        elif verdict.kind == "loop":
+            fact = Fact(
+                because=f"{call} applied gradients that overflowed under the loss scale; {count}",
+                advice="step with scaler.step(optimizer), which skips such a step",
+            )
+            verdict = _blamed(verdict, fact)
+        else:
+            verdict = replace(verdict, notes=(*verdict.notes, f"its update was applied by {call}: {count}"))
         self.wrote = self.wrote or (verdict.step, verdict)
         return verdict
 
@@ -352,6 +377,10 @@ class Loop:
     def _gradients(self) -> list[Tensor]:
         found = (local(p.grad) for p in self._parameters() if p.grad is not None)
         return [g for g in found if g.layout is torch.strided and g.numel()]
+
+    def _joined(self) -> Tensor:
+        """Return a copy of the gradients that stand for all."""
+        return torch.cat([local(gradient).detach().flatten().double() for _, gradient, _ in self._left])
 
     def _state(self) -> list[tuple[Tensor, Tensor, int]]:
         """Return (parameter, gradient, version) of those that stand for all."""
@@ -389,8 +418,8 @@ def _of_buffers(names: Sequence[str], step: int) -> str:
     more = [f"{len(names) - 1} more"] if len(names) > 2 else names[1:]
     shown = " and ".join([names[0], *more])
     return (
-        f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: a scaler that skips an "
-        "update leaves statistics as they are, and eval() reads them"
+        f"{shown} {'are' if more else 'is'} not finite since the forward pass of step {step}: leaving out "
+        "its update does not restore them, and eval() reads them"
     )
 
 

@@ -15,6 +15,7 @@ there is gathers the parameters of a model under `fully_shard`, after all ranks 
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import time
 import weakref
@@ -231,8 +232,8 @@ class Box:
 
         Of sharded parameters it returns True: `explain_subject` gathers them, and then finds it out.
         """
-        if subject.gone or is_sharded(subject.model):
-            return not subject.gone
+        if subject.gone or math.isinf(subject.scale) or is_sharded(subject.model):
+            return is_sharded(subject.model) and not subject.gone
         try:
             self._trouble.helps = helping_scale(subject)
         except Exception as error:

@@ -133,7 +133,7 @@ class Trouble:
                 yield f"the gradients of {self.streak} steps in a row were not finite", self._reason()
             else:
                 yield f"{self.streak} steps in a row were skipped", f"training stands still; {self._reason()}"
-        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none":
+        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none" and not seen.applied:
             yield (
                 "bf16 skips steps",
                 f"bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid; {self._reason()}",
