@@ -11,12 +11,15 @@ from dataclasses import replace
 
 from halfstep.lens.box.data import suspects
 from halfstep.lens.box.diagnose import Subject
-from halfstep.lens.box.divergence import runaway
+from halfstep.lens.box.divergence import poisoned, runaway
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import Trials
 from halfstep.verdict import Verdict
 
 __all__ = ["settle"]
+
+BACK = 30.0
+"""A loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound."""
 
 DRAWN = 64
 """Updates of the history that a verdict keeps."""
@@ -42,11 +45,13 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "data", found[0] if found else f"{verdict.parameter}: {verdict.detail or 'not finite'}", "shown"
     if verdict.kind == "not_reproducible":
         return "", "", ""
+    if batch := poisoned(subject.signals, subject):
+        return "data", batch, "shown"
     away = runaway(subject.signals, subject)
     if attempt is None or trials is None or verdict.kind == "bad_state":
         return ("divergence", away, "likely") if away else ("", "", "")
     wide = trials.wide
-    if away and not wide.trains:
+    if away and not (wide.trains and _is_back(trials)):
         return "divergence", f"{away}; in fp32: {wide.outcome}", "shown"
     if found:
         return "data", found[0], "likely" if wide.trains else "shown"
@@ -62,6 +67,12 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     if not wide.trained:  # no training was tried
         return "precision", f"in fp32 the step is finite; {wide.outcome.partition(': ')[2]}", "likely"
     return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
+
+
+def _is_back(trials: Trials) -> bool:
+    """Return whether training in fp32 comes back to losses like those before the step."""
+    losses = trials.wide.losses
+    return trials.usual is None or not losses or abs(losses[-1]) <= BACK * trials.usual
 
 
 def _history(subject: Subject) -> tuple[tuple[int, float, float], ...]:

@@ -351,6 +351,8 @@ def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Ver
         if low.trace is not None:  # what a higher scale has hidden by an overflow of its own
             verdict = verdict_of(low.trace, subject.names)
         return verdict, [f"no loss scale helps: at {lowest:g}, the lowest tried, it is the same"]
+    if helps < 1.0 and subject.scaling == "static":  # a scale raises gradients; lower than 1 it hides too large ones
+        return verdict, [f"at scale 1 it is the same; at {helps:g} the step is finite"]
     detail = f"it was {subject.scale:g}, and it {'adapts by itself' if subject.scaling == 'dynamic' else 'is fixed'}"
     return replace(verdict, kind="scale_too_high", detail=detail), [f"at scale {helps:g} the step is finite"]
 
