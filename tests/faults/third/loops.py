@@ -1,0 +1,1 @@
+"""Stories of training loops and of loss scales."""
