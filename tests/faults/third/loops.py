@@ -63,8 +63,11 @@ class Vocoder(nn.Module):
     seed=301,
 )
 def voice_conversion_steps_twice(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """RVC calls ``scaler.step(optim_g)`` and then ``optim_g.step()``: the first batch whose scaled gradients overflow
-    is skipped by the scaler and applied by the second call."""
+    """A second, unprotected step after that of the scaler.
+
+    RVC calls ``scaler.step(optim_g)`` and then ``optim_g.step()``: the first batch whose scaled gradients overflow is
+    skipped by the scaler and applied by the second call.
+    """
     model = Vocoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.8, 0.99))
     scaler = Scaler("cpu", init_scale=2.0**12)
@@ -97,8 +100,11 @@ def voice_conversion_steps_twice(healthy: bool, watch: Watch) -> Iterator[Turn]:
     seed=302,
 )
 def radiance_field_never_unscales(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """The sample code scales the loss with a GradScaler and calls ``optimizer.step()`` itself: gradients are 1024 times
-    too large, which Adam hides, and one that overflows is applied."""
+    """A GradScaler that scales the loss and nothing else.
+
+    The sample code calls ``optimizer.step()`` itself: gradients are 1024 times too large, which Adam hides, and one
+    that overflows is applied.
+    """
     field = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.Adam(field.parameters(), lr=1e-2, eps=1e-15)
     scaler = Scaler("cpu", init_scale=2.0**10, growth_interval=10**6)
@@ -196,8 +202,11 @@ def scale_falls_to_zero(healthy: bool, watch: Watch) -> Iterator[Turn]:
     seed=304,
 )
 def nan_gradient_is_kept(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """With two micro-batches an update whose norm is not finite is left out, and so is its zero_grad: the NaN is in
-    every later sum. Each turn here is one window; the loss stays finite."""
+    """With an update that is left out, its zero_grad is left out too.
+
+    The gradient that is not finite is in every later sum of two micro-batches; the loss stays finite. Each turn here
+    is one window.
+    """
     model = nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 8))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     scale = 2.0**10  # a static one, of the loop's own
@@ -236,8 +245,11 @@ def nan_gradient_is_kept(healthy: bool, watch: Watch) -> Iterator[Turn]:
     seed=305,
 )
 def no_zero_grad_under_bf16(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """``zero_grad`` stands in the fp32 branch alone, so under bf16 all gradients since the start are summed up; the
-    loss grows until it is not finite. (Here with plain SGD.)"""
+    """``zero_grad`` stands in the fp32 branch alone.
+
+    Under bf16 all gradients since the start are summed up, and the loss grows until it is not finite. (Here with plain
+    SGD.)
+    """
     model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 
@@ -265,11 +277,12 @@ def no_zero_grad_under_bf16(healthy: bool, watch: Watch) -> Iterator[Turn]:
     seed=306,
 )
 def video_net_steps_in_every_micro_batch(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """``optimizer.step()`` stands outside of the ``if`` that ends a window of iter_size micro-batches: every part of a
-    sum is applied again and again, and training diverges."""
-    forward = lambda m, clip: m.head(m.volume(F.relu(m.frame(clip))).flatten(2).mean(-1))  # noqa: E731
+    """``optimizer.step()`` stands outside of the ``if`` that ends a window of iter_size micro-batches.
+
+    Every part of a sum is applied again and again, and training diverges.
+    """
     model = model_of(
-        forward,
+        lambda m, clip: m.head(m.volume(F.relu(m.frame(clip))).flatten(2).mean(-1)),
         frame=nn.Conv3d(3, 12, (1, 3, 3), stride=(1, 2, 2)),
         volume=nn.Conv3d(12, 24, 3, padding=1),
         head=nn.Linear(24, 6),
@@ -308,8 +321,11 @@ def video_net_steps_in_every_micro_batch(healthy: bool, watch: Watch) -> Iterato
     seed=307,
 )
 def sharpness_aware_climb_to_nan(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """SAM's first step adds ``rho * grad / norm`` to the weights without asking the scaler: scaled gradients that are
-    inf make the weights NaN, and subtracting the same again does not bring them back. Two calls make one turn."""
+    """SAM's first step adds ``rho * grad / norm`` to the weights without asking the scaler.
+
+    Scaled gradients that are inf make the weights NaN, and subtracting the same again does not bring them back. Two
+    calls make one turn.
+    """
     model = nn.Sequential(
         nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.ReLU(), nn.Flatten(), nn.Linear(192, 4)
     )
@@ -356,8 +372,11 @@ def sharpness_aware_climb_to_nan(healthy: bool, watch: Watch) -> Iterator[Turn]:
     seed=308,
 )
 def statistics_of_a_skipped_step(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """A convolution overflows in fp16; the scaler skips the step, but BatchNorm has taken the inf into its running
-    statistics. It shows from the eighth step on, when the norms are frozen (eval mode). The twin's pixels are scaled."""
+    """BatchNorm's running statistics keep what the scaler skips.
+
+    A convolution overflows in fp16 in step 4. It shows from step 8 on, when the norm is frozen (eval mode). The twin's
+    pixels are scaled.
+    """
     model = nn.Sequential(
         nn.Conv1d(3, 16, 3, padding=1), nn.BatchNorm1d(16), nn.ReLU(), nn.Flatten(), nn.Linear(160, 4)
     )
@@ -401,8 +420,10 @@ def scale(**numbers: Any) -> Any:
     seed=309,
 )
 def detector_with_a_static_scale(healthy: bool) -> Case:
-    """A detector's fp16 hook has the static scale 512; an image with many boxes has a loss so large that the scaled
-    gradients overflow."""
+    """A detector's fp16 hook has the static scale 512.
+
+    An image with many boxes has a loss so large that the scaled gradients overflow.
+    """
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2, padding=1),
         nn.GroupNorm(4, 16),
@@ -483,8 +504,10 @@ def scale_starts_at_two_to_the_32(healthy: bool) -> Case:
     seed=311,
 )
 def scale_doubles_in_every_step(healthy: bool) -> Case:
-    """``growth_interval=1``: the scale doubles after every good step until it overflows, and every second step after
-    that is skipped."""
+    """``growth_interval=1``: the scale doubles after every good step until it overflows.
+
+    After that every second step is skipped.
+    """
     model = nn.Linear(5, 1)
 
     def batch(step: int) -> tuple[Any, ...]:
@@ -554,8 +577,10 @@ def scale_grows_to_infinity(healthy: bool) -> Case:
     seed=314,
 )
 def scaler_is_not_in_the_checkpoint(healthy: bool, watch: Watch) -> Iterator[Turn]:
-    """Training is resumed after four steps without the scaler's state: its scale is 65536 again in the place of 256, and
-    the next steps are skipped until it has come down."""
+    """Training is resumed after four steps without the scaler's state.
+
+    The scale is 65536 again in the place of 64, and the next steps are skipped until it has come down.
+    """
     model = tiny_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = Scaler("cpu", init_scale=2.0**6)
