@@ -265,19 +265,23 @@ def _trained(case: Case, policy: hs.Policy | None) -> Iterator[Any]:
 def near(found: Course, wide: Course) -> str:
     """Say how a run under a cure differs from that in fp32; "" if it trains as that does.
 
-    Weights and buffers stay finite, no loss is lost, at most a fifth of the updates is refused (a dynamic scale that
-    finds its size), and the mean of the last ten losses lies within a tenth of fp32's or twice their spread.
+    Weights, buffers and losses stay finite; of the second half at most a fifth is refused (in the first a dynamic scale
+    may come down); and the mean of the last ten losses lies within a tenth of fp32's after as many updates, or within
+    twice their spread.
     """
     if found.poisoned:
         return f"a weight or buffer is not finite after step {found.poisoned}"
     wrong = [number for number, loss in enumerate(found.losses, 1) if not math.isfinite(loss)]
     if wrong:
         return f"the loss of step {wrong[0]} is not finite"
-    if len(found.bad) > len(found.losses) // 5:
-        return f"{len(found.bad)} of {len(found.losses)} updates were refused"
-    mine, theirs = fmean(found.losses[-10:]), fmean(wide.losses[-10:])
-    bound = 0.1 * abs(theirs) + 2 * pstdev(wide.losses[-10:])
-    return "" if abs(mine - theirs) <= bound else f"loss {mine:.4g}, in fp32 {theirs:.4g}"
+    half = len(found.losses) // 2
+    refused = sum(number > half for number in found.bad)
+    if refused > half // 5:
+        return f"{refused} of the last {half} updates were refused"
+    theirs = wide.losses[: len(wide.losses) - len(found.bad)][-10:]
+    mine, yours = fmean(found.losses[-10:]), fmean(theirs)
+    bound = 0.1 * abs(yours) + 2 * pstdev(theirs)
+    return "" if abs(mine - yours) <= bound else f"loss {mine:.4g}, in fp32 {yours:.4g}"
 
 
 # ------------------------------------------------------------------ places

@@ -442,7 +442,7 @@ def detector_with_a_static_scale(healthy: bool) -> Case:
         focal = F.binary_cross_entropy_with_logits(made[:, 0], boxes, reduction="sum")
         return focal + 5 * (boxes[:, None] * F.smooth_l1_loss(made[:, 1:], sides, reduction="none")).sum()
 
-    policy = MIXED.replace(scale=2.0**-2 if healthy else 512.0)
+    policy = MIXED.replace(scale=8.0 if healthy else 512.0)
     return case(model, batch, loss_fn, policy=policy, optimizer=torch.optim.SGD(model.parameters(), lr=1e-4))
 
 
@@ -524,6 +524,7 @@ def scale_doubles_in_every_step(healthy: bool) -> Case:
     step=1,
     asked=6,
     cures=("scale: 0.0009765625", "bf16"),
+    also=("overflow",),
     says=(r"scale",),
     never=(r"not a scaling problem",),
     seed=312,
@@ -549,6 +550,7 @@ def scale_may_not_fall_below_one(healthy: bool) -> Case:
     kind="scale_too_high",
     step=6,
     cures=("scale: 1", "scale: none"),
+    also=("overflow",),
     says=(r"scale",),
     never=(r"not a scaling problem", r"learning rate"),
     seed=313,
