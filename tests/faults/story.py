@@ -51,7 +51,7 @@ TWIN_STEPS = 300
 """Steps that a twin has to train."""
 
 SLOW = 0.05
-"""Seconds that a step may take on one core."""
+"""Seconds of one core that a step may take."""
 
 LOST = 3.0
 """A loss that ends this many times above its first value is lost, finite or not."""
@@ -205,7 +205,7 @@ class Course(NamedTuple):
         losses: of each step.
         bad: steps, from 1, whose loss is not finite or whose update was refused.
         poisoned: first step after which a weight or buffer was not finite; 0 if none was.
-        seconds: duration of a step on average.
+        seconds: of the processor, for a step on average.
     """
 
     losses: tuple[float, ...]
@@ -231,14 +231,14 @@ def course(told: Story, steps: int, *, healthy: bool = False, policy: hs.Policy 
     """Run a story, or its twin, without an instrument; a loop has no other policy than its own."""
     losses, bad, poisoned = [], [], 0
     model, turns = _started(told, steps, healthy=healthy, policy=policy)
-    begun = time.perf_counter()
+    begun = time.process_time()
     for number, turn in enumerate(islice(turns, steps), 1):
         losses.append(turn.loss)
         if turn.skipped or not math.isfinite(turn.loss):
             bad.append(number)
         if not poisoned and not all(finite(part) for part in (*model().parameters(), *model().buffers())):
             poisoned = number
-    return Course(tuple(losses), tuple(bad), poisoned, (time.perf_counter() - begun) / steps)
+    return Course(tuple(losses), tuple(bad), poisoned, (time.process_time() - begun) / steps)
 
 
 def _started(
