@@ -391,17 +391,23 @@ def reward_model_in_half(healthy: bool) -> Case:
     source="karpathy/nanoGPT#136",
     cause="divergence",
     kind="overflow",
-    op="linear",
-    module="lm_head",
+    op="matmul",
+    module="transformer.h.0.attn",
     step=12,
-    place="modeling_gpt2.py: GPT2LMHeadModel.forward: self.lm_head(",
+    place="modeling_gpt2.py: eager_attention_forward: torch.matmul(query, key",
     says=(r"learning rate", r"loss (rose|grew|went)|diverg"),
     never=(r"cure, verified",),
     seed=209,
 )
 def nano_gpt_learning_rate(healthy: bool) -> Case:
     """GPT-2 from scratch in fp16: the loss rises, is NaN after some steps, and a lower learning rate cures it."""
-    return case(gpt2(), lambda k: (progressions(k, 4, 12),), next_token, lr=1e-3 if healthy else 3.0)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def warm_up(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = min(step / 10, 1.0) * (1e-3 if healthy else 1.0)
+
+    return case(model, lambda k: (progressions(k, 4, 12),), next_token, optimizer=optimizer, before=warm_up)
 
 
 def word_model_forward(self: Any, ids: Tensor) -> Tensor:
@@ -419,7 +425,7 @@ def shifted(model: Any, ids: Tensor) -> Tensor:
     kind="overflow",
     op="rnn_relu",
     module="rnn",
-    step=6,
+    step=8,
     says=(r"learning rate", r"loss (rose|grew|went)|diverg"),
     never=(r"cure, verified", r"fp32=\["),
     seed=210,
@@ -462,9 +468,9 @@ class Adapter(nn.Module):
     source="ssbuild/chatglm_finetuning#28",
     cause="divergence",
     kind="overflow",
-    op="linear",
-    module="lm_head.up",
-    step=30,
+    op="mul",
+    module="model.layers.1.self_attn.o_proj",
+    step=4,
     says=(r"learning rate", r"loss (rose|grew|went)|diverg"),
     never=(r"cure, verified",),
     seed=211,
@@ -492,7 +498,7 @@ def lora_learning_rate(healthy: bool) -> Case:
         model,
         lambda k: (progressions(k, 4, 12),),
         next_token,
-        optimizer=torch.optim.AdamW(trained, lr=4e-3 if healthy else 1.0),
+        optimizer=torch.optim.AdamW(trained, lr=4e-3 if healthy else 1.0, weight_decay=0.0),
     )
 
 
@@ -703,7 +709,7 @@ def grpo_single_generation(healthy: bool) -> Case:
 
 def gated_linear_attention(self: Any, h: Tensor) -> Tensor:
     query, key, value, gate = self.qkvg(h).chunk(4, -1)
-    decay = F.logsigmoid(gate.float() + self.bias).cumsum(1)
+    decay = F.logsigmoid(gate.float() + self.bias).cumsum(1).clamp(min=self.floor)
     scores = (query * decay.exp()) @ (key * torch.exp(-decay)).transpose(1, 2)  # FAULT strong_decay
     return self.out(scores.tril() @ value)
 
@@ -733,6 +739,7 @@ def strong_decay(healthy: bool) -> Case:
         qkvg=nn.Linear(32, 128),
         out=nn.Linear(32, 32),
         bias=nn.Parameter(torch.full((32,), bias)),
+        floor=-60.0 if healthy else -float("inf"),
     )
     model = model_of(
         gla_forward,
@@ -743,7 +750,7 @@ def strong_decay(healthy: bool) -> Case:
     )
     with torch.no_grad():
         outlier(model.embed.weight)
-        model.layers[1].qkvg.weight[100, 0] = -1.0 if healthy else -25.0
+        model.layers[1].qkvg.weight[100, 0] = -8.0
 
     def batch(step: int) -> tuple[Any, ...]:
         ids = progressions(step, 4, 16)
