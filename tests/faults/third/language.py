@@ -393,7 +393,7 @@ def reward_model_in_half(healthy: bool) -> Case:
     kind="overflow",
     op="matmul",
     module="transformer.h.0.attn",
-    step=12,
+    step=11,
     place="modeling_gpt2.py: eager_attention_forward: torch.matmul(query, key",
     says=(r"learning rate", r"loss (rose|grew|went)|diverg"),
     never=(r"cure, verified",),
@@ -759,3 +759,43 @@ def strong_decay(healthy: bool) -> Case:
         return (ids,)
 
     return case(model, batch, shifted, policy=BF16)
+
+
+# ------------------------------------------------------------------ the loss scale
+
+
+@story(
+    source="unslothai/unsloth-zoo#866",
+    cause="scale",
+    kind="scale_too_high",
+    phase="backward",
+    step=1,
+    cures=("scale: 128", "scale: dynamic"),
+    says=(r"scale",),
+    never=(r"learning rate",),
+    seed=219,
+)
+def experts_backward(healthy: bool) -> Case:
+    """Qwen3-MoE in fp16: activations and loss are small, but scaled gradients overflow on the very first step."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    return case(
+        Qwen3MoeForCausalLM(config),
+        lambda k: (progressions(k, 4, 12),),
+        next_token,
+        policy=MIXED.replace(scale=128.0 if healthy else 2.0**24),
+    )
