@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.instruments import NotFinite, watch_modules
+from benchmarks.instruments import CheckEveryOperator, NotFinite, watch_modules
 from tests.faults import case as frame_of_faults
 from tests.faults.case import Fault, marked_line
 from tests.faults.catalog import LIST_A, SECOND_A
@@ -136,6 +136,19 @@ def hooks_on_modules(run: Run) -> Said:
     return SILENT
 
 
+def mode_on_operators(run: Run) -> Said:
+    """Run under a mode that checks every operator's result; it raises at the first that is not finite."""
+    try:
+        with CheckEveryOperator():
+            run(lambda model: None)
+    except FloatingPointError as error:
+        places = frames_of(error)
+        line = innermost(places)
+        where = "no line of the program" if line is None else f"{line[0]}:{line[1]}"
+        return Said(words=f"{error}, {where}", op=meant(str(error)), line=line, places=places)
+    return SILENT
+
+
 def debug_underflow_overflow(run: Run) -> Said:
     """Run under transformers' DebugUnderflowOverflow; it prints the last modules and raises after the forward pass."""
     from transformers.debug_utils import DebugUnderflowOverflow
@@ -163,6 +176,7 @@ def frames_of(error: BaseException) -> tuple[tuple[str, int], ...]:
 PEERS: Mapping[str, Callable[[Run], Said]] = {
     "detect_anomaly": anomaly_mode,
     "hooks on modules": hooks_on_modules,
+    "mode on every operator": mode_on_operators,
     "DebugUnderflowOverflow": debug_underflow_overflow,
 }
 

@@ -142,6 +142,7 @@ def test_each_instrument_names_what_it_can() -> None:
         "hs.TrainStep": (True, True, True),
         "detect_anomaly": (True, False, True),
         "hooks on modules": (False, True, False),
+        "mode on every operator": (True, False, True),
     }
     assert "LogBackward" not in told["detect_anomaly"]["words"] and "backward of Log" in told["detect_anomaly"]["words"]
 

@@ -37,11 +37,12 @@ from benchmarks.run import commit, write
 from halfstep.errors import StepError
 from halfstep.tasks import machine
 from tests.faults.case import FULL, start
+from tests.faults.catalog import THIRD
 from tests.faults.observe import unwatched
 from tests.faults.plain import plain_bad_steps
 from tests.faults.score import HARMLESS
-from tests.faults.story import CURED_STEPS, TWIN_STEPS, Story, course, near, place_of, stories
-from tests.faults.story_score import curable, cure_right, place_right, unsaid
+from tests.faults.story import CURED_STEPS, TWIN_STEPS, Story, course, near, place_of
+from tests.faults.story_score import curable, cure_right, parts_right, place_right, unsaid
 
 __all__ = ["main", "scored", "verdict_on"]
 
@@ -214,6 +215,7 @@ def scored(told: Story) -> dict[str, Any]:
         "error": error,
         "said": None if verdict is None else said_by(verdict),
         "place": place_right(verdict, told),
+        "parts": {} if verdict is None else parts_right(verdict, told),
         "kind": verdict is not None and verdict.kind == truth.kind,
         "cause": verdict is not None and verdict.cause == truth.cause,
         "curable": curable(told),
@@ -264,7 +266,7 @@ def each(chosen: list[Story], limit: float) -> Iterator[tuple[Story, dict[str, A
 
 
 def _send(name: str, there: Connection) -> None:
-    told = next(t for t in stories() if t.name == name)
+    told = next(t for t in THIRD if t.name == name)
     try:
         row = scored(told)
     except Exception as error:
@@ -306,7 +308,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with suppress(ImportError):
         importlib.import_module("transformers.debug_utils")  # once, not in every fork
-    chosen = [t for t in stories() if not options.only or {t.name, t.file.stem} & set(options.only)]
+    chosen = [t for t in THIRD if not options.only or {t.name, t.file.stem} & set(options.only)]
     begun = time.perf_counter()
     report: dict[str, Any] = {
         "command": " ".join(["python -m tests.faults.stories_scored", *sys.argv[1:]]),

@@ -51,7 +51,7 @@ TWIN_STEPS = 300
 """Steps that a twin has to train."""
 
 SLOW = 0.05
-"""Seconds that a step may take on one core."""
+"""Seconds of one core that a step may take."""
 
 LOST = 3.0
 """A loss that ends this many times above its first value is lost, finite or not."""
@@ -89,7 +89,8 @@ class Story(Fault):
     Attributes:
         source: the public issue, "owner/repository#number".
         place: where the line at fault is in library code, "file.py: Class.method" or, with a part of the line's text,
-            "file.py: Class.method: text"; "" if the line is ours and ends with ``# FAULT name``.
+            "file.py: Class.method: text" (folders before the file's name tell it from others); "" if the line is ours
+            and ends with ``# FAULT name``.
         says: regular expressions, each of which has to be found in headline or report.
         never: regular expressions none of which may be found there.
         asked: step at which an instrument is asked; the bad step if nothing else is stated.
@@ -204,7 +205,7 @@ class Course(NamedTuple):
         losses: of each step.
         bad: steps, from 1, whose loss is not finite or whose update was refused.
         poisoned: first step after which a weight or buffer was not finite; 0 if none was.
-        seconds: duration of a step on average.
+        seconds: of the processor, for a step on average.
     """
 
     losses: tuple[float, ...]
@@ -230,14 +231,14 @@ def course(told: Story, steps: int, *, healthy: bool = False, policy: hs.Policy 
     """Run a story, or its twin, without an instrument; a loop has no other policy than its own."""
     losses, bad, poisoned = [], [], 0
     model, turns = _started(told, steps, healthy=healthy, policy=policy)
-    begun = time.perf_counter()
+    begun = time.process_time()
     for number, turn in enumerate(islice(turns, steps), 1):
         losses.append(turn.loss)
         if turn.skipped or not math.isfinite(turn.loss):
             bad.append(number)
         if not poisoned and not all(finite(part) for part in (*model().parameters(), *model().buffers())):
             poisoned = number
-    return Course(tuple(losses), tuple(bad), poisoned, (time.perf_counter() - begun) / steps)
+    return Course(tuple(losses), tuple(bad), poisoned, (time.process_time() - begun) / steps)
 
 
 def _started(
@@ -291,7 +292,8 @@ def place_of(told: Story) -> Place | None:
     """Return the lines that count as the place; None if no line is to blame.
 
     Raises:
-        LookupError: the file, the function or the text of `place` does not exist, or no line is marked.
+        LookupError: the file, the function or the text of `place` does not exist or is not the only one, or no line is
+            marked.
     """
     if not told.place:
         marked = marked_line(told)
@@ -299,20 +301,24 @@ def place_of(told: Story) -> Place | None:
             raise LookupError(f"{told.name}: no line ends with '# FAULT {told.name}' and place is empty")
         return None if marked is None else Place(marked[0], marked[1], marked[1])
     file, name, text = (*(part.strip() for part in told.place.split(": ", 2)), "")[:3]
-    path = next((Path(p) for m in list(sys.modules.values()) if (p := _file(m)).endswith(f"/{file}")), None)
-    if path is None:
-        raise LookupError(f"{told.name}: no imported module has the file {file}; build the story first")
+    paths = sorted({path for module in list(sys.modules.values()) if (path := _file(module)).endswith(f"/{file}")})
+    places = [place for path in paths if (place := _inside(Path(path), name.split("."), text)) is not None]
+    if len(places) != 1:
+        raise LookupError(f"{told.name}: {len(places)} imported modules have {told.place!r}; build the story first")
+    return places[0]
+
+
+def _inside(path: Path, names: Sequence[str], text: str) -> Place | None:
+    """Return the function's lines in a file, or the one line of it that has `text`."""
     code = path.read_text(encoding="utf-8")
-    function = _function(ast.parse(code), name.split("."))
+    function = _function(ast.parse(code), names)
     if function is None:
-        raise LookupError(f"{told.name}: {file} has no {name}")
+        return None
     first, last = function.lineno, function.end_lineno or function.lineno
     if not text:
-        return Place(file, first, last)
+        return Place(path.name, first, last)
     lines = [n for n, line in enumerate(code.splitlines(), 1) if first <= n <= last and text in line]
-    if len(lines) != 1:
-        raise LookupError(f"{told.name}: {len(lines)} lines of {name} hold {text!r}")
-    return Place(file, lines[0], lines[0])
+    return Place(path.name, lines[0], lines[0]) if len(lines) == 1 else None
 
 
 def _file(module: Any) -> str:

@@ -23,10 +23,22 @@ from typing import Any
 from tests.faults.score import LINE
 from tests.faults.story import Place, Story, place_of
 
-__all__ = ["HEADLINE", "curable", "cure_right", "place_right", "unsaid"]
+__all__ = ["HEADLINE", "curable", "cure_right", "parts_right", "place_right", "unsaid"]
 
 HEADLINE = 160
 """Characters that a headline may have."""
+
+
+def parts_right(verdict: Any, told: Story) -> dict[str, bool]:
+    """Return which parts of the place of an operator a verdict names; build the story before."""
+    truth = told.truth
+    found, place = LINE.search(verdict.line), place_of(told)
+    return {
+        "op": verdict.op in (truth.op, *truth.also),
+        "module": verdict.module in (truth.module, *truth.also),
+        "phase": verdict.phase == truth.phase,
+        "line": found is not None and place is not None and _inside(found[1], int(found[2]), place),
+    }
 
 
 def place_right(verdict: Any, told: Story) -> bool:
@@ -34,18 +46,10 @@ def place_right(verdict: Any, told: Story) -> bool:
     truth = told.truth
     if verdict is None:
         return False
-    if not truth.op:
-        named = not truth.parameter or verdict.parameter in (truth.parameter, *truth.also)
-        return verdict.kind in (truth.kind, *truth.also) and named
-    found, place = LINE.search(verdict.line), place_of(told)
-    return (
-        verdict.op in (truth.op, *truth.also)
-        and verdict.module in (truth.module, *truth.also)
-        and verdict.phase == truth.phase
-        and found is not None
-        and place is not None
-        and _inside(found[1], int(found[2]), place)
-    )
+    if truth.op:
+        return all(parts_right(verdict, told).values())
+    named = not truth.parameter or verdict.parameter in (truth.parameter, *truth.also)
+    return verdict.kind in (truth.kind, *truth.also) and named
 
 
 def _inside(file: str, line: int, place: Place) -> bool:
@@ -73,9 +77,9 @@ def cure_right(verdict: Any, told: Story, trains: Callable[[Any], str]) -> tuple
     if verdict is None or expected is None:
         return (None if expected is None else False), {}
     marked = [cure for cure in verdict.cures if cure.verified]
-    if told.loop or not expected:
-        return bool(marked) == expected, {cure.text: "there is no cure" for cure in marked}
-    return bool(marked), {cure.text: trains(cure.policy) for cure in marked}
+    if not expected:
+        return not marked, {cure.text: "there is no cure" for cure in marked}
+    return bool(marked), {cure.text: trains(cure.policy) if cure.policy else "it is no policy" for cure in marked}
 
 
 def unsaid(verdict: Any, told: Story) -> list[str]:
