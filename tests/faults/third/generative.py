@@ -35,7 +35,7 @@ class ResBlock(nn.Module):
         self.norm1, self.conv1 = nn.GroupNorm(4, size), nn.Conv2d(size, size, 3, padding=1)
         self.norm2, self.conv2 = nn.GroupNorm(4, size), nn.Conv2d(size, size, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.conv1(F.silu(self.norm1(x)))
         h = self.conv2(F.silu(self.norm2(h)))  # FAULT kl_autoencoder_in_half
         return x + h
@@ -125,10 +125,10 @@ def vae_learns_too_fast(healthy: bool) -> Case:
 # ------------------------------------------------------------------ adversarial pairs
 
 
-def critic_loss(model: Any, real: Tensor, fake: Tensor, share: Tensor, eps: float) -> Tensor:
+def critic_loss(model: Any, real: Tensor, fake: Tensor, share: Tensor, eps: float) -> Any:
     mixed = (share * real + (1 - share) * fake).requires_grad_()
-    (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-    norm = torch.sqrt(slope.float().square().sum(1) + eps)  # FAULT gradient_penalty_of_nothing
+    (gradient,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+    norm = torch.sqrt(gradient.float().square().sum(1) + eps)  # FAULT gradient_penalty_of_nothing
     return model(fake).mean() - model(real).mean() + 10 * (norm - 1).square().mean()
 
 
@@ -163,8 +163,8 @@ def adversarial(model: Any, real: Tensor, noise: Tensor) -> Any:
     fake = model.generator(noise)
     real = real.requires_grad_()
     right, wrong = model.critic(real), model.critic(fake.detach())  # FAULT gan_runs_away
-    (slope,) = torch.autograd.grad(right.sum(), real, create_graph=True)
-    penalty = 5 * slope.float().square().sum((1, 2, 3)).mean()
+    (gradient,) = torch.autograd.grad(right.sum(), real, create_graph=True)
+    penalty = 5 * gradient.float().square().sum((1, 2, 3)).mean()
     fixed = {name: value.detach() for name, value in model.critic.named_parameters()}
     fooled = functional_call(model.critic, fixed, (fake,))
     return F.softplus(-right).mean() + F.softplus(wrong).mean() + penalty + F.softplus(-fooled).mean()
@@ -272,7 +272,7 @@ def zero_terminal(count: int) -> Tensor:
     return ((root - root[-1]) * root[0] / (root[0] - root[-1])).square()
 
 
-def weighted(model: Any, x: Tensor, noise: Tensor, t: Tensor, alphas: Tensor, *, fixed: bool) -> Tensor:
+def weighted(model: Any, x: Tensor, noise: Tensor, t: Tensor, alphas: Tensor, *, fixed: bool) -> Any:
     alpha = alphas[t][:, None, None, None]
     velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * x
     error = (model(alpha.sqrt() * x + (1 - alpha).sqrt() * noise, t) - velocity).square().mean((1, 2, 3))

@@ -129,7 +129,7 @@ def performer(self: Any, x: Tensor) -> Any:
     return x + self.proj(y)
 
 
-def random_features(x: Tensor, w: Tensor) -> Tensor:
+def random_features(x: Tensor, w: Tensor) -> Any:
     half = (x.float() ** 2).sum(-1, keepdim=True) / 2
     return torch.exp(torch.einsum("bti,mi->btm", x.float(), w) - half) / w.shape[0] ** 0.5
 
@@ -327,13 +327,13 @@ def focal(model: Any, x: Tensor, y: Tensor) -> Tensor:
     kind="invalid",
     op="log",
     step=4,
-    cures=("op fp32: sigmoid",),
+    cures=("op fp32: clamp", "op fp32: sigmoid", "op fp32: conv2d"),
     says=(r"log", r"0\.9999|1e-0?4|0\.0001|rounds to 1"),
     seed=608,
 )
 def clamp_that_fp16_rounds_away(healthy: bool) -> Case:
     """EfficientDet clamps probabilities to 1 - 1e-4 before a logarithm, and fp16 rounds that to 1."""
-    model = nn.Sequential(
+    model: Any = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1),
         nn.SiLU(),
         nn.Conv2d(8, 8, 3, padding=1),
@@ -359,7 +359,7 @@ def refined(self: Any, x: Tensor, rois: Tensor) -> Any:
     return torch.cat((center - size / 2, center + size / 2), 1).clamp(0.0, 16.0)
 
 
-def ciou(model: Any, x: Tensor, rois: Tensor, truth: Tensor) -> Tensor:
+def ciou(model: Any, x: Tensor, rois: Tensor, truth: Tensor) -> Any:
     boxes = model(x, rois)
     w, h = (boxes[:, 2:] - boxes[:, :2]).unbind(1)
     w_true, h_true = (truth[:, 2:] - truth[:, :2]).unbind(1)
@@ -445,7 +445,7 @@ def region_forward(self: Any, x: Tensor) -> Any:
     return self.objectness(features).flatten(1), self.deltas(features).flatten(1)
 
 
-def region_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+def region_loss(model: Any, x: Tensor, y: Tensor) -> Any:
     scores, deltas = model(x)
     near = F.one_hot(y, 4).float().repeat_interleave(scores.shape[1] // 4, 1)
     return F.binary_cross_entropy_with_logits(scores, near) + (deltas - 0.5).square().sum(1).mean() / 3.5
@@ -526,12 +526,12 @@ def flow(self: Any, one: Tensor, two: Tensor) -> Any:
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     place = torch.stack((columns, rows), -1).float().view(-1, 1, 1, 2).repeat(batch, 1, 1, 1)
     offsets = torch.stack(torch.meshgrid(torch.arange(-1, 2), torch.arange(-1, 2), indexing="ij"), -1)
-    seen = []
+    levels = []
     for level in range(4):
-        seen.append(sampled(volume, place / 2**level + offsets))
+        levels.append(sampled(volume, place / 2**level + offsets))
         if level < 3:
             volume = F.avg_pool2d(volume, 2, stride=2)
-    seen = torch.cat([part.view(batch, height * width, 9) for part in seen], -1)
+    seen = torch.cat([part.view(batch, height * width, 9) for part in levels], -1)
     return self.update(seen).transpose(1, 2).reshape(batch, 2, height, width)
 
 
