@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.faults.case import BF16, FULL, MIXED, TORCH, UNSCALED, Case, case, labels, model_of, normal, tokens
+from tests.faults.case import BF16, FULL, MIXED, TORCH, Case, case, labels, model_of, normal, tokens
 from tests.faults.story import story
 
 RARE = 63

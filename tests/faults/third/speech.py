@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.faults.case import BF16, FULL, MIXED, TORCH, UNSCALED, Case, case, labels, model_of, normal, tokens
+from tests.faults.case import FULL, MIXED, TORCH, UNSCALED, Case, case, labels, model_of, normal, tokens
 from tests.faults.story import story
 
 SMALL_CONV = {"conv_dim": (16, 16), "conv_kernel": (10, 4), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
