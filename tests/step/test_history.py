@@ -1,4 +1,4 @@
-"""What a step remembers of its run, `step.record.signals`: without operators and waits, but at a few sampled updates."""
+"""What a step remembers of its run, `step.record.signals`: no operators, no waits but at a few sampled updates."""
 
 from __future__ import annotations
 
