@@ -337,7 +337,7 @@ class Trials:
 
 
 def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
-    """Return batches as micro-batches: as many as a trial can use.
+    """Return batches as micro-batches: as many as a trial can use, without those that are not finite themselves.
 
     Raises:
         StepError: they are no iterable of batches.
@@ -350,7 +350,8 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
     for batch in islice(batches, MOST_BATCHES):
         args = tuple(batch) if isinstance(batch, (tuple, list)) else () if isinstance(batch, Mapping) else (batch,)
         named = dict(batch) if isinstance(batch, Mapping) else {}
-        found.append(MicroBatch(args, named, {}, versions_of((args, named))))
+        if all(extremes(tensor)[1] for tensor in tensors((args, named))):
+            found.append(MicroBatch(args, named, {}, versions_of((args, named))))
     return tuple(found)
 
 
