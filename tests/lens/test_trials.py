@@ -280,6 +280,15 @@ def test_a_cure_is_tried_on_more_batches_if_they_are_given(made: list[Trials], k
     assert not any(cure.verified for cure in cures) and "not trained: TypeError" in made[-1].wide.outcome
     with pytest.raises(StepError, match=r"iterable of batches and is a Tensor; for one batch write \[batch\]"):
         explain(x)
+    if kind == "TrainStep":
+        step(x / 1e5, y)
+    else:
+        optimizer.zero_grad()
+        box(x / 1e5, y).backward()
+        optimizer.step()
+    with pytest.raises(StepError, match="the step is not kept any more; call it before the next one"):
+        explain(more)
+    assert explain().cures
 
 
 # ------------------------------------------------------------------------------------------------ what cannot be tried

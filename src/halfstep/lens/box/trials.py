@@ -45,8 +45,8 @@ __all__ = ["FAILURES", "LOWEST_SCALE", "STEPS", "Trial", "Trials", "highest", "m
 STEPS = 12
 """Steps of a trial, the bad one included."""
 
-MOST_BATCHES = 64
-"""So many of the batches given are taken."""
+MOST_BATCHES = 32
+"""So many of the batches given are taken, and kept until the trials end."""
 
 LOWEST_SCALE = 2.0**-14
 """A dynamic scale adapts down to this; the floor that a GradScaler has unless another is given."""
