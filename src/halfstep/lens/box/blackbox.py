@@ -145,7 +145,6 @@ class BlackBox(Box):
             return self.verdict if topic is None else self._again(topic)
         if self._flag is None or not bool(self._flag):
             if self.verdict is not None:
-                self._refuse_more()
                 return self.verdict
             raise StepError("explain(): there is no step to explain: the last one was finite, or has not run backward")
         return self._explained(CALL)

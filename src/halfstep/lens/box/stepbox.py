@@ -271,17 +271,16 @@ class Box:
         """
         self._more = more_batches(batches)
         try:
-            return self._last()
+            verdict = self._last()
+            if self._more:  # nothing was tried
+                raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
+            return verdict
         finally:
             self._more = ()
 
     def _last(self) -> Verdict:
         """Return the verdict on the last step that was not finite."""
         raise NotImplementedError
-
-    def _refuse_more(self) -> None:
-        if self._more:
-            raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
 
     def explain_subject(self, subject: Subject, topic: Topic | None = None) -> Verdict:
         """Replay a step, name the first cause, look for cures, collect those of the other ranks, write the evidence.
@@ -293,6 +292,7 @@ class Box:
         Raises:
             StepError: the replay failed, and the model is on this rank alone.
         """
+        self._more = ()
         with ExitStack() as whole:
             began = time.monotonic()
             sharded = is_sharded(subject.model)
@@ -546,7 +546,6 @@ class StepBox(Box):
                 "has run; call it after a step whose result.skipped is true or whose result.loss is not finite, before "
                 "the next one"
             )
-        self._refuse_more()
         return self.verdict
 
     def _known(self, window: Window) -> Verdict | None:
