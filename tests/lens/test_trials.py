@@ -337,6 +337,9 @@ PLACES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "eps": (lambda m, h: zeros(h) / (zeros(h) + 1e-15), "1e-15 is 0 in fp16"),
     "log of a softmax": (lambda m, h: (h * 1e3).float().softmax(-1).log(), "F.log_softmax"),
     "log of a sigmoid": (lambda m, h: (-200 - h.float() * 0).sigmoid().log(), "F.logsigmoid"),
+    "log of one minus": (lambda m, h: (1 - (zeros(h).float()).exp()).log(), "torch.expm1"),
+    "log of a squashed value": (lambda m, h: (1 - (h.float() * 0 + 50).tanh().pow(2)).log(), r"F.softplus\(-2"),
+    "softplus": (lambda m, h: (h * 0 + 200).exp().log1p(), r"F.softplus\(x\)"),
     "log of a sum": (lambda m, h: (h.float() * 0 - 200).exp().sum(-1).log(), "torch.logsumexp"),
     "mask, then division": (
         lambda m, h: (h.masked_fill(h > 0, -torch.inf) / (zeros(h).sum() + h.std())).softmax(-1),

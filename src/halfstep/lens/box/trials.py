@@ -36,6 +36,7 @@ from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.record import MicroBatch, versions_of
+from halfstep.step.signals import History
 from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
@@ -62,6 +63,9 @@ BEYOND = 2.0**20
 
 ABSURD = 1e3
 """It is none if it is so many times as large as before or, at first, larger than the square of the batch's values."""
+
+LOST = 3.0
+"""Training is lost if the loss was so many times the usual one before the step and, after the trial, is so still."""
 
 NEAR = 0.25
 """A loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most."""
@@ -115,17 +119,16 @@ class Trials:
         return self.of(None if base is None else base.replace(dtype="fp32", scale="none"))
 
     @cached_property
+    def _before(self) -> list[float]:
+        """Sizes of the losses before the bad step."""
+        history = History() if self.subject.signals is None else self.subject.signals.read()
+        known = zip(history.steps, history.losses, strict=True)
+        return [abs(loss) for step, loss in known if math.isfinite(loss) and step < self.subject.step]
+
+    @property
     def usual(self) -> float | None:
-        """What the size of the loss was before the bad step: the median of the losses kept; None without any."""
-        if self.subject.signals is None:
-            return None
-        history = self.subject.signals.read()
-        before = [
-            abs(loss)
-            for step, loss in zip(history.steps, history.losses, strict=True)
-            if math.isfinite(loss) and step < self.subject.step
-        ]
-        return median(before) if before else None
+        """What the size of the loss was before the bad step: the median of those kept; None without any."""
+        return median(self._before) if self._before else None
 
     def of(self, policy: Policy | None) -> Trial:
         """Return what training under `policy` shows; None: as the loss function is, where no policy is known."""
@@ -303,8 +306,9 @@ class Trials:
         if not trial.finite_once:
             return trial
         losses = trial.losses
-        if trial.outcome:
-            return replace(trial, outcome=f"finite once: {trial.outcome}")
+        wrong = trial.outcome or self._astray(losses)
+        if wrong:
+            return replace(trial, outcome=f"finite once: {wrong}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
         base = self.subject.policy
         if base is None or policy is None or (policy.dtype == "fp32" and policy.scale == "none"):
@@ -329,6 +333,13 @@ class Trials:
         natural = self._largest_input**2 if self.usual is None else ABSURD * self.usual
         before = "" if self.usual is None else f", and was {self.usual:.3g} before"
         return f"the loss is {loss:.3g}{before}" if abs(loss) > max(BEYOND, natural) else ""
+
+    def _astray(self, losses: Sequence[float]) -> str:
+        """Return in words that the loss had risen before the step, and that the trial does not bring it back."""
+        usual, latest, end = self.usual, self._before[-1] if self._before else 0.0, abs(_end(losses))
+        if not usual or latest <= LOST * usual or end <= LOST * usual:
+            return ""
+        return f"the loss rose from {usual:.3g} to {latest:.3g} before, and is {end:.3g} after {len(losses)} steps"
 
     @cached_property
     def _largest_input(self) -> float:
