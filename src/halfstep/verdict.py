@@ -39,7 +39,13 @@ WIDTH = 160
 
 BETWEEN, CUT = " | ", "..."
 
-NAMES = {65504.0: "float16", 57344.0: "float8_e5m2", 448.0: "float8_e4m3", 3.3895313892515355e38: "bfloat16"}
+NAMES = {
+    3.4028234663852886e38: "float32",
+    65504.0: "float16",
+    57344.0: "float8_e5m2",
+    448.0: "float8_e4m3",
+    3.3895313892515355e38: "bfloat16",
+}
 """Largest number of a format -> its name."""
 
 

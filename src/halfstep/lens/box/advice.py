@@ -6,7 +6,7 @@ reads the operators that made the inputs of the place, and those that read its r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,6 @@ __all__ = ["Around", "advice"]
 
 REACH = 12
 """So many calls before an operator are looked at."""
-
-NEAR = 4
-"""So many calls before it may be part of one formula with it."""
 
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
 
@@ -88,14 +85,21 @@ LOGISTIC = (
     "F.binary_cross_entropy_with_logits does both"
 )
 
-FIXES: tuple[tuple[frozenset[str], frozenset[str], str], ...] = (
-    (frozenset({"log"}), frozenset({"sigmoid"}), LOGISTIC),
-    (frozenset({"binary_cross_entropy"}), frozenset({"sigmoid"}), "use F.binary_cross_entropy_with_logits(x, target)"),
-    (frozenset({"log"}), frozenset({"softmax"}), "use F.log_softmax(x, dim) in the place of the log of a softmax"),
-    (frozenset({"log"}), frozenset({"sum", "exp"}), "use torch.logsumexp(x, dim) in the place of log(sum(exp(x)))"),
-    (frozenset({"log", "log1p"}), frozenset({"exp"}), "use F.softplus(x) in the place of log(1 + exp(x))"),
+EXPM1 = "use torch.expm1(x) in the place of exp(x) - 1, -torch.expm1(x) for 1 - exp(x); and keep x away from 0"
+
+FIXES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("log", ("sigmoid",), LOGISTIC),
+    ("binary_cross_entropy", ("sigmoid",), "use F.binary_cross_entropy_with_logits(x, target)"),
+    ("log", ("softmax",), "use F.log_softmax(x, dim) in the place of the log of a softmax"),
+    ("log", ("sum", "exp"), "use torch.logsumexp(x, dim) in the place of log(sum(exp(x)))"),
+    ("log", ("sub", "exp"), EXPM1),
+    ("log1p", ("neg", "exp"), EXPM1),
+    ("log", ("pow", "tanh"), "use 2 * (math.log(2) - x - F.softplus(-2 * x)) in the place of log(1 - tanh(x) ** 2)"),
 )
-"""Operators at the place, operators that made its input, and the formula that has no such point."""
+"""The operator at the place, those that made its input (`LIGHT` ones may be between), and a formula in their place."""
+
+LIGHT = frozenset({"clamp", "clamp_min", "clamp_max", "add", "sub", "rsub", "to", "float", "half", "squeeze"})
+"""Operators that belong to the formula around them."""
 
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 MASKS = frozenset({"masked_fill", "where"})
@@ -174,9 +178,9 @@ def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
         return
     if verdict.kind == "invalid":
         yield from around.lost[:2]
-    before = {site.op for site in around.upstream[:NEAR]}
-    for places, makers, fix in FIXES:
-        if verdict.op in places and makers <= before:
+    before = [site.op for site in around.upstream]
+    for place, makers, fix in FIXES:
+        if verdict.op == place and _leads(before, makers):
             yield fix
             return
     after = {site.op for site in around.downstream}
@@ -185,8 +189,23 @@ def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
             "torch.where after the operator leaves nan in the gradient: give it a harmless argument first, "
             "x = torch.where(mask, x, 1.0), and mask its result"
         )
+    elif verdict.op == "exp" and "log1p" in after:
+        yield "use F.softplus(x) in the place of log1p(exp(x))"
     elif verdict.op in PRODUCTS and verdict.kind == "overflow" and {"div", "mul"} & after:
         yield "scale before the product and not after it: (q * factor) @ k.transpose(-2, -1)"
+
+
+def _leads(before: Sequence[str], makers: Sequence[str]) -> bool:
+    """Return whether the operators before a place, the nearest first, begin with `makers`, light ones apart."""
+    wanted = list(makers)
+    for op in before:
+        if op == wanted[0]:
+            wanted.pop(0)
+            if not wanted:
+                return True
+        elif op not in LIGHT:
+            return False
+    return False
 
 
 def _general(verdict: Verdict, *, everywhere: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import count
@@ -27,7 +27,6 @@ from halfstep.lens.box.evidence import load_evidence, load_weights, window_of
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
-from halfstep.lens.box.trials import more_batches
 from halfstep.lens.box.trouble import SkippedStep
 from halfstep.lens.calls import extremes
 from halfstep.policy.policy import Policy
@@ -157,16 +156,7 @@ class BlackBox(Box):
             loss.register_hook(lambda gradient: self._begin(kept, gradient))
         return returned
 
-    def explain(self, batches: Iterable[Any] = ()) -> Verdict:
-        """Return why the last step was not finite; ``print(box.explain())`` is a report.
-
-        Args:
-            batches: more batches, such as a data loader: a cure is verified by training on them too.
-
-        Raises:
-            StepError: the last step was finite, or nothing has run backward; `batches` is no iterable of batches.
-        """
-        self._more = more_batches(batches)
+    def _last(self) -> Verdict:
         if self._explained_step == self.step and self.verdict is not None:
             if self._more:
                 return self._explained(CALL)

@@ -7,6 +7,7 @@ the batch hold what cannot be trained on, would fp32 have helped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from halfstep.lens.box.data import suspects
@@ -20,6 +21,9 @@ __all__ = ["settle"]
 
 BACK = 30.0
 """A loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound."""
+
+RISING = 1.5
+"""Times that a loss rises within a trial, on the same batches, where training runs away."""
 
 DRAWN = 64
 """Updates of the history that a verdict keeps."""
@@ -57,16 +61,32 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "data", found[0], "likely" if wide.trains else "shown"
     if verdict.kind == "scale_too_high":
         return "scale", f"at a lower loss scale the step is finite; {verdict.detail}", "shown"
+    if wide.trains and _rises(trials):
+        return "divergence", f"fp32 is finite and its loss rises on the same batches: {wide.outcome}", "likely"
     if wide.trains:
         return "precision", f"in fp32 the same steps are finite and train: {wide.outcome}", "shown"
     if wide.finite_once is None:
         return "", "", ""
+    if not wide.finite_once and verdict.kind == "overflow" and trials.before:
+        return "divergence", f"fp32 overflows there too, and did not before: {_course(trials.before)}", "likely"
     if not wide.finite_once:
         value = "value" if verdict.kind == "invalid" else "finite value"
         return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
     if not wide.trained:  # no training was tried
         return "precision", f"in fp32 the step is finite; {wide.outcome.partition(': ')[2]}", "likely"
     return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
+
+
+def _rises(trials: Trials) -> bool:
+    """Return whether the loss of training in fp32 rises on the same batches, above all losses before."""
+    losses = trials.wide.losses
+    highest = max((abs(losses[0]), *trials.before)) if losses else 0.0
+    return bool(trials.before) and abs(losses[-1]) > RISING * highest
+
+
+def _course(losses: Sequence[float]) -> str:
+    """Return in words how the losses went before a step."""
+    return f"the loss was {losses[0]:.3g} at first and {losses[-1]:.3g} at last" if losses[1:] else "losses were finite"
 
 
 def _is_back(trials: Trials) -> bool:

@@ -25,6 +25,7 @@ from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
 from halfstep.policy.resolve import default_device_types, resolve, resolved
+from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.bind import KEY, Binding, binding_of
 from halfstep.step.prepare import prepare, unprepare
 from halfstep.verdict import Cure, Verdict
@@ -34,6 +35,7 @@ __all__ = ["cures", "instead", "rebound"]
 LONGEST = 4  # rules in one cure
 NEAREST = 6  # producers that are tried, one at a time
 ENOUGH = 3  # verified cures
+IMPATIENT = 20  # a scale that grows after fewer good steps skips more than one in so many
 
 
 def cures(subject: Subject, verdict: Verdict, attempt: Attempt, trials: Trials) -> tuple[Cure, ...]:
@@ -205,14 +207,18 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
         return not replay.run(factor=scale / subject.scale, only=attempt.only).bad
 
     right = highest(finite, subject.scale, subject.floor)
-    words = f"a scale of {right:g}"
-    if subject.scaling == "dynamic":
+    rule = None if subject.policy is None else subject.policy.scale
+    if subject.policy is not None and isinstance(rule, ScaleRule) and rule.growth > 1.0 and rule.interval < IMPATIENT:
+        policy = subject.policy.replace(scale="halfstep")
+        words = f"a scale that grows less often than after {rule.interval} good steps, and then overflows again"
+        text = _with_toml(subject.policy, policy, words, "policy.replace(scale='halfstep')")
+    elif subject.scaling == "dynamic":
         text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy
     elif subject.policy is None:
         text, policy = f"a dynamic scale, or one of {right:g}", None
     else:
         policy = subject.policy.replace(scale=right)
-        text = _with_toml(subject.policy, policy, words, f"policy.replace(scale={right!r})")
+        text = _with_toml(subject.policy, policy, f"a scale of {right:g}", f"policy.replace(scale={right!r})")
     trial = trials.of(policy)
     return (Cure(policy=policy, text=text, verified=trial.trains, outcome=trial.outcome),)
 

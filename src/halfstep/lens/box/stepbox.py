@@ -138,6 +138,29 @@ class Box:
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
         self._more: tuple[MicroBatch, ...] = ()  # micro-batches for trials, given to explain()
 
+    def explain(self, batches: Iterable[Any] = ()) -> Verdict:
+        """Return why the last step was not finite; ``print(box.explain())`` is a report.
+
+        Args:
+            batches: more batches, such as a data loader, of which the first are taken: cures are tried on them too.
+
+        Raises:
+            StepError: the last step was finite, or nothing has run backward; `batches` is no iterable of batches, or
+                comes after later steps.
+        """
+        self._more = more_batches(batches)
+        try:
+            verdict = self._last()
+            if self._more:  # nothing was tried
+                raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
+            return verdict
+        finally:
+            self._more = ()
+
+    def _last(self) -> Verdict:
+        """Return the verdict on the last step that was not finite."""
+        raise NotImplementedError
+
     def explain_subject(self, subject: Subject, topic: Topic | None = None) -> Verdict:
         """Replay a step, name the first cause, look for cures, collect those of the other ranks, write the evidence.
 
@@ -148,6 +171,7 @@ class Box:
         Raises:
             StepError: the replay failed, and the model is on this rank alone.
         """
+        self._more = ()
         with ExitStack() as whole:
             began = time.monotonic()
             sharded = is_sharded(subject.model)
@@ -422,18 +446,13 @@ class StepBox(Box):
 
     # ------------------------------------------------------------------ replay
 
-    def explain(self, batches: Iterable[Any] = ()) -> Verdict:
-        """Return the verdict on the last step that was not applied or whose loss was not finite.
-
-        Args:
-            batches: more of them, for trials of training; with some, cures are tried anew.
-        """
-        self._more = more_batches(batches)
+    def _last(self) -> Verdict:
+        """Return the verdict on the last step that was not applied or whose loss was not finite."""
         record = self._history
         # the losses of an update that is still to come count first
         window = record.judged if record.window.finite() else record.window
         if window is not None and window.explainable():
-            known = None if self._more and window.explainable() else self._known(window)
+            known = None if self._more else self._known(window)
             topic = self._topic(window, CALL) if known is None or self._missing else None
             if known is None:
                 return self._explained(window, CALL)

@@ -36,6 +36,7 @@ from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.record import MicroBatch, versions_of
+from halfstep.step.signals import History
 from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
@@ -45,8 +46,8 @@ __all__ = ["FAILURES", "STEPS", "Trial", "Trials", "highest", "more_batches"]
 STEPS = 12
 """Steps of a trial, the bad one included."""
 
-MOST_BATCHES = 64
-"""So many of the batches given are taken."""
+MOST_BATCHES = 32
+"""So many of the batches given are taken, and kept until the trials end."""
 
 MOST_ON_CPU = 1 << 32
 """Bytes of trial weights, gradients and optimizer state on a CPU, where free memory is not known."""
@@ -59,6 +60,9 @@ BEYOND = 2.0**20
 
 ABSURD = 1e3
 """It is none if it is so many times as large as before or, at first, larger than the square of the batch's values."""
+
+LOST = 3.0
+"""Training is lost if the loss was so many times the usual one before the step and, after the trial, is so still."""
 
 NEAR = 0.25
 """A loss is near that of fp32 if they differ by so much of the largest loss of the fp32 trial, at most."""
@@ -112,17 +116,16 @@ class Trials:
         return self.of(None if base is None else base.replace(dtype="fp32", scale="none"))
 
     @cached_property
+    def before(self) -> list[float]:
+        """Sizes of the losses before the bad step."""
+        history = History() if self.subject.signals is None else self.subject.signals.read()
+        known = zip(history.steps, history.losses, strict=True)
+        return [abs(loss) for step, loss in known if math.isfinite(loss) and step < self.subject.step]
+
+    @property
     def usual(self) -> float | None:
-        """What the size of the loss was before the bad step: the median of the losses kept; None without any."""
-        if self.subject.signals is None:
-            return None
-        history = self.subject.signals.read()
-        before = [
-            abs(loss)
-            for step, loss in zip(history.steps, history.losses, strict=True)
-            if math.isfinite(loss) and step < self.subject.step
-        ]
-        return median(before) if before else None
+        """What the size of the loss was before the bad step: the median of those kept; None without any."""
+        return median(self.before) if self.before else None
 
     def of(self, policy: Policy | None) -> Trial:
         """Return what training under `policy` shows; None: as the loss function is, where no policy is known."""
@@ -300,8 +303,9 @@ class Trials:
         if not trial.finite_once:
             return trial
         losses = trial.losses
-        if trial.outcome:
-            return replace(trial, outcome=f"finite once: {trial.outcome}")
+        wrong = trial.outcome or self._astray(losses)
+        if wrong:
+            return replace(trial, outcome=f"finite once: {wrong}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
         base = self.subject.policy
         if base is None or policy is None or (policy.dtype == "fp32" and policy.scale == "none"):
@@ -327,6 +331,13 @@ class Trials:
         before = "" if self.usual is None else f", and was {self.usual:.3g} before"
         return f"the loss is {loss:.3g}{before}" if abs(loss) > max(BEYOND, natural) else ""
 
+    def _astray(self, losses: Sequence[float]) -> str:
+        """Return in words that the loss had risen before the step, and that the trial does not bring it back."""
+        usual, latest, end = self.usual, self.before[-1] if self.before else 0.0, abs(_end(losses))
+        if not usual or latest <= LOST * usual or end <= LOST * usual:
+            return ""
+        return f"the loss rose from {usual:.3g} to {latest:.3g} before, and is {end:.3g} after {len(losses)} steps"
+
     @cached_property
     def _largest_input(self) -> float:
         found = tensors([(micro.batch, micro.named) for micro in self.subject.replay.window])
@@ -334,7 +345,7 @@ class Trials:
 
 
 def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
-    """Return batches as micro-batches: as many as a trial can use.
+    """Return batches as micro-batches: as many as a trial can use, without those that are not finite themselves.
 
     Raises:
         StepError: they are no iterable of batches.
@@ -347,7 +358,8 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
     for batch in islice(batches, MOST_BATCHES):
         args = tuple(batch) if isinstance(batch, (tuple, list)) else () if isinstance(batch, Mapping) else (batch,)
         named = dict(batch) if isinstance(batch, Mapping) else {}
-        found.append(MicroBatch(args, named, {}, versions_of((args, named))))
+        if all(extremes(tensor)[1] for tensor in tensors((args, named))):
+            found.append(MicroBatch(args, named, {}, versions_of((args, named))))
     return tuple(found)
 
 
