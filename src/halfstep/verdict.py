@@ -41,10 +41,10 @@ BETWEEN, CUT = " | ", "..."
 
 NAMES = {
     3.4028234663852886e38: "float32",
+    3.3895313892515355e38: "bfloat16",
     65504.0: "float16",
     57344.0: "float8_e5m2",
     448.0: "float8_e4m3",
-    3.3895313892515355e38: "bfloat16",
 }
 """Largest number of a format -> its name."""
 

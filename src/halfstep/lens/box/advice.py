@@ -44,7 +44,7 @@ ADVICE = {
 }
 
 CAUSED = {
-    "divergence": "lower the learning rate, warm it up, or clip gradients; go back to a checkpoint from before the "
+    "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "
     "rise: the weights are lost, and no format helps",
     "data": "mend or drop that sample where it is loaded; a batch without it trains",
 }

@@ -62,13 +62,13 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     if verdict.kind == "scale_too_high":
         return "scale", f"at a lower loss scale the step is finite; {verdict.detail}", "shown"
     if wide.trains and _rises(trials):
-        return "divergence", f"fp32 is finite and its loss rises on the same batches: {wide.outcome}", "likely"
+        return "divergence", f"the loss rises in fp32 too: {wide.outcome}", "likely"
     if wide.trains:
         return "precision", f"in fp32 the same steps are finite and train: {wide.outcome}", "shown"
     if wide.finite_once is None:
         return "", "", ""
     if not wide.finite_once and verdict.kind == "overflow" and trials.before:
-        return "divergence", f"fp32 overflows there too, and did not before: {_course(trials.before)}", "likely"
+        return "divergence", f"{_course(trials.before)}, and fp32 overflows there too", "likely"
     if not wide.finite_once:
         value = "value" if verdict.kind == "invalid" else "finite value"
         return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
