@@ -79,7 +79,9 @@ def of_rise(found: Rise, batch: str, rate: float) -> Finding:
         batch: the outlier of a batch with which that began, in words; "" for none.
         rate: the learning rate; 0.0 if there is none.
     """
-    cause = f"{batch}, and then {found}" if batch else f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
+    cause = (
+        f"{batch}, and then {found}" if batch else f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
+    )
     remedy = "leave such batches out, or clamp their values" if batch else "lower the learning rate, or warm it up"
     remedy += f"; clip gradients (clip_norm=1.0); go back to a checkpoint from before step {found.first + 1}"
     return Finding(kind="divergence", role=ROLES[found.what], severity=1.0, cause=cause, remedy=remedy)
