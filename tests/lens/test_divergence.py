@@ -91,8 +91,11 @@ def adam(rate: float) -> Callable[[], tuple[nn.Module, torch.optim.Optimizer]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize(("make", "rate"), [(sgd(1.0), "1"), (sgd(3.0), "3"), (sgd(30.0), "30"), (adam(100.0), "100")])
+@pytest.mark.parametrize(
+    ("make", "rate", "dtype"),
+    [(sgd(1.0), "1", "fp16"), (sgd(3.0), "3", "bf16"), (sgd(30.0), "30", "fp32"), (adam(100.0), "100", "bf16")],
+    ids=["SGD 1 fp16", "SGD 3 bf16", "SGD 30 fp32", "Adam 100 bf16"],
+)
 def test_a_learning_rate_that_is_too_high(
     make: Callable[[], Any], rate: str, dtype: str, subjects: list[Subject]
 ) -> None:
@@ -140,7 +143,7 @@ def controlled(step: hs.TrainStep, data: Iterator[Batch], updates: int, subjects
     monitor, x, y = hs.Monitor(step), torch.empty(0), torch.empty(0)
     for number, (x, y) in enumerate(islice(data, updates), 1):
         step(x, y)
-        if number <= 20 or number % 10 == 0:
+        if number <= 10 or number % 20 == 0:
             assert divergences(monitor) == []
     step(x * math.nan, y)
     step.explain()
@@ -224,7 +227,7 @@ def test_losses_of_a_gan(critic: bool, subjects: list[Subject]) -> None:
     for number, (x, _) in enumerate(islice(batches(), 100)):
         for step, monitor in zip(steps, monitors, strict=True):
             step(torch.randn(32, 4), x)
-            assert number % 10 or divergences(monitor) == []
+            assert number % 20 or divergences(monitor) == []
     for step in steps:
         step(torch.randn(32, 4) * math.nan, x * math.nan)
         step.explain()

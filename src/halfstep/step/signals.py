@@ -170,7 +170,7 @@ class Signals:
         found = {entry[0]: entry for entry in self.recent}  # of two with one number the later one counts
         rows = [_row(*entry[1:]) for entry in found.values()]
         trained = self._weights[-1][1].count if self._weights else 0
-        weights = [(number, seen.norm) for number, seen in self._weights if seen.count == trained]
+        weights = [(number, seen.norm) for number, seen in self._weights if trained and seen.count == trained]
         inputs = [(number, tuple(map(_number, found))) for number, found in self._inputs if found]
         return History(
             steps=tuple(found),
