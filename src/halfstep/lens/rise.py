@@ -1,13 +1,13 @@
 """Rise: whether training is running away, from the history of a run.
 
-Inputs: losses and gradients of its updates, and how the norm of its weights has grown. Output: a `Rise` with its
+Inputs: losses and gradients of its updates, and how its weights have grown. Output: a `Rise` with its
 numbers, or None. The black box asks for less evidence (`BAD`) than `Monitor` (`EARLY`), which sees runs that go on.
 
 Note [run away]: on data of one kind a loss can rise only because updates have moved the weights. So two things are
-asked for: the loss, or the norm of the gradients, is far above earlier ones and has stayed there, and the norm of the
-weights has grown meanwhile. A bad batch raises the loss of its own step, whose weights are as before. A spike at
-the beginning of training, or after a restart of the schedule, comes back; a loss that is large by nature was so before;
-that of a GAN, or of a policy whose first reward has come, rises while the weights stay nearly as large as they were.
+asked for: the loss, or the norm of the gradients, is far above earlier ones and has stayed there, and the weights have
+grown meanwhile. A bad batch raises the loss of its own step, whose weights are as before. A spike at the beginning of
+training, or after a restart of the schedule, comes back; a loss that is large by nature was so before; that of a GAN,
+or of a policy whose first reward has come, rises while the weights stay nearly as large as they were.
 """
 
 from __future__ import annotations
@@ -36,24 +36,28 @@ class Demand:
 
     Attributes:
         digits: decimal digits that values rose by, added up over the steps in a row above the floor.
-        grew: times that the norm of the weights grew meanwhile. From update n to update 2n a healthy one grows by 2 at
-            most, at the beginning of training and from weights that begin at zero.
+        grew: times that the weights grew meanwhile. From update n to update 2n healthy ones grow by 2 at most, at the
+            beginning of training and from zero.
         burst: the same where weights are the only evidence: no loss was finite after the update that was too large.
+        large: how large the weights are then at least. Healthy ones may grow as fast from zero while the learning rate
+            warms up, and are 0.02 to 0.3 once they are trained.
     """
 
     digits: float
     grew: float
     burst: float
+    large: float
 
 
-BAD = Demand(digits=3.0, grew=2.0, burst=10.0)
+BAD = Demand(digits=3.0, grew=2.0, burst=10.0, large=0.1)
 """Of a step that was not finite: one loss of 1,000 times the earlier ones, or two of 32 times."""
 
-EARLY = Demand(digits=6.0, grew=5.0, burst=30.0)
+EARLY = Demand(digits=6.0, grew=5.0, burst=30.0, large=1.0)
 """Of training that is finite and may come back."""
 
 Growth: TypeAlias = Callable[[int], "tuple[int, float, float] | None"]
-"""The number of a step -> the last step until it at which the norm of the weights is known, the norm then, and now."""
+"""The number of a step -> the last step until it at which the size of the weights is known, the size then, and now: the
+root mean square, or the largest one."""
 
 UNKNOWN = (0, math.nan, math.nan)
 
@@ -63,12 +67,12 @@ class Rise:
     """A quantity that has run away.
 
     Attributes:
-        what: `LOSS`, `GRADIENTS` or `WEIGHTS`: of the last two a norm, or the largest magnitude where that is known.
+        what: `LOSS`; `GRADIENTS`, their norm or the largest of them; `WEIGHTS`, their size.
         first: the last step before it rose.
         last: the last step that it is known of.
         before: its value at `first`.
         after: its value at `last`.
-        grew: times that the norm of the weights grew since `first`; inf: from zero, or to inf; nan: not known.
+        grew: times that the size of the weights grew since `first`; inf: from zero, or to inf; nan: not known.
     """
 
     what: str
@@ -106,7 +110,7 @@ def rise(rows: Sequence[tuple[int, float, float]], growth: Growth, demand: Deman
                 return replace(found, grew=grew)
     if rows:
         first, before, now = growth(rows[max(len(rows) // 2 - 1, 0)][0]) or UNKNOWN
-        if before and math.isfinite(now) and now >= demand.burst * before:
+        if before and math.isfinite(now) and now >= max(demand.burst * before, demand.large):
             return Rise(what=WEIGHTS, first=first, last=rows[-1][0], before=before, after=now)
     return None
 

@@ -248,7 +248,7 @@ class History:
         self.landing = Landing() if landing is None else landing
         self.signals = Signals() if signals is None else signals
         self._limit = LIMIT
-        self._usual = math.inf  # the largest magnitude of the losses, fading
+        self._usual = math.inf  # the largest sum of the losses of a window, fading
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
         self.window = Window()
         self.judged: Window | None = None
@@ -379,14 +379,14 @@ class History:
 
         The batch of one far above those before is sampled: later it tells a bad batch from training that ran away.
         """
-        found = [number(loss) for loss in losses if type(loss) is Tensor and not loss.is_cuda]
-        if not all(map(math.isfinite, found)):
+        found = [abs(number(loss)) for loss in losses if type(loss) is Tensor and not loss.is_cuda]
+        size, usual = sum(found), FADE * self._usual
+        if not size < math.inf:
             return True
-        largest = max(map(abs, found), default=0.0)
-        if largest > JUMP * self._usual and len(found) == len(window.batches):
-            micro = max(zip(found, window.batches, strict=True), key=lambda pair: abs(pair[0]))[1]
+        if size > JUMP * usual and len(found) == len(window.batches):
+            micro = window.batches[found.index(max(found))]
             self.signals.sample_batch(window.last, tensors((micro.batch, micro.named)))
-        self._usual = max(largest, FADE * self._usual) if self._usual < math.inf else largest
+        self._usual = size if size > usual or usual == math.inf else usual
         return False
 
     def _find_changing(self) -> None:
