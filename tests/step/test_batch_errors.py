@@ -45,7 +45,9 @@ def test_a_label_out_of_range() -> None:
 
 def test_an_index_out_of_range() -> None:
     step = step_of(nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 4)), embed)
-    with pytest.raises(IndexError, match=r"^input 0 holds 10 in sample 2 at \[1\] \(2 such values\), and the embedding"):
+    with pytest.raises(
+        IndexError, match=r"^input 0 holds 10 in sample 2 at \[1\] \(2 such values\), and the embedding"
+    ):
         step(IDS)
 
 
