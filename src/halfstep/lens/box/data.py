@@ -30,7 +30,7 @@ from halfstep.step.batch_errors import inputs, place
 from halfstep.step.record import MicroBatch
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["suspects"]
+__all__ = ["Outlier", "outlier", "suspects"]
 
 Given: TypeAlias = list[tuple[int, str, Tensor]]
 """Index, name and tensor of inputs."""
@@ -71,8 +71,14 @@ CASTS = frozenset({"to", "float", "type", "half", "bfloat16", "double", "type_as
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlier:
-    """Far values of one input: at most `rest` in magnitude are all other values, `text` says what is wrong."""
+class Outlier:
+    """Far values of one input.
+
+    Attributes:
+        index: of the input.
+        rest: the largest magnitude of all other values.
+        text: what is wrong, in words.
+    """
 
     index: int
     rest: float
@@ -208,9 +214,9 @@ def _targets(micro: MicroBatch, trace: Trace) -> Iterator[str]:
         if tensor.numel() == math.prod(call.shapes[0]) and bool(bad.any()):
             flat = int(bad.flatten().nonzero()[0])
             value, count = tensor.flatten()[flat].item(), int(bad.sum())
-            shown_count = f" ({count} of {tensor.numel()} such values)" if count > 1 else ""
+            counted = f" ({count} of {tensor.numel()} such values)" if count > 1 else ""
             yield (
-                f"{name}, the target of {call.site.op}, holds {value:g} in {place(tensor, flat)}{shown_count}; outside "
+                f"{name}, the target of {call.site.op}, holds {value:g} in {place(tensor, flat)}{counted}; outside "
                 "of 0 to 1 the loss has no minimum"
             )
 
@@ -228,13 +234,11 @@ def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Give
             continue
         order = next((i for i, t in enumerate(floating) if t is tensor), -1)
         past = [m[order] for m in earlier if 0 <= order < len(m) and math.isfinite(m[order])]
-        outlier = _outlier(index, name, tensor.detach(), past)
-        if outlier is not None:
-            found.append(outlier)
-    if not found or not _matters(subject, attempt, {o.index: o.rest for o in found}):
+        if (far := outlier(index, name, tensor.detach(), past)) is not None:
+            found.append(far)
+    if not found or not _matters(subject, attempt, {far.index: far.rest for far in found}):
         return []
-    clipped = "clipped to that, the step is finite"
-    return [f"{outlier.text}; {clipped}" for outlier in found]
+    return [f"{far.text}; clipped to that, the step is finite" for far in found]
 
 
 def _earlier(subject: Subject) -> list[tuple[float, ...]]:
@@ -245,8 +249,15 @@ def _earlier(subject: Subject) -> list[tuple[float, ...]]:
     return [maxima for number, maxima in subject.signals.read().inputs if number <= before]
 
 
-def _outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> _Outlier | None:
-    """Return the outliers of one input, None if it has none."""
+def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier | None:
+    """Return the outliers of one input, None if it has none.
+
+    Args:
+        index: of the input.
+        name: of it, for the text.
+        tensor: it.
+        past: largest magnitudes of it in earlier batches.
+    """
     values = tensor.to(torch.float64)
     sizes = values.abs()
     if not bool(torch.isfinite(sizes).all()):
@@ -264,11 +275,11 @@ def _outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> _Outli
         text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
         if count > 1:
             text += f" ({count} such values, in {shown(rows)})"
-        return _Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
+        return Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
     if len(past) >= EARLIER and _rare([math.log(m) for m in past if m > 0.0], largest, RARE_BATCH):
         flat = int(sizes.flatten().argmax())
         text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
-        return _Outlier(index, usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}")
+        return Outlier(index, usual, f"{text}; in {len(past)} earlier batches the largest was {usual:.4g}")
     return None
 
 
@@ -299,6 +310,8 @@ def _rest_by_markers(values: Tensor, sizes: Tensor) -> float:
     far = sizes * RATIO > largest
     marked, others = values[far], sizes[~far]
     if marked.numel() < MARKERS or 2 * marked.numel() > values.numel() or not bool((marked == marked[0]).all()):
+        return 0.0
+    if values.dim() > 1 and bool(far.flatten(0, -2).all(0).any()):  # a column of another unit
         return 0.0
     return float(others.max()) if others.unique().numel() > 10 else 0.0  # a mask has two or three values
 

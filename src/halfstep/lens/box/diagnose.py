@@ -39,7 +39,7 @@ CAST = "to"
 """The operator that a weight is cast by when an update writes its low copy."""
 
 LARGE = 1e3
-"""Larger weights get a note: as a rule updates have made them so."""
+"""Larger weights get a note."""
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
 
@@ -235,7 +235,7 @@ def _verdict_on(source: Source, culprit: str) -> Verdict:
             notes = (*notes, f"reaches the gradient of {culprit}")
         rows = path(call, small=kind == "invalid" and not source.over)
         told = story(rows)
-        if (first := first_extreme(rows)) and kind == "overflow":
+        if kind == "overflow" and not source.name and (first := first_extreme(rows)):
             notes = (*notes, first)
     return Verdict(
         kind=kind,
@@ -317,11 +317,11 @@ def _precise(subject: Subject, weight: nn.Parameter) -> Iterator[Tensor]:
 
 
 def _large(subject: Subject) -> Iterator[str]:
-    """Yield a note on the largest weight, if it is so large that updates have probably made it so."""
+    """Yield a note on the largest weight, if it is out of the normal range."""
     found = [(extremes(p)[0], name) for name, p in subject.model.named_parameters() if not is_lazy(p)]
     value, name = max(found, default=(0.0, ""))
     if value > LARGE:
-        yield f"{name} holds values as large as {value:.3g}; if updates made them so, lower the learning rate"
+        yield f"{name} holds values as large as {value:.3g}"
 
 
 def _only_gradients(attempt: Attempt) -> bool:

@@ -118,6 +118,7 @@ class Source:
         limit: largest number of the format of the result.
         written: whether the program itself wrote a NaN there.
         masks: for tensors from outside: whether -inf is the only infinity in it, as in additive masks.
+        position: of a tensor among those from outside, in their order.
         additive: whether it holds nothing but 0 and -inf besides.
         over: innocent sources that the operator made NaN of: the masks.
         samples: where the result is not finite, in its first dimension; () if that is everywhere or not known.
@@ -134,6 +135,7 @@ class Source:
     limit: float = 0.0
     written: bool = False
     masks: bool = False
+    position: int = 0
     additive: bool = False
     over: tuple[Source, ...] = ()
     samples: tuple[int, ...] = ()
@@ -146,10 +148,10 @@ class Source:
         calls, outside = self.needs
         return set(outside) | {root for call in calls for above in call.upstream() for root in above.outside}
 
-    def rank(self) -> tuple[bool, bool, bool, int]:
+    def rank(self) -> tuple[bool, bool, bool, int, int]:
         """Return a sort key that puts first causes first: state and batch, then operators; innocent ones come last."""
         kernels = self.kind == "constant" and self.call is not None and self.call.site.phase == "backward"
-        return self.innocent, kernels, self.kind == "operator", self.order
+        return self.innocent, kernels, self.kind == "operator", self.order, self.position
 
     @property
     def innocent(self) -> bool:
@@ -325,7 +327,11 @@ class Origins:
             masks = (
                 kind in {"buffer", "batch", "constant"} and not nan and not bool((tensor.detach() == math.inf).any())
             )
-            made = frozenset({Source(kind, self._order, name, record, masks=masks, additive=masks and largest == 0.0)})
+            position = next((index for index, known in enumerate(self._outside) if known == key), 0)
+            additive = masks and largest == 0.0
+            made = frozenset(
+                {Source(kind, self._order, name, record, masks=masks, position=position, additive=additive)}
+            )
         self._set(tensor, made)
         return made
 

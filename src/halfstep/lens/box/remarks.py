@@ -94,15 +94,17 @@ def _rows(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return which target is longer than its input lets it be."""
+    """Return which target needs more time steps than its input has; a label that repeats needs one more."""
     names = ("log_probs", "targets", "input_lengths", "target_lengths")
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs, lengths = (torch.as_tensor(named[name]).tolist() for name in names[2:])
-    pairs = zip(inputs, lengths, strict=True) if isinstance(inputs, list) else [(inputs, lengths)]
-    for sample, (frames, letters) in enumerate(pairs):
-        if letters > frames:
-            return f"sample {sample} has {letters} labels and {frames} time steps, and each label needs one"
-    return "a label that repeats needs a time step more, and some sample has too few"
+    inputs, lengths = (torch.as_tensor(named[name]).flatten().tolist() for name in names[2:])
+    targets = named["targets"]
+    rows = list(targets) if targets.dim() > 1 else targets.split(lengths)
+    for sample, (frames, letters, row) in enumerate(zip(inputs, lengths, rows, strict=True)):
+        needed = letters + int((row[1:letters] == row[: letters - 1]).sum()) if letters else 0
+        if needed > frames:
+            return f"sample {sample} has {letters} labels, which need {needed} time steps, and has {frames}"
+    return ""
 
 
 def shown(samples: list[int] | tuple[int, ...]) -> str:

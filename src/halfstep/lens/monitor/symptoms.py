@@ -20,6 +20,9 @@ __all__ = ["of_rise", "symptoms"]
 ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
 """What has run away -> the role of a finding."""
 
+GAP, SPARSE = 2, 0.1
+"""In so many binades above the subnormal numbers there are so few, beside those, that a gap lies between."""
+
 SUBNORMAL = 0.25
 """Of the numbers that are left: a gradient spreads over some ten bits, so much in the last ones means many below."""
 
@@ -128,7 +131,7 @@ def _of_gradient(parameter: ParameterRecord, format: Format, near_zero: bool) ->
     if not sketch.count or not format.is_narrow:
         return
     zeros, low = parameter.zeros, _subnormal(sketch, format)
-    if sketch.nonzero and _rounded(sketch, format):
+    if sketch.nonzero and _rounded(sketch, format) and not _apart(sketch, format):
         if low >= SUBNORMAL or (low >= SUBNORMAL_BESIDE_ZEROS and zeros >= ZEROS):
             bits = math.log2(sketch.best_scale(format))
             raised = f"multiply the loss scale by at least 2**{bits:g}" if bits > 0 else "use bf16"
@@ -214,6 +217,18 @@ def _clipped(what: str, format: Format) -> tuple[str, str]:
 
 def _subnormal(sketch: ExponentSketch, format: Format) -> float:
     return sketch.subnormal(format)[1]
+
+
+def _apart(sketch: ExponentSketch, format: Format) -> bool:
+    """Return whether a gap lies between the subnormal numbers and the others: those are rounding errors of zeros.
+
+    Numbers that a format cuts off fall off steadily towards its end. The gradient of a bias of keys is zero in exact
+    arithmetic, because a softmax does not change when all of its inputs rise alike.
+    """
+    end = round(math.log2(format.smallest_normal))
+    below = sum(count for e, count in sketch.exponents.items() if e < end)
+    beside = sum(count for e, count in sketch.exponents.items() if end <= e < end + GAP)
+    return beside < SPARSE * below and sketch.nonzero > below + beside
 
 
 def _rounded(sketch: ExponentSketch, format: Format) -> bool:
