@@ -287,8 +287,10 @@ class BlackBox(Box):
         kept = () if seen is None else (*self._memory.window.buffers, *self._statistics.kept())
         spoiled = self._loop.spoil(poisoned(kept, unwrap(self.model)), self.step)
         if verdict is not None:
-            if spoiled:
-                verdict = self.verdict = replace(verdict, notes=(*verdict.notes, spoiled))
+            notes = [spoiled] if spoiled else []
+            if seen is not None and not self._is_written():
+                notes.append("its update was not applied: the weights are as they were")
+            verdict = self.verdict = replace(verdict, notes=(*verdict.notes, *notes))
             self._announce(verdict, dynamic=seen is not None and seen.scaling == "dynamic")
         if spoiled:
             self._warn_once("buffers", spoiled)
@@ -311,8 +313,10 @@ class BlackBox(Box):
 
     def _is_updated(self) -> bool:
         """Return whether the update of the last step has begun."""
-        if self.optimizer is not None:
-            return self._loop.updated
+        return self._is_written() if self.optimizer is None else self._loop.updated
+
+    def _is_written(self) -> bool:
+        """Return whether a weight has been written to since the last forward pass."""
         return [p._version for p in self._parameters] != self._versions
 
     def _scale(self) -> float:
@@ -357,8 +361,12 @@ class BlackBox(Box):
             self.verdict = Verdict(kind="scale_too_high", phase="backward", step=self.step, rank=rank(), detail=detail)
             return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
-        if [p._version for p in self._parameters] != self._versions:
+        if self._is_written():
             note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
+            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+        if len(self._scales) >= STUCK and subject.scaling == "static":
+            note = f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each"
+            note += " step, and make the scaler once, before the loop"
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
         seed = self._memory.window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:

@@ -273,8 +273,15 @@ class Loop:
             self._tries = TRIES  # no loss scaling
             return
         frame = sys._getframe()
-        if self._made and all(_is_same(*one) for one in self._made) and not _in_scaler(frame):
-            if any(math.isclose(whole / scale, round(whole / scale)) for whole in _scales_near(frame)):
+        near = _scales_near(frame)
+        if any(math.isclose(scale, one * one) for one in near):
+            self.facts["the loss is scaled twice"] = Fact(
+                because=f"the loss was multiplied by {scale:g} before backward(), the square of the loss scale, and "
+                "gradients are divided by it once",
+                advice="call scaler.scale(loss) once",
+            )
+        elif self._made and all(_is_same(*one) for one in self._made) and not _in_scaler(frame):
+            if any(math.isclose(one / scale, round(one / scale)) for one in near):
                 self.facts["gradients are not divided by the loss scale"] = Fact(
                     because=f"optimizer.step() ran in the place of scaler.step(optimizer): it applied gradients that "
                     f"are multiplied by the loss scale, {scale:g}",
@@ -384,7 +391,7 @@ class Loop:
 
     def _state(self) -> list[tuple[Tensor, Tensor, int]]:
         """Return (parameter, gradient, version) of those that stand for all."""
-        if not self._watched or any(p.grad is None for p in self._watched):
+        if all(p.grad is None for p in self._watched):
             found = [p for p in self._parameters() if p.grad is not None and p.grad.layout is torch.strided]
             self._watched = sorted(found, key=Tensor.numel)[:WATCHED]
         return [(p, p.grad, p.grad._version) for p in self._watched if p.grad is not None]
