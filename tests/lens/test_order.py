@@ -398,6 +398,24 @@ def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest
     assert "the update of step 2 wrote it" in box.explain().because
 
 
+@pytest.mark.hours
+def test_an_optimizer_whose_step_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    program = Program(kind=torch.optim.Adam)
+    program.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step = torch.compile(program.optimizer.step, backend="eager")
+
+    def body(p: Program, number: int) -> None:
+        p.backward(number, math.nan if number == 3 else 1.0)
+        step()
+        p.optimizer.zero_grad()
+
+    texts = said(program, body, caplog, 4)
+    verdict = program.box.verdict
+    assert verdict is not None and (verdict.kind, verdict.step) == ("bad_batch", 3)
+    assert any("its update was applied" in note for note in verdict.notes)
+    assert not any("was not looked at" in text for text in texts)
+
+
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gradients_of_a_bad_step_that_are_never_cleared_are_the_loops(
     scaled: bool, caplog: pytest.LogCaptureFixture

@@ -449,7 +449,8 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return whole
 
 
 def _is_round(number: float) -> bool:

@@ -164,7 +164,7 @@ class Box:
             if verdict.parameter in parts:
                 verdict = replace(verdict, notes=(*verdict.notes, f"in the part of it that rank {subject.rank} has"))
             verdict = self._judged(verdict)
-            self._mine = self.verdict = verdict if verdict.cures else _cured(subject, verdict, attempt)
+            self._mine = self.verdict = verdict if verdict.because else _cured(subject, verdict, attempt)
             self._missing = ()
             if topic is not None:
                 self.verdict = self._first_of_ranks(topic, topic.patience + replays)
