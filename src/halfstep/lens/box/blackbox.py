@@ -204,11 +204,11 @@ class BlackBox(Box):
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Read the flag, and what this call of the optimizer's step is about to do."""
         try:
+            self._read(updating=True)
             window = self._memory.window.batches
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
             with torch.no_grad():
                 self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
-            self._read(updating=True)
             first = self._loop.wrote is None and self._explained_step != self.step
             if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone

@@ -288,9 +288,9 @@ class Box:
 
     def _announce(self, verdict: Verdict, *, dynamic: bool = False) -> None:
         """Log what happened and what helps in one line, once for each cause; nothing if a dynamic scale is to fall."""
-        self._trouble.verdict = verdict
         if verdict.kind == "scale_too_high" and dynamic:
             return
+        self._trouble.verdict = verdict
         verified = [cure for cure in verdict.cures if cure.verified]
         text = verdict.headline
         if verified and verdict.kind != "scale_too_high":
