@@ -198,6 +198,8 @@ HEALTHY: dict[str, tuple[Body, dict[str, Any]]] = {
     "zero_grad first": (clears_first, {}),
     "zero_grad after the forward pass": (clears_between, {}),
     "set_to_none=False": (zeroes, {}),
+    "set_to_none=False, foreach": (zeroes, {"foreach": True}),
+    "set_to_none=False, fused": (zeroes, {"fused": True}),
     "accumulation": (accumulates, {}),
     "clip in order": (clips, {}),
     "clip to a scaled limit": (clips_scaled_limit, {}),
@@ -230,7 +232,7 @@ def test_a_loop_that_skips_by_hand_is_not_accused(caplog: pytest.LogCaptureFixtu
     assert len(texts) == 1 and "linear" in texts[0]
     verdict = program.box.verdict
     assert verdict is not None and verdict.step == 4 and verdict.cause != "loop"
-    assert not any("applied" in note for note in verdict.notes)
+    assert "its update was not applied: the weights are as they were" in verdict.notes
 
 
 def test_closures_are_not_accused(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,6 +298,11 @@ def clears_too_early(p: Program, step: int) -> None:
     p.update()
 
 
+def scales_twice(p: Program, step: int) -> None:
+    p.scaler.scale(p.scaler.scale(p.box(*data(step)))).backward()
+    plain_end(p)
+
+
 def clips_first(p: Program, step: int) -> None:
     p.backward(step)
     p.clip()
@@ -319,6 +326,7 @@ WRONG: dict[str, tuple[Body, str, int]] = {
     "steps twice": (steps_twice, r"stepped twice with the gradients of one backward pass, at test_order.py:\d+ and", 2),
     "the scaler steps twice": (scaler_steps_twice, r"stepped twice with the gradients of one backward pass", 2),
     "clears too early": (clears_too_early, r"zero_grad\(\) ran between backward\(\) and the update", 2),
+    "scales twice": (scales_twice, r"multiplied by 262144 before backward\(\), the square of the loss scale", 2),
     "clips first": (clips_first, r"clip_grad_norm_ ran before unscale_.*0\.1 / 1024", 3),
     "clips values first": (clips_values_first, r"clip_grad_value_ ran before unscale_.*0\.01 / 1024", 3),
     "forgets the scaler": (forgets_the_scaler, r"in the place of scaler.step.*multiplied by the loss scale, 1024", 1),
@@ -390,6 +398,25 @@ def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest
     assert "the update of step 2 wrote it" in box.explain().because
 
 
+@pytest.mark.hours
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_an_optimizer_whose_step_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    program = Program()
+    program.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step = torch.compile(program.optimizer.step, backend="eager")
+
+    def body(p: Program, number: int) -> None:
+        p.backward(number, math.nan if number == 3 else 1.0)
+        step()
+        p.optimizer.zero_grad()
+
+    texts = said(program, body, caplog, 4)
+    verdict = program.box.verdict
+    assert verdict is not None and (verdict.kind, verdict.step) == ("bad_batch", 3)
+    assert any("its update was applied" in note for note in verdict.notes)
+    assert not any("was not looked at" in text for text in texts)
+
+
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gradients_of_a_bad_step_that_are_never_cleared_are_the_loops(
     scaled: bool, caplog: pytest.LogCaptureFixture
@@ -455,8 +482,11 @@ def test_a_scale_that_never_falls_is_not_called_dynamic(caplog: pytest.LogCaptur
         p.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
         plain(p, step)
 
-    texts = said(Program(), body, caplog, 8)
-    assert len(texts) == 1 and "step 6" in texts[0] and "fixed" in texts[0]
+    program = Program()
+    texts = said(program, body, caplog, 8)
+    assert len(texts) == 1 and "step 6" in texts[0]
+    verdict = program.box.verdict
+    assert verdict is not None and "fixed" in verdict.detail and any("make the scaler once" in n for n in verdict.notes)
 
 
 def test_a_good_step_reads_two_gradients_only() -> None:

@@ -323,7 +323,29 @@ def parallel(rank: int) -> list[Any]:
     return found
 
 
+def streak(rank: int) -> list[Any]:
+    """Train through four steps whose gradients are not finite: at no scale on the second rank, or at this one."""
+
+    def sloped(model: nn.Module, x: Tensor, y: Tensor, much: Tensor) -> Tensor:
+        h = model(x).float()
+        root = (h * 0).sum().sqrt() if float(much) == 0 else h.new_zeros(())  # finite, with a gradient that is not
+        return F.cross_entropy(h, y) * max(float(much), 1.0) + root  # type: ignore[no-any-return]
+
+    found: list[Any] = []
+    for kind in ("ddp", "fsdp2"):
+        for fault in ("invalid", "scale"):
+            step = built(kind, DYNAMIC, sloped, scale=2.0**16)
+            said: list[Any] = []
+            for i in range(4):
+                skipped = step(*batch(i, rank, fault if rank else "")).host().skipped
+                box = box_of(step)
+                said.append((skipped, None if box is None else box.verdict))
+            found.append(said)
+    return found
+
+
 CASES: dict[str, Callable[..., Any]] = {
+    "streak": streak,
     "blamed": blamed,
     "behind": behind,
     "torn": torn,
@@ -338,6 +360,7 @@ CASES: dict[str, Callable[..., Any]] = {
 }
 PATIENT = {
     "blamed",
+    "streak",
     "behind",
     "torn",
     "counted",
@@ -384,6 +407,18 @@ def test_every_rank_names_the_rank_with_the_fault_and_trains_as_without_a_box(bo
                 assert by_itself == asked and (asked.kind, asked.rank) == (fault, guilty), where
                 assert asked.ranks == (guilty,) and f"on rank {guilty}" in asked.headline, where
                 assert "no verdict" not in str(asked) and asked.cures, where
+
+
+def test_the_third_bad_step_in_a_row_is_decided_together(both: Both) -> None:
+    assert both[0]["streak"] == both[1]["streak"] and both[0]["streak seconds"] < 60
+    for number, steps in enumerate(both[0]["streak"]):
+        assert all(skipped for skipped, _ in steps[:3])
+        *before, verdict = [verdict for _, verdict in steps[:3]]
+        assert before == [None, None]
+        if number % 2 == 0:
+            assert (verdict.kind, verdict.op, verdict.ranks, verdict.step) == ("invalid", "sqrt", (1,), 3)
+        else:  # sharded parameters are gathered for the replay that decides, which makes a verdict
+            assert verdict is None if number == 1 else verdict.kind == "scale_too_high"
 
 
 def test_ranks_whose_flags_are_late_examine_a_bad_update_together_before_the_next(both: Both) -> None:

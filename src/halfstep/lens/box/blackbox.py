@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfstep.cast.regions.autocast import autocast, decorated
+from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
@@ -126,9 +127,9 @@ class BlackBox(Box):
         self._around: list[AbstractContextManager[Any]] = []  # regions that the last call was made in
         self._added = False  # whether gradients were there before the backward pass
         if optimizer is not None:
-            optimizer.register_step_pre_hook(self._before_update)
-            if callable(after := getattr(optimizer, "register_step_post_hook", None)):
-                after(self._after_update)
+            for register, hook in (("pre", self._before_update), ("post", self._after_update)):
+                if callable(add := getattr(optimizer, f"register_step_{register}_hook", None)):
+                    add(hook)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Return ``loss_fn(model, *batch, **named)`` and keep the call.
@@ -201,14 +202,14 @@ class BlackBox(Box):
             self._flag = None
             self._failed(f"the gradients of step {self.step} were not looked at", error)
 
-    @torch.no_grad()
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Read the flag, and what this call of the optimizer's step is about to do."""
         try:
+            self._read(updating=True)
             window = self._memory.window.batches
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
-            self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
-            self._read(updating=True)
+            with torch.no_grad():
+                self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
             first = self._loop.wrote is None and self._explained_step != self.step
             if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
@@ -216,13 +217,13 @@ class BlackBox(Box):
         except Exception as error:
             self._failed(f"the update of step {self.step} was not looked at", error)
 
-    @torch.no_grad()
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find out whether a bad step was applied, and report it."""
         try:
-            update = self._loop.after_update(closure=_closure(args, kwargs))
-            if update is not None and self.verdict is not None and self._explained_step == self.step:
-                self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
+            with torch.no_grad():
+                update = self._loop.after_update(closure=_closure(args, kwargs))
+                if update is not None and self.verdict is not None and self._explained_step == self.step:
+                    self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
             self._report(applied=update is not None)
         except Exception as error:
             self._failed(f"the update of step {self.step} was not looked at", error)
@@ -288,8 +289,10 @@ class BlackBox(Box):
         kept = () if seen is None else (*self._memory.window.buffers, *self._statistics.kept())
         spoiled = self._loop.spoil(poisoned(kept, unwrap(self.model)), self.step)
         if verdict is not None:
-            if spoiled:
-                verdict = self.verdict = replace(verdict, notes=(*verdict.notes, spoiled))
+            notes = [spoiled] if spoiled else []
+            if seen is not None and not self._is_written():
+                notes.append("its update was not applied: the weights are as they were")
+            verdict = self.verdict = replace(verdict, notes=(*verdict.notes, *notes))
             self._announce(verdict, dynamic=seen is not None and seen.scaling == "dynamic")
         if spoiled:
             self._warn_once("buffers", spoiled)
@@ -312,8 +315,10 @@ class BlackBox(Box):
 
     def _is_updated(self) -> bool:
         """Return whether the update of the last step has begun."""
-        if self.optimizer is not None:
-            return self._loop.updated
+        return self._is_written() if self.optimizer is None else self._loop.updated
+
+    def _is_written(self) -> bool:
+        """Return whether a weight has been written to since the last forward pass."""
         return [p._version for p in self._parameters] != self._versions
 
     def _scale(self) -> float:
@@ -358,8 +363,12 @@ class BlackBox(Box):
             self.verdict = Verdict(kind="scale_too_high", phase="backward", step=self.step, rank=rank(), detail=detail)
             return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
-        if [p._version for p in self._parameters] != self._versions:
+        if self._is_written():
             note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
+            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+        if len(self._scales) >= STUCK and subject.scaling == "static":
+            note = f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each"
+            note += " step, and make the scaler once, before the loop"
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
         seed = self._memory.window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:
@@ -403,6 +412,13 @@ class BlackBox(Box):
 def _closure(args: Any, kwargs: Any) -> bool:
     """Return whether an optimizer's step was given a closure."""
     return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
+
+
+# An optimizer's step that is compiled calls these hooks as they are.
+for hook in (BlackBox._before_update, BlackBox._after_update):
+    run_eagerly(hook)
+    vars(hook)["_torchdynamo_disable"] = True
+    vars(hook)["_torchdynamo_disable_msg"] = "a hook of hs.BlackBox"
 
 
 def _regions_here() -> list[AbstractContextManager[Any]]:

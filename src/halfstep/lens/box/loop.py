@@ -84,7 +84,7 @@ class _Update:
     Attributes:
         weights: (parameter, a copy from before) of those whose gradient is not finite.
         line: the user's line.
-        scaler: whether a scaler that has scaled a loss is within reach of the line.
+        scaler: whether the loss was scaled and a scaler is within reach of the line.
     """
 
     weights: list[tuple[Tensor, Tensor]]
@@ -182,7 +182,7 @@ class Loop:
             return
         self._update = None
         if bad:
-            self._update = self._bad_update()
+            self._update = self._bad_update(scale)
         elif not self._updates:
             self._sample(scale)
             self._look_for_gradients()
@@ -216,7 +216,7 @@ class Loop:
 
     # ------------------------------------------------------------------ what is wrong
 
-    def _bad_update(self) -> _Update | None:
+    def _bad_update(self, seed: Tensor | None) -> _Update | None:
         """Return the call that is about to apply gradients that are not finite; None if a scaler made it."""
         frame = sys._getframe()
         if _in_scaler(frame):  # which lets the optimizer skip on the device
@@ -229,7 +229,8 @@ class Loop:
                 if weights and room < 0:
                     break
                 weights.append((parameter, parameter.detach().clone()))
-        return _Update(weights, _line(), bool(_scales_near(frame))) if weights else None
+        scaled = seed is not None and extremes(seed)[0] > 1.0
+        return _Update(weights, _line(), scaled and bool(_scales_near(frame))) if weights else None
 
     def _look_for_gradients(self) -> None:
         """Find out whether the gradients were cleared before the first updates of the run."""
@@ -273,8 +274,16 @@ class Loop:
             self._tries = TRIES  # no loss scaling
             return
         frame = sys._getframe()
-        if self._made and all(_is_same(*one) for one in self._made) and not _in_scaler(frame):
-            if any(math.isclose(whole / scale, round(whole / scale)) for whole in _scales_near(frame)):
+        near = _scales_near(frame)
+        if any(math.isclose(scale, one * one) for one in near):
+            self.facts["the loss is scaled twice"] = Fact(
+                because=f"the loss was multiplied by {scale:g} before backward(), the square of the loss scale, and "
+                "gradients are divided by it once",
+                advice="call scaler.scale(loss) once",
+            )
+        elif self._made and all(_is_same(*one) for one in self._made) and not _in_scaler(frame):
+            shares = (one / scale for one in near)  # of accumulated micro-batches
+            if any(math.isclose(share, round(share)) and 1 <= share <= UNKNOWN for share in shares):
                 self.facts["gradients are not divided by the loss scale"] = Fact(
                     because=f"optimizer.step() ran in the place of scaler.step(optimizer): it applied gradients that "
                     f"are multiplied by the loss scale, {scale:g}",
@@ -384,7 +393,7 @@ class Loop:
 
     def _state(self) -> list[tuple[Tensor, Tensor, int]]:
         """Return (parameter, gradient, version) of those that stand for all."""
-        if not self._watched or any(p.grad is None for p in self._watched):
+        if all(p.grad is None for p in self._watched):
             found = [p for p in self._parameters() if p.grad is not None and p.grad.layout is torch.strided]
             self._watched = sorted(found, key=Tensor.numel)[:WATCHED]
         return [(p, p.grad, p.grad._version) for p in self._watched if p.grad is not None]
@@ -442,7 +451,8 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return whole
 
 
 def _is_round(number: float) -> bool:
@@ -466,7 +476,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_scaler(value: Any) -> bool:
     """Return whether a value is a GradScaler that is on: torch's, halfstep's or one made from them."""
     kinds = (kind.__name__ for kind in type(value).__mro__)
-    return any("GradScaler" in kind for kind in kinds) and bool(getattr(value, "_enabled", True))
+    return any("GradScaler" in kind for kind in kinds) and not isinstance(value, type) and bool(value.is_enabled())
 
 
 def _in_scaler(frame: FrameType | None) -> bool:
@@ -474,16 +484,21 @@ def _in_scaler(frame: FrameType | None) -> bool:
     return any(_is_scaler(one.f_locals.get("self")) for one in _frames(frame))
 
 
+def _attributes(owner: object) -> list[Any]:
+    """Return the values of an object's attributes; none of a class, of a module, and of what has or shows none."""
+    try:
+        return [] if isinstance(owner, (type, ModuleType)) else list(vars(owner).values())
+    except Exception:  # a stand-in for another object may raise anything
+        return []
+
+
 def _scales_near(frame: FrameType | None) -> list[float]:
-    """Return the scales of the scalers that the program around the step has in its variables and has used."""
+    """Return the scales of the scalers that the program around the step has in its variables."""
     user, _ = user_frame(frame)
     found: dict[int, Any] = {}
     for one in _frames(user):
         values = [*one.f_locals.values(), *one.f_globals.values()]
         for owner in one.f_locals.values():  # self, or what holds the parts of a loop
-            values += [] if isinstance(owner, (type, ModuleType)) else getattr(owner, "__dict__", {}).values()
+            values += _attributes(owner)
         found.update({id(value): value for value in values if _is_scaler(value)})
-    used = [
-        s for s in found.values() if getattr(s, "_scale", None) is not None or getattr(s, "_state", None) is not None
-    ]
-    return [float(scaler.get_scale()) for scaler in used]
+    return [float(scaler.get_scale()) for scaler in found.values()]

@@ -192,7 +192,7 @@ class Box:
             if verdict.parameter in parts:
                 verdict = replace(verdict, notes=(*verdict.notes, f"in the part of it that rank {subject.rank} has"))
             verdict = self._judged(verdict)
-            self._mine = self.verdict = verdict if verdict.cures else _cured(subject, verdict, attempt)
+            self._mine = self.verdict = verdict if verdict.because else _cured(subject, verdict, attempt)
             self._missing = ()
             if topic is not None:
                 self.verdict = self._first_of_ranks(topic, topic.patience + replays)
@@ -316,9 +316,9 @@ class Box:
 
     def _announce(self, verdict: Verdict, *, dynamic: bool = False) -> None:
         """Log what happened and what helps in one line, once for each cause; nothing if a dynamic scale is to fall."""
-        self._trouble.verdict = verdict
         if verdict.kind == "scale_too_high" and dynamic:
             return
+        self._trouble.verdict = verdict
         verified = [cure for cure in verdict.cures if cure.verified]
         text = verdict.headline
         if verified and verdict.kind != "scale_too_high":
