@@ -46,7 +46,7 @@ from tests.faults.story_score import curable, cure_right, parts_right, place_rig
 
 __all__ = ["main", "scored", "verdict_on"]
 
-LIMIT = 120.0
+LIMIT = 240.0
 """Seconds that a story may take."""
 
 EVERY = 10
@@ -89,7 +89,7 @@ def asked(explain: Callable[[], Verdict]) -> Verdict | None:
 def alarms(told: Story) -> list[str]:
     """Train the twin for 300 steps; return what is accused in it: by the black box, unasked or asked, or by Monitor."""
     found: list[str] = []
-    with listening(found):
+    with Listener(found):
         accused = _alarms_of_a_loop(told) if told.loop else _alarms_of_a_step(told)
     return [*accused, *found]
 
@@ -122,7 +122,7 @@ def accused(verdict: Verdict | None) -> list[str]:
     return [] if verdict is None or verdict.kind in HARMLESS else [verdict.headline]
 
 
-class listening(logging.Handler):
+class Listener(logging.Handler):
     """Puts into a list what halfstep logs as a warning, while the block runs, but for what tells of the loss scale."""
 
     def __init__(self, found: list[str]) -> None:
@@ -135,7 +135,7 @@ class listening(logging.Handler):
         if "loss scale is too high" not in text:
             self.found.append(f"log: {text}")
 
-    def __enter__(self) -> listening:
+    def __enter__(self) -> Listener:
         self.logger.addHandler(self)
         self.level, self.propagates = self.logger.level, self.logger.propagate
         self.logger.setLevel(logging.WARNING)

@@ -84,9 +84,12 @@ def test_a_cure_that_does_not_train_and_a_twin_that_breaks_are_found(monkeypatch
 
 
 def never_healthy(told: Story) -> Any:
+    """Return the program of a loop whose twin has the fault in it."""
+    loop: Any = told.program
+
     def program(healthy: bool, watch: Any) -> Any:
-        """A twin with the fault in it."""
-        yield from told.program(False, watch)  # type: ignore[call-arg]
+        """Run the loop that is ill."""
+        yield from loop(False, watch)
 
     return program
 
