@@ -20,7 +20,7 @@ import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from itertools import count, islice
@@ -63,13 +63,13 @@ def verdict_on(told: Story) -> Verdict | None:
     if told.loop:
         boxes: list[hs.BlackBox] = []
         exhaust(islice(told.turns(partial(boxed, boxes)), told.asked))
-        return asked(boxes[0].explain)
+        return asked(boxes)
     case = told.build()
     step = start(case)
     for number in range(1, case.steps + 1):
         case.before(number)
         step(*case.batch(number))
-    return asked(step.explain)
+    return asked([step])
 
 
 def boxed(boxes: list[hs.BlackBox], model: nn.Module, loss_fn: Callable[..., Any], optimizer: Any) -> hs.BlackBox:
@@ -78,12 +78,12 @@ def boxed(boxes: list[hs.BlackBox], model: nn.Module, loss_fn: Callable[..., Any
     return boxes[-1]
 
 
-def asked(explain: Callable[[], Verdict]) -> Verdict | None:
-    """Return the verdict, or None if there is no step to explain."""
-    try:
-        return explain()
-    except StepError:
-        return None
+def asked(boxes: Iterable[hs.TrainStep | hs.BlackBox]) -> Verdict | None:
+    """Return the verdict of the first that has a step to explain, None if none has."""
+    for box in boxes:
+        with suppress(StepError):
+            return box.explain()
+    return None
 
 
 def alarms(told: Story) -> list[str]:
@@ -105,7 +105,7 @@ def alarms(told: Story) -> list[str]:
         before = 0
         for result in islice(results, TWIN_STEPS):
             if result.skipped or not math.isfinite(result.loss):
-                verdict = asked(boxes[0].explain)
+                verdict = asked(boxes)
                 if verdict is not None and verdict.kind in HARMLESS:
                     del found[before:]
                 elif verdict is not None:
