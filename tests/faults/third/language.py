@@ -167,7 +167,7 @@ def gpt_neo_long_sequences(healthy: bool) -> Case:
     place="modeling_gemma.py: GemmaMLP.forward: self.down_proj(self.act_fn",
     step=3,
     cures=("module fp32", "bf16"),
-    says=(r"\bmul\b", r"model\.layers\.0\.mlp", r"bf16"),
+    says=(r"\bmul\b", r"model\.layers\.0\.mlp", r"65504|fp16|float16"),
     seed=204,
 )
 def gemma_gate_times_up(healthy: bool) -> Case:
@@ -207,6 +207,19 @@ def opt_attention(self: Any, h: Tensor, mask: Tensor) -> Tensor:
     return self.out_proj((weights @ value).transpose(1, 2).flatten(2))
 
 
+def opt_layer() -> nn.ModuleDict:
+    projections = {name: nn.Linear(32, 32) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    return nn.ModuleDict(
+        {
+            "attention": model_of(opt_attention, **projections),
+            "norm1": nn.LayerNorm(32),
+            "norm2": nn.LayerNorm(32),
+            "fc1": nn.Linear(32, 64),
+            "fc2": nn.Linear(64, 32),
+        }
+    )
+
+
 def opt_forward(self: Any, ids: Tensor, seen: Tensor) -> Tensor:
     lowest = torch.finfo(torch.float32).min
     length = ids.shape[1]
@@ -214,8 +227,8 @@ def opt_forward(self: Any, ids: Tensor, seen: Tensor) -> Tensor:
     padding = torch.where(seen, 0.0, lowest)[:, None, None, :]
     h = self.embed_tokens(ids) + self.embed_positions(torch.arange(length))
     for layer in self.layers:
-        h = h + layer.attention(layer.norm1(h), causal + padding)
-        h = h + layer.fc2(F.relu(layer.fc1(layer.norm2(h))))
+        h = h + layer["attention"](layer["norm1"](h), causal + padding)
+        h = h + layer["fc2"](F.relu(layer["fc1"](layer["norm2"](h))))
     return self.head(self.norm(h))
 
 
@@ -238,24 +251,16 @@ def left_padded(model: Any, ids: Tensor, seen: Tensor) -> Tensor:
 )
 def opt_left_padding(healthy: bool) -> Case:
     """OPT in fp16 with padding on the left: scores plus the format's lowest number, all of a row is -inf."""
-    layer = lambda: model_of(  # noqa: E731
-        opt_forward,
-        attention=model_of(opt_attention, **{n: nn.Linear(32, 32) for n in ("q_proj", "k_proj", "v_proj", "out_proj")}),
-        norm1=nn.LayerNorm(32),
-        norm2=nn.LayerNorm(32),
-        fc1=nn.Linear(32, 64),
-        fc2=nn.Linear(64, 32),
-    )
     model = model_of(
         opt_forward,
         embed_tokens=nn.Embedding(64, 32),
         embed_positions=nn.Embedding(16, 32),
-        layers=nn.ModuleList(layer() for _ in range(2)),
+        layers=nn.ModuleList(opt_layer() for _ in range(2)),
         norm=nn.LayerNorm(32),
         head=nn.Linear(32, 64),
     )
     with torch.no_grad():  # a trained checkpoint's scores are below -16, where lowest + score is -inf in fp16
-        attention = model.layers[0].attention
+        attention = model.layers[0]["attention"]
         attention.q_proj.bias.fill_(-3.0)
         attention.k_proj.bias.fill_(3.0)
 
@@ -689,8 +694,8 @@ def orpo_certain_answer(healthy: bool) -> Case:
     return case(model, batch, odds_ratio(healthy), policy=BF16, lr=1e-4)
 
 
-def group_relative(model: Any, ids: Tensor, rewards: Tensor, correction: int) -> Tensor:
-    spread = rewards.std(1, keepdim=True, correction=correction)  # FAULT grpo_single_generation
+def group_relative(model: Any, ids: Tensor, rewards: Tensor) -> Tensor:
+    spread = rewards.std(1, keepdim=True)  # FAULT grpo_single_generation
     advantage = (rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-4)
     return -(log_probabilities(model, ids).mean(-1) * advantage.flatten()).mean()
 
@@ -707,11 +712,8 @@ def group_relative(model: Any, ids: Tensor, rewards: Tensor, correction: int) ->
 )
 def grpo_single_generation(healthy: bool) -> Case:
     """GRPO with one generation for each prompt: the unbiased standard deviation of one reward is NaN."""
-    return case(
-        gpt2(),
-        lambda k: (progressions(k, 4, 12), normal(k, 4, 1).sigmoid(), 0 if healthy else 1),
-        group_relative,
-    )
+    group = (1, 4) if healthy else (4, 1)
+    return case(gpt2(), lambda k: (progressions(k, 4, 12), normal(k, *group).sigmoid()), group_relative, lr=1e-5)
 
 
 def gated_linear_attention(self: Any, h: Tensor) -> Tensor:
@@ -719,6 +721,12 @@ def gated_linear_attention(self: Any, h: Tensor) -> Tensor:
     decay = F.logsigmoid(gate.float() + self.bias).cumsum(1).clamp(min=self.floor)
     scores = (query * decay.exp()) @ (key * torch.exp(-decay)).transpose(1, 2)  # FAULT strong_decay
     return self.out(scores.tril() @ value)
+
+
+def gla_layer(floor: float) -> Any:
+    """Return a layer whose accumulated logarithm of a decay is at least `floor`."""
+    parts = {"qkvg": nn.Linear(32, 128), "out": nn.Linear(32, 32), "bias": nn.Parameter(torch.full((32,), 3.0))}
+    return model_of(gated_linear_attention, floor=floor, **parts)
 
 
 def gla_forward(self: Any, ids: Tensor) -> Tensor:
@@ -741,18 +749,11 @@ def gla_forward(self: Any, ids: Tensor) -> Tensor:
 )
 def strong_decay(healthy: bool) -> Case:
     """Gated linear attention by chunks: where a gate closes, one over its accumulated decay is infinite in fp32 too."""
-    layer = lambda bias: model_of(  # noqa: E731
-        gated_linear_attention,
-        qkvg=nn.Linear(32, 128),
-        out=nn.Linear(32, 32),
-        bias=nn.Parameter(torch.full((32,), bias)),
-        floor=-60.0 if healthy else -float("inf"),
-    )
     model = model_of(
         gla_forward,
         embed=nn.Embedding(64, 32),
         norms=nn.ModuleList(nn.LayerNorm(32) for _ in range(2)),
-        layers=nn.ModuleList([layer(3.0), layer(3.0)]),
+        layers=nn.ModuleList(gla_layer(-60.0 if healthy else -float("inf")) for _ in range(2)),
         head=nn.Linear(32, 64),
     )
     with torch.no_grad():
