@@ -29,7 +29,7 @@ def with_rare(step: int, bad: int, rows: int = 4, length: int = 12) -> Tensor:
     return ids
 
 
-def next_token(model: Any, ids: Tensor) -> Tensor:
+def next_token(model: Any, ids: Tensor) -> Any:
     """Return the loss that the model computes of its own input."""
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
@@ -43,7 +43,7 @@ def outlier(embedding: Tensor, size: float = 40.0) -> None:
 # ------------------------------------------------------------------ fp16 is too small
 
 
-def sequence_to_sequence(model: Any, ids: Tensor) -> Tensor:
+def sequence_to_sequence(model: Any, ids: Tensor) -> Any:
     return model(input_ids=ids, labels=ids.flip(1), use_cache=False).loss
 
 
@@ -196,7 +196,7 @@ def gemma_gate_times_up(healthy: bool) -> Case:
     return case(model, lambda k: (with_rare(k, 3),), next_token)
 
 
-def opt_attention(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+def opt_attention(self: Any, h: Tensor, mask: Tensor) -> Any:
     rows, length, width = h.shape
     query, key, value = (
         part(h).view(rows, length, 2, width // 2).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
@@ -220,7 +220,7 @@ def opt_layer() -> nn.ModuleDict:
     )
 
 
-def opt_forward(self: Any, ids: Tensor, seen: Tensor) -> Tensor:
+def opt_forward(self: Any, ids: Tensor, seen: Tensor) -> Any:
     lowest = torch.finfo(torch.float32).min
     length = ids.shape[1]
     causal = torch.full((length, length), lowest).triu(1)
@@ -365,7 +365,7 @@ def pairwise(model: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
     return -F.logsigmoid(model(chosen).float() - model(rejected).float()).mean()
 
 
-def reward_forward(self: Any, ids: Tensor) -> Tensor:
+def reward_forward(self: Any, ids: Tensor) -> Any:
     return self.value_head(self.body.transformer(input_ids=ids, use_cache=False).last_hidden_state[:, -1])
 
 
@@ -422,7 +422,7 @@ def nano_gpt_learning_rate(healthy: bool) -> Case:
     return case(model, lambda k: (progressions(k, 4, 12),), next_token, optimizer=optimizer, before=warm_up)
 
 
-def word_model_forward(self: Any, ids: Tensor) -> Tensor:
+def word_model_forward(self: Any, ids: Tensor) -> Any:
     hidden, _ = self.rnn(self.encoder(ids))  # FAULT word_language_model
     return self.decoder(hidden)
 
@@ -472,7 +472,7 @@ class Adapter(nn.Module):
         self.scaling = alpha / rank
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.base(x) + self.up(self.down(x)) * self.scaling  # FAULT lora_learning_rate
 
 
@@ -545,7 +545,7 @@ def distillation_without_answers(healthy: bool) -> Case:
     return case(gpt2(), batch, distillation, policy=BF16)
 
 
-def supervised(model: Any, ids: Tensor, targets: Tensor) -> Tensor:
+def supervised(model: Any, ids: Tensor, targets: Tensor) -> Any:
     return model(input_ids=ids, labels=targets, use_cache=False).loss
 
 
@@ -582,7 +582,7 @@ def answers_cut_off(healthy: bool) -> Case:
     return case(LlamaForCausalLM(config), batch, supervised)
 
 
-def encoder_forward(self: Any, ids: Tensor, padding: Tensor) -> Tensor:
+def encoder_forward(self: Any, ids: Tensor, padding: Tensor) -> Any:
     h = self.embed(ids)
     attended, _ = self.attention(h, h, h, key_padding_mask=padding)  # FAULT empty_document
     return self.head(self.norm(h + attended).mean(1))
@@ -716,7 +716,7 @@ def grpo_single_generation(healthy: bool) -> Case:
     return case(gpt2(), lambda k: (progressions(k, 4, 12), normal(k, *group).sigmoid()), group_relative, lr=1e-5)
 
 
-def gated_linear_attention(self: Any, h: Tensor) -> Tensor:
+def gated_linear_attention(self: Any, h: Tensor) -> Any:
     query, key, value, gate = self.qkvg(h).chunk(4, -1)
     decay = F.logsigmoid(gate.float() + self.bias).cumsum(1).clamp(min=self.floor)
     scores = (query * decay.exp()) @ (key * torch.exp(-decay)).transpose(1, 2)  # FAULT strong_decay
@@ -729,7 +729,7 @@ def gla_layer(floor: float) -> Any:
     return model_of(gated_linear_attention, floor=floor, **parts)
 
 
-def gla_forward(self: Any, ids: Tensor) -> Tensor:
+def gla_forward(self: Any, ids: Tensor) -> Any:
     h = self.embed(ids)
     for norm, mix in zip(self.norms, self.layers, strict=True):
         h = h + mix(norm(h))

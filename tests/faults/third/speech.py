@@ -48,7 +48,7 @@ def transcripts(step: int, rows: int, length: int) -> Tensor:
     return 1 + (first + torch.arange(length)) % 15
 
 
-def transcribed(model: Any, audio: Tensor, text: Tensor, heard: Tensor | None = None) -> Tensor:
+def transcribed(model: Any, audio: Tensor, text: Tensor, heard: Tensor | None = None) -> Any:
     """Return the loss that the model computes itself; `heard` is False where audio is padding."""
     return model(input_values=audio, labels=text, attention_mask=heard).loss
 
@@ -196,7 +196,7 @@ def flow_forward(self: Any, mel: Tensor, speaker: Tensor) -> tuple[Tensor, Tenso
     return torch.cat((first, second), -1), stretched
 
 
-def likelihood(model: Any, mel: Tensor, speaker: Tensor) -> Tensor:
+def likelihood(model: Any, mel: Tensor, speaker: Tensor) -> Any:
     latent, stretched = model(mel, speaker)
     return (0.5 * latent.square().sum(-1) - stretched).mean() / mel.shape[-1]
 
@@ -256,15 +256,15 @@ def ctc_short_audio(healthy: bool) -> Case:
     return case(model, batch, transcribed)
 
 
-def deep_speech_forward(self: Any, features: Tensor) -> Tensor:
+def deep_speech_forward(self: Any, features: Tensor) -> Any:
     hidden, _ = self.recurrent(F.relu(self.enter(features)))
     return self.head(hidden)
 
 
 def connectionist(model: Any, features: Tensor, text: Tensor) -> Tensor:
     scores = model(features).float().log_softmax(-1).transpose(0, 1)
-    lengths = [torch.full((len(text),), size) for size in (features.shape[1], text.shape[1])]
-    return F.ctc_loss(scores, text, *lengths)
+    frames, letters = (torch.full((len(text),), size) for size in (features.shape[1], text.shape[1]))
+    return F.ctc_loss(scores, text, frames, letters)
 
 
 @story(
