@@ -79,7 +79,7 @@ def t5_dense_relu_dense(healthy: bool) -> Case:
         outlier(model.shared.weight)
         dense = model.encoder.block[1].layer[1].DenseReluDense
         dense.wi.weight[5, 0] = 60.0
-        dense.wo.weight[0, 5] = 40.0 if healthy else 400.0
+        dense.wo.weight[0, 5] = 4.0 if healthy else 400.0
     return case(model, lambda k: (with_rare(k, 6),), sequence_to_sequence)
 
 
