@@ -237,7 +237,7 @@ def dice_counts_in_half(healthy: bool) -> Case:
 
 
 def bce_on_masks(model: Any, x: Tensor, y: Tensor) -> Any:
-    return F.binary_cross_entropy_with_logits(model(x), y)
+    return F.binary_cross_entropy_with_logits(model(x), y)  # FAULT masks_of_255
 
 
 @story(
@@ -262,7 +262,7 @@ def masks_of_255(healthy: bool) -> Case:
 
     def batch(step: int) -> tuple[Any, ...]:
         mask = (normal(step, 2, 1, 4, 4) > 0.5).float().repeat_interleave(4, 2).repeat_interleave(4, 3)
-        return mask + 0.3 * normal(step + 1, 2, 1, 16, 16), mask if healthy else 255 * mask  # FAULT masks_of_255
+        return mask + 0.3 * normal(step + 1, 2, 1, 16, 16), mask if healthy else 255 * mask
 
     return case(
         model, batch, bce_on_masks, policy=BF16, optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -448,15 +448,15 @@ def region_forward(self: Any, x: Tensor) -> Any:
 def region_loss(model: Any, x: Tensor, y: Tensor) -> Any:
     scores, deltas = model(x)
     near = F.one_hot(y, 4).float().repeat_interleave(scores.shape[1] // 4, 1)
-    return F.binary_cross_entropy_with_logits(scores, near) + (deltas - 0.5).square().sum(1).mean() / 3.5
+    error = (deltas - 0.5).square()  # FAULT detector_with_a_high_learning_rate
+    return F.binary_cross_entropy_with_logits(scores, near) + error.sum(1).mean() / 3.5
 
 
 @story(
     source="facebookresearch/detectron2#1128",
     cause="divergence",
     kind="overflow",
-    op="conv2d",
-    module="backbone.2",
+    op="square",
     step=5,
     says=(r"(?i)diverg|learning rate|ran away",),
     seed=611,
@@ -468,7 +468,7 @@ def detector_with_a_high_learning_rate(healthy: bool) -> Case:
         backbone=nn.Sequential(
             nn.Conv2d(3, 16, 3, stride=2, padding=1),
             nn.ReLU(),
-            nn.Conv2d(16, 16, 3, padding=1),  # FAULT detector_with_a_high_learning_rate
+            nn.Conv2d(16, 16, 3, padding=1),
             nn.ReLU(),
             nn.Conv2d(16, 16, 3, padding=1),
             nn.ReLU(),
