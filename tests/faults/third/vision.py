@@ -616,7 +616,7 @@ def sinkhorn_in_half(healthy: bool) -> Case:
     cause="precision",
     kind="bad_state",
     phase="update",
-    parameter="logit_scale",
+    parameter="text_model.embeddings.token_embedding.weight",
     step=1,
     asked=2,
     says=(r"(?i)eps|1e-0?8", r"(?i)update|optimizer|Adam"),
