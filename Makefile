@@ -17,7 +17,7 @@ PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal 
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-lean count soak faults fuzz compare-full tables walks clean zoo
+.PHONY: help setup demo test test-slow test-all test-hours test-distributed test-integrations matrix lint format bench gpu-first bench-gpu bench-lens bench-losses bench-pages bench-scale bench-serving bench-lean count soak faults stories fuzz compare-full tables walks clean zoo
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -107,6 +107,9 @@ soak: $(READY)  ## 20,000 micro-batches with everything on: memory, objects and 
 
 faults: $(READY)  ## score the instruments on seeded faults and healthy controls
 	$(BIN)/python -m tests.faults.scored
+
+stories: $(READY)  ## score the instruments on stories from public trackers, some 10 minutes on a core -> benchmarks/results/stories.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.stories_scored --json benchmarks/results/stories.json
 
 fuzz: $(READY)  ## random programs against torch.amp, float64 and themselves, 10 minutes (MINUTES=60 for an hour)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)

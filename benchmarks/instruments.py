@@ -6,6 +6,7 @@ it stands on, so that neither pays for the other's loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
 from benchmarks.cases import AGAIN, AMP, Batch, Case
@@ -41,6 +44,26 @@ class NotFinite(Exception):
     def __init__(self, module: str, what: str) -> None:
         super().__init__(f"{what} of module {module!r} is not finite")
         self.module = module
+
+
+class CheckEveryOperator(TorchDispatchMode):
+    """Raises `FloatingPointError` with the name of the first operator that makes a non-finite result of finite numbers.
+
+    Memory that is not written yet and constants of inf are no result.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if "empty" not in name and not _finite(result) and _finite((args, kwargs)):
+            raise FloatingPointError(name)
+        return result
+
+
+def _finite(value: Any) -> bool:
+    numbers = [part for part in tree_leaves(value) if isinstance(part, float)]
+    tensors = [part for part in tree_leaves(value) if isinstance(part, Tensor) and part.is_floating_point()]
+    return all(map(math.isfinite, numbers)) and all(bool(t.isfinite().all()) for t in tensors)
 
 
 def monitored(case: Case, model: nn.Module, *, every: int) -> Run:

@@ -28,12 +28,14 @@ from benchmarks.reports import Reports, bf16_cases, committed, load, row
 from benchmarks.scale_tables import scale_blocks
 from benchmarks.serving import serving_table
 from benchmarks.soak import soak_table
+from benchmarks.stories_tables import story_blocks
 from benchmarks.zoo_tables import zoo_table
 from halfstep.report import picture_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (  # of docs, beside the README
     "checkpoints",
+    "diagnosis",
     "engines",
     "integrations",
     "performance",
@@ -379,6 +381,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "source losses": f"{source(losses)} Commit {losses['commit']}." if losses else "",
         "losses": losses_table(losses),
         "soak": soak_table(load("soak.json")),
+        **story_blocks(load("stories.json")),
         "zoo": zoo_table(zoo) if (zoo := load("zoo.json")) else "Not measured here.",
         **{f"metric {name}": metrics(task) for name, task in tasks.items()},
     }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import blame
-from benchmarks.blame import Said, anomaly_mode, answer, halfstep, hooks_on_modules, judged, meant
+from benchmarks.blame import Said, anomaly_mode, answer, in_torch, instruments, judged, meant
 from benchmarks.candidates import start
 from benchmarks.cases import AMP, mlp_case
 from benchmarks.goals import Reached, dearest_audit, instrument, instrument_goals
@@ -135,28 +135,44 @@ def test_instruments_are_asked_about_faults_with_a_producer() -> None:
 def test_each_instrument_names_what_it_can() -> None:
     """NaN made in a backward pass, inside of a module: the fault that suits all of them best."""
     fault = found("where_hides_the_log")
-    told = {ask.__name__: judged(ask(fault), fault) for ask in (halfstep, anomaly_mode, hooks_on_modules)}
+    asked = {name: ask for name, ask in instruments(fault).items() if name != "DebugUnderflowOverflow"}
+    told = {name: judged(ask(), fault) for name, ask in asked.items()}
     parts = {name: (said["op"], said["module"], said["line"]) for name, said in told.items()}
     assert parts == {
-        "halfstep": (True, True, True),
-        "anomaly_mode": (True, False, True),
-        "hooks_on_modules": (False, True, False),
+        "hs.TrainStep": (True, True, True),
+        "detect_anomaly": (True, False, True),
+        "hooks on modules": (False, True, False),
+        "mode on every operator": (True, False, True),
     }
-    assert "LogBackward" not in told["anomaly_mode"]["words"] and "backward of Log" in told["anomaly_mode"]["words"]
+    assert "LogBackward" not in told["detect_anomaly"]["words"] and "backward of Log" in told["detect_anomaly"]["words"]
+
+
+@pytest.mark.hours  # the import of transformers alone takes seconds
+def test_the_report_of_transformers_names_a_module_of_a_forward_pass_and_is_silent_otherwise() -> None:
+    pytest.importorskip("transformers")
+    forward, backward = found("attention_logits"), found("where_hides_the_log")
+    said = judged(blame.debug_underflow_overflow(in_torch(forward)), forward)
+    assert said["module"] and not said["op"] and said["words"].startswith("inf or nan around blocks.1.attn")
+    assert blame.debug_underflow_overflow(in_torch(backward)) == blame.SILENT
+
+
+def test_a_line_counts_in_the_files_of_every_set() -> None:
+    places = [(str(blame.PROGRAMS / "second" / "losses.py"), 7), (str(blame.PROGRAMS / "case.py"), 9), ("torch.py", 3)]
+    assert blame.innermost(places) == ("losses.py", 7)
 
 
 def test_an_instrument_that_stays_silent_is_right_about_nothing() -> None:
     fault = found("summed_loss")  # gradients of weights are infinite, no NaN anywhere
-    said = judged(anomaly_mode(fault), fault)
+    said = judged(anomaly_mode(in_torch(fault)), fault)
     assert said == {"words": "", "op": False, "module": False, "line": False}
     assert not torch.is_anomaly_enabled()
 
 
 def test_an_instrument_that_breaks_the_program_is_told_and_right_about_nothing() -> None:
-    def breaks(fault: Fault) -> Said:
+    def breaks() -> Said:
         raise RuntimeError("Output 0 is a view\nand more")
 
-    said = judged(answer(breaks, found("summed_loss")), found("summed_loss"))
+    said = judged(answer(breaks), found("summed_loss"))
     assert said == {"words": "fails: RuntimeError: Output 0 is a view", "op": False, "module": False, "line": False}
 
 

@@ -1,10 +1,11 @@
 """The lists: every fault and control, in the order in which they stand in their files.
 
-The programs of the second set were written without a look at what the instruments say of them.
+The programs of the second and of the third set were written without a look at what the instruments say of them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
@@ -16,13 +17,29 @@ from tests.faults.second import healthy as healthy_2
 from tests.faults.second import losses as losses_2
 from tests.faults.second import quiet as quiet_2
 from tests.faults.second import state as state_2
+from tests.faults.story import stories
 
-__all__ = ["CONTROLS", "DEFINITIONS", "LIST_A", "LIST_A_RANKS", "LIST_B", "SECOND_A", "SECOND_B", "SECOND_CONTROLS"]
+__all__ = [
+    "CONTROLS",
+    "DEFINITIONS",
+    "LIST_A",
+    "LIST_A_RANKS",
+    "LIST_B",
+    "SECOND_A",
+    "SECOND_B",
+    "SECOND_CONTROLS",
+    "THIRD",
+]
 
 Entry = TypeVar("Entry")
 
 PROGRAMS = ("backward", "forward", "healthy", "losses", "quiet", "state")
-DEFINITIONS = ("case", "ranks", "score", *PROGRAMS, *(f"second/{name}" for name in PROGRAMS))
+TOLD = sorted(f"third/{path.stem}" for path in (Path(__file__).parent / "third").glob("*.py"))
+DEFINITIONS = (
+    *("case", "ranks", "score", *PROGRAMS),
+    *(f"second/{name}" for name in PROGRAMS),
+    *("story", "story_score", *TOLD),
+)
 """Files, without their ending, whose hashes `frozen.txt` keeps."""
 
 
@@ -46,3 +63,6 @@ CONTROLS = entries(Control, healthy)
 SECOND_A = entries(Fault, forward_2, losses_2, backward_2, state_2)
 SECOND_B = entries(Fault, quiet_2)
 SECOND_CONTROLS = entries(Control, healthy_2)
+
+THIRD = stories()
+"""Stories from public trackers, each with its root cause and a healthy twin."""
