@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import BF16, FULL, MIXED, Case, case, generator, model_of, normal, tokens
+from tests.faults.case import FULL, MIXED, Case, case, generator, model_of, normal, tokens
 from tests.faults.story import story
 
 DYNAMIC = MIXED.replace(scale=hs.ScaleRule(init=256.0))
@@ -184,7 +184,7 @@ def papers_without_label(healthy: bool) -> Case:
             y[17] = NAN
         return x, tokens(step, (2, 60), 24), y
 
-    return case(model, batch, lambda m, x, edges, y: F.smooth_l1_loss(m(x, edges), y), policy=BF16)
+    return case(model, batch, lambda m, x, edges, y: F.smooth_l1_loss(m(x, edges), y), policy=DYNAMIC)
 
 
 def energy(self: Any, positions: Tensor, kinds: Tensor) -> Any:

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import halfstep as hs
-from tests.faults.case import BF16, FULL, MIXED, TORCH, Case, case, generator, model_of, normal, tokens
+from tests.faults.case import FULL, MIXED, TORCH, Case, case, generator, model_of, normal, tokens
 from tests.faults.story import story
 
 DYNAMIC = MIXED.replace(scale=hs.ScaleRule(init=256.0))
@@ -152,7 +152,7 @@ def gradient_penalty_of_nothing(healthy: bool) -> Case:
         share = torch.rand(8, 1, generator=generator(step + 70))
         return normal(step, 8, 16) + 1, normal(step + 30, 8, 16), share
 
-    def loss_fn(m: Any, real: Tensor, fake: Tensor, share: Tensor) -> Tensor:
+    def loss_fn(m: Any, real: Tensor, fake: Tensor, share: Tensor) -> Any:
         return critic_loss(m, real, fake, share, eps)
 
     return case(model, batch, loss_fn, policy=MIXED)
@@ -206,7 +206,7 @@ def gan_runs_away(healthy: bool) -> Case:
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.027)
-    return case(model, lambda k: (blobs(k), normal(k, 4, 8)), adversarial, policy=BF16, optimizer=optimizer)
+    return case(model, lambda k: (blobs(k), normal(k, 4, 8)), adversarial, policy=FULL, optimizer=optimizer)
 
 
 # ------------------------------------------------------------------ flows
@@ -308,7 +308,7 @@ def min_snr_of_pure_noise(healthy: bool) -> Case:
     def batch(step: int) -> tuple[Any, ...]:
         return blobs(step), normal(step, 4, 1, 16, 16), tokens(step + 7, (4,), 20)
 
-    def loss_fn(m: Any, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    def loss_fn(m: Any, x: Tensor, noise: Tensor, t: Tensor) -> Any:
         return weighted(m, x, noise, t, alphas, fixed=healthy)
 
     return case(model, batch, loss_fn, policy=DYNAMIC)

@@ -177,6 +177,7 @@ class Transposed(nn.Module):
     module="swinv2.encoder.layers.0.blocks.0.attention.self",
     place="modeling_swinv2.py: Swinv2SelfAttention.forward: attention_scores = nn.functional.normalize",
     step=3,
+    also=("div",),
     cures=("module fp32: swinv2.encoder", "bf16"),
     says=(r"normalize", r"1e-12|eps"),
     seed=604,
@@ -407,7 +408,7 @@ def encoded(boxes: Tensor, anchors: Tensor) -> Tensor:
     """Return what a detector has to predict for boxes (x1, y1, x2, y2) at anchors."""
     size, base = boxes[:, 2:] - boxes[:, :2], anchors[:, 2:] - anchors[:, :2]
     shift = (boxes[:, :2] + boxes[:, 2:] - anchors[:, :2] - anchors[:, 2:]) / 2 / base
-    return torch.cat((shift, torch.log(size / base)), 1)  # FAULT box_without_width
+    return torch.cat((shift, torch.log(size / base)), 1)  # FAULT annotated_box_without_width
 
 
 def box_loss(model: Any, x: Tensor, boxes: Tensor, anchors: Tensor) -> Tensor:
@@ -424,7 +425,7 @@ def box_loss(model: Any, x: Tensor, boxes: Tensor, anchors: Tensor) -> Tensor:
     never=(r"(?i)lower (the )?learning rate",),
     seed=610,
 )
-def box_without_width(healthy: bool) -> Case:
+def annotated_box_without_width(healthy: bool) -> Case:
     """The annotation of one box has x1 = x2. Faster R-CNN encodes its width as a logarithm."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(392, 12))
 
@@ -485,7 +486,7 @@ def pixel_boxes(model: Any, x: Tensor, boxes: Tensor) -> Any:
 
 
 @story(
-    source="open-mmlab/mmdetection#3690",
+    source="open-mmlab/mmdetection#8055",
     cause="scale",
     kind="scale_too_high",
     step=3,
