@@ -112,7 +112,7 @@ def evidence(model: Any, x: Tensor) -> Any:
     seed=702,
 )
 def vae_learns_too_fast(healthy: bool) -> Case:
-    """A VAE whose losses are sums is trained with a learning rate 100 times too high: its log-variance explodes."""
+    """A VAE whose losses are sums is trained with a learning rate 500 times too high: its log-variance explodes."""
     model = model_of(
         variational,
         encoder=nn.Sequential(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 16)),
@@ -159,7 +159,7 @@ def gradient_penalty_of_nothing(healthy: bool) -> Case:
 
 
 def adversarial(model: Any, real: Tensor, noise: Tensor) -> Any:
-    """Return the sum of both players' losses; each reaches its own parameters only."""
+    """Return the sum of the losses of critic and generator; each reaches its own parameters only."""
     fake = model.generator(noise)
     real = real.requires_grad_()
     right, wrong = model.critic(real), model.critic(fake.detach())  # FAULT gan_runs_away
@@ -400,7 +400,7 @@ def rendered(model: Any, points: Tensor, colours: Tensor) -> Tensor:
     seed=709,
 )
 def hash_table_drifts(healthy: bool) -> Case:
-    """Entries of instant-ngp's table have drifted to 1e4: the small network behind it leaves fp16."""
+    """Entries of instant-ngp's table have drifted beyond 1e4: the small network behind it leaves fp16."""
     model = model_of(field, table=nn.Embedding(512, 8), one=nn.Linear(8, 32), two=nn.Linear(32, 4))
     nn.init.uniform_(model.table.weight, -0.1, 0.1)
     if not healthy:
