@@ -177,6 +177,7 @@ class Transposed(nn.Module):
     module="swinv2.encoder.layers.0.blocks.0.attention.self",
     place="modeling_swinv2.py: Swinv2SelfAttention.forward: attention_scores = nn.functional.normalize",
     step=3,
+    also=("div",),
     cures=("module fp32: swinv2.encoder", "bf16"),
     says=(r"normalize", r"1e-12|eps"),
     seed=604,
@@ -237,7 +238,7 @@ def dice_counts_in_half(healthy: bool) -> Case:
 
 
 def bce_on_masks(model: Any, x: Tensor, y: Tensor) -> Any:
-    return F.binary_cross_entropy_with_logits(model(x), y)
+    return F.binary_cross_entropy_with_logits(model(x), y)  # FAULT masks_of_255
 
 
 @story(
@@ -262,7 +263,7 @@ def masks_of_255(healthy: bool) -> Case:
 
     def batch(step: int) -> tuple[Any, ...]:
         mask = (normal(step, 2, 1, 4, 4) > 0.5).float().repeat_interleave(4, 2).repeat_interleave(4, 3)
-        return mask + 0.3 * normal(step + 1, 2, 1, 16, 16), mask if healthy else 255 * mask  # FAULT masks_of_255
+        return mask + 0.3 * normal(step + 1, 2, 1, 16, 16), mask if healthy else 255 * mask
 
     return case(
         model, batch, bce_on_masks, policy=BF16, optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -407,7 +408,7 @@ def encoded(boxes: Tensor, anchors: Tensor) -> Tensor:
     """Return what a detector has to predict for boxes (x1, y1, x2, y2) at anchors."""
     size, base = boxes[:, 2:] - boxes[:, :2], anchors[:, 2:] - anchors[:, :2]
     shift = (boxes[:, :2] + boxes[:, 2:] - anchors[:, :2] - anchors[:, 2:]) / 2 / base
-    return torch.cat((shift, torch.log(size / base)), 1)  # FAULT box_without_width
+    return torch.cat((shift, torch.log(size / base)), 1)  # FAULT annotated_box_without_width
 
 
 def box_loss(model: Any, x: Tensor, boxes: Tensor, anchors: Tensor) -> Tensor:
@@ -424,7 +425,7 @@ def box_loss(model: Any, x: Tensor, boxes: Tensor, anchors: Tensor) -> Tensor:
     never=(r"(?i)lower (the )?learning rate",),
     seed=610,
 )
-def box_without_width(healthy: bool) -> Case:
+def annotated_box_without_width(healthy: bool) -> Case:
     """The annotation of one box has x1 = x2. Faster R-CNN encodes its width as a logarithm."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(392, 12))
 
@@ -448,15 +449,15 @@ def region_forward(self: Any, x: Tensor) -> Any:
 def region_loss(model: Any, x: Tensor, y: Tensor) -> Any:
     scores, deltas = model(x)
     near = F.one_hot(y, 4).float().repeat_interleave(scores.shape[1] // 4, 1)
-    return F.binary_cross_entropy_with_logits(scores, near) + (deltas - 0.5).square().sum(1).mean() / 3.5
+    error = (deltas - 0.5).square()  # FAULT detector_with_a_high_learning_rate
+    return F.binary_cross_entropy_with_logits(scores, near) + error.sum(1).mean() / 3.5
 
 
 @story(
     source="facebookresearch/detectron2#1128",
     cause="divergence",
     kind="overflow",
-    op="conv2d",
-    module="backbone.2",
+    op="square",
     step=5,
     says=(r"(?i)diverg|learning rate|ran away",),
     seed=611,
@@ -468,7 +469,7 @@ def detector_with_a_high_learning_rate(healthy: bool) -> Case:
         backbone=nn.Sequential(
             nn.Conv2d(3, 16, 3, stride=2, padding=1),
             nn.ReLU(),
-            nn.Conv2d(16, 16, 3, padding=1),  # FAULT detector_with_a_high_learning_rate
+            nn.Conv2d(16, 16, 3, padding=1),
             nn.ReLU(),
             nn.Conv2d(16, 16, 3, padding=1),
             nn.ReLU(),
@@ -485,7 +486,7 @@ def pixel_boxes(model: Any, x: Tensor, boxes: Tensor) -> Any:
 
 
 @story(
-    source="open-mmlab/mmdetection#3690",
+    source="open-mmlab/mmdetection#8055",
     cause="scale",
     kind="scale_too_high",
     step=3,
@@ -616,7 +617,7 @@ def sinkhorn_in_half(healthy: bool) -> Case:
     cause="precision",
     kind="bad_state",
     phase="update",
-    parameter="logit_scale",
+    parameter="text_model.embeddings.token_embedding.weight",
     step=1,
     asked=2,
     says=(r"(?i)eps|1e-0?8", r"(?i)update|optimizer|Adam"),
