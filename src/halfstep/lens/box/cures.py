@@ -17,7 +17,7 @@ from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
-from halfstep.lens.box.diagnose import Subject, verdict_of
+from halfstep.lens.box.diagnose import LOWEST, Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import FAILURES, Trials, highest
 from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
@@ -112,7 +112,7 @@ class _Search:
                     return replay.run(factor=scale / subject.scale, only=self.index)
 
                 # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
-                lower = highest(lambda scale: not at(scale).bad, subject.scale, subject.floor)
+                lower = highest(lambda scale: not at(scale).bad, subject.scale, max(subject.floor, LOWEST))
                 return at(lower) if lower else attempt
         except FAILURES:
             return None  # this model cannot run under it
@@ -206,13 +206,13 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
     def finite(scale: float) -> bool:
         return not replay.run(factor=scale / subject.scale, only=attempt.only).bad
 
-    right = highest(finite, subject.scale, subject.floor)
+    right = highest(finite, subject.scale, LOWEST)
     rule = None if subject.policy is None else subject.policy.scale
     if subject.policy is not None and isinstance(rule, ScaleRule) and rule.growth > 1.0 and rule.interval < IMPATIENT:
         policy = subject.policy.replace(scale="halfstep")
         words = f"a scale that grows less often than after {rule.interval} good steps, and then overflows again"
         text = _with_toml(subject.policy, policy, words, "policy.replace(scale='halfstep')")
-    elif subject.scaling == "dynamic":
+    elif subject.scaling == "dynamic" and right >= subject.floor:
         text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy
     elif subject.policy is None:
         text, policy = f"a dynamic scale, or one of {right:g}", None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,7 +27,18 @@ from halfstep.trees import tensors
 from halfstep.verdict import Magnitude, Verdict
 from halfstep.weights.store import WeightStore
 
-__all__ = ["CURABLE", "MASKED", "WRITTEN", "Subject", "diagnose", "helping_scale", "inspect", "low_of", "verdict_of"]
+__all__ = [
+    "CURABLE",
+    "LOWEST",
+    "MASKED",
+    "WRITTEN",
+    "Subject",
+    "diagnose",
+    "helping_scale",
+    "inspect",
+    "low_of",
+    "verdict_of",
+]
 
 CURABLE = frozenset({"overflow", "invalid", "scale_too_high"})
 """Kinds of verdicts that a change of policy may cure."""
@@ -38,10 +50,14 @@ WRITTEN = "a value that is not finite is written here by the program itself"
 CAST = "to"
 """The operator that a weight is cast by when an update writes its low copy."""
 
+LOWEST = 2.0**-14
+"""The lowest loss scale to try, the smallest normal number of fp16: below it gradients vanish."""
+
 LARGE = 1e3
 """Larger weights get a note."""
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
+FP32_ROOT = math.sqrt(FP32_MAX)  # numbers below it have a square
 
 
 @dataclass(eq=False)
@@ -56,7 +72,7 @@ class Subject:
         under: ``with under(policy):`` replays run under another policy.
         scaling: "none", "static" or "dynamic".
         scale: the loss scale.
-        floor: the lowest scale to try: below the default, the smallest normal number of fp16, gradients vanish.
+        floor: the lowest scale that its rule allows; 0.0: any.
         step: its number.
         rank: of this process.
         notes: notes for the verdict that are known before the replay.
@@ -78,7 +94,7 @@ class Subject:
     under: Callable[[Policy], AbstractContextManager[None]]
     scaling: str = "none"
     scale: float = 1.0
-    floor: float = 2.0**-14
+    floor: float = 0.0
     step: int = 0
     rank: int = 0
     notes: tuple[str, ...] = ()
@@ -346,20 +362,23 @@ def _of_scale(subject: Subject, attempt: Attempt, verdict: Verdict) -> tuple[Ver
         return verdict, []
     helps = helping_scale(subject, attempt.only)
     if not helps:
-        lowest = min(subject.floor, subject.scale)
+        lowest = min(LOWEST, subject.scale)
         low = subject.replay.run(traced=True, factor=lowest / subject.scale, only=attempt.only)
         if low.trace is not None:  # what a higher scale has hidden by an overflow of its own
             verdict = verdict_of(low.trace, subject.names)
         return verdict, [f"no loss scale helps: at {lowest:g}, the lowest tried, it is the same"]
     if helps < 1.0 and subject.scaling == "static":  # a scale raises gradients; lower than 1 it hides too large ones
         return verdict, [f"at scale 1 it is the same; at {helps:g} the step is finite"]
-    detail = f"it was {subject.scale:g}, and it {'adapts by itself' if subject.scaling == 'dynamic' else 'is fixed'}"
+    how = "is fixed" if subject.scaling == "static" else "adapts by itself"
+    if helps < subject.floor:
+        how = f"does not fall below {subject.floor:g}"
+    detail = f"it was {subject.scale:g}, and it {how}"
     return replace(verdict, kind="scale_too_high", detail=detail), [f"at scale {helps:g} the step is finite"]
 
 
 def helping_scale(subject: Subject, only: int | None = None) -> float:
     """Return a lower loss scale at which the step is finite: 1 or the lowest there is; 0.0 if it is finite at none."""
-    for scale in dict.fromkeys((1.0, subject.floor)):
+    for scale in (1.0, LOWEST):
         if 0.0 < scale < subject.scale and not subject.replay.run(factor=scale / subject.scale, only=only).bad:
             return scale
     return 0.0
@@ -377,6 +396,9 @@ def _of_update(subject: Subject, attempt: Attempt) -> Verdict:
         norm = torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])) if norms else torch.zeros(())
         if not bool(torch.isfinite(norm)):
             largest = max(extremes(g)[0] for g in gradients)
+            if largest / subject.scale * math.sqrt(sum(g.numel() for g in gradients)) < FP32_ROOT:
+                detail = f"it was {subject.scale:g}; every gradient is finite, the sum of their squares is not"
+                return Verdict(kind="scale_too_high", phase="update", value=largest, detail=detail)
             return Verdict(
                 kind="overflow", op="linalg.vector_norm", phase="update", dtypes=("float32",), shapes=((),),
                 value=largest, limit=FP32_MAX, notes=("every gradient is finite; the sum of their squares is not",),

@@ -343,7 +343,7 @@ class Loop:
             )  # fmt: skip
         spoiling = [fact for fact in self.facts.values() if fact.spoils]
         if spoiling and verdict.kind in {"overflow", "invalid", "bad_state"}:
-            return _blamed(verdict, replace(spoiling[0], sure="likely", line=verdict.line))
+            return _blamed(replace(verdict, kind="loop"), replace(spoiling[0], sure="likely", line=verdict.line))
         return verdict
 
     def applied(self, verdict: Verdict, update: _Update) -> Verdict:
@@ -352,7 +352,8 @@ class Loop:
         bad = sum(not extremes(parameter)[1] for parameter in parameters)
         call = " at ".join(filter(None, ("optimizer.step()", update.line.partition(" ")[0])))
         count = f"{bad} of {len(parameters)} parameters are not finite since"
-        if verdict.kind == "scale_too_high":
+        scaled = verdict.kind == "scale_too_high"
+        if scaled:
             verdict = replace(verdict, kind="loop", phase="update", op="", module="", line=update.line, detail="")
         if update.scaler:
             fact = Fact(
@@ -360,7 +361,7 @@ class Loop:
                 advice="take this step out: scaler.step(optimizer) is the one that checks gradients",
             )
             verdict = _blamed(verdict, fact)
-        elif verdict.kind == "loop":
+        elif scaled:
             fact = Fact(
                 because=f"{call} applied gradients that overflowed under the loss scale; {count}",
                 advice="step with scaler.step(optimizer), which skips such a step",

@@ -259,7 +259,8 @@ class Box:
         if subject.gone or math.isinf(subject.scale) or is_sharded(subject.model):
             return is_sharded(subject.model) and not subject.gone
         try:
-            self._trouble.helps = helping_scale(subject)
+            helps = helping_scale(subject)
+            self._trouble.helps = helps if helps >= subject.floor else 0.0
         except Exception as error:
             self._warn_once("scales", f"step {subject.step} was not replayed: {type(error).__name__}: {error}")
             return False
@@ -513,7 +514,7 @@ class StepBox(Box):
             signals=step.record.signals,
         )
         if subject.scaling == "dynamic":
-            subject.floor = max(subject.floor, step.scaler.rule.floor)
+            subject.floor = step.scaler.rule.floor
         return subject
 
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import HalfstepError, StepError
 from halfstep.formats import LOW_DTYPES
-from halfstep.lens.box.diagnose import Subject
+from halfstep.lens.box.diagnose import LOWEST, Subject
 from halfstep.lens.box.replay import Attempt, Windows
 from halfstep.lens.box.sharded import is_gathered
 from halfstep.lens.calls import extremes, is_sharded
@@ -231,7 +231,7 @@ class Trials:
         attempt = at(scale)
         if not attempt.bad or self.subject.scaling != "dynamic" or any(not extremes(x)[1] for x in attempt.losses):
             return attempt, scale
-        lower = highest(lambda scale: not at(scale).bad, scale, self.subject.floor)
+        lower = highest(lambda scale: not at(scale).bad, scale, max(self.subject.floor, LOWEST))
         return (at(lower), lower) if lower else (attempt, scale)
 
     def _windows(self) -> Iterator[Sequence[MicroBatch]]:
