@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,38 @@ def test_a_learning_rate_that_is_too_high(
     assert poisoned(step.record.signals, subjects[-1]) == ""
     (finding,) = divergences(monitor)
     assert "lower the learning rate" in finding.remedy and finding.place == "the model"
+
+
+def test_evidence_keeps_the_history(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    step = trained(*sgd(3.0)(), blackbox=tmp_path)
+    for x, y in islice(batches(), 4):
+        step(x, y)
+    step(x * math.nan, y)
+    task = hs.Task(
+        name="t",
+        model=network,
+        loss_fn=squares,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=3.0),
+        batches=lambda seed, number: (x, y),
+    )
+    (file,) = tmp_path.glob("*.pt")
+    subjects: list[Subject] = request.getfixturevalue("subjects")  # not before: the evidence is that of a replay
+    hs.lens.replay(file, task)
+    (subject,) = subjects
+    assert subject.signals is not step.record.signals
+    assert runaway(subject.signals, subject) == runaway(step.record.signals, subject) != ""
+
+
+def test_weights_that_were_edited_have_not_run_away(subjects: list[Subject]) -> None:
+    step = trained(*adam(1e-3)())
+    for x, y in islice(batches(), 3):
+        step(x, y)
+    with torch.no_grad():
+        for parameter in step.model.parameters():
+            parameter.mul_(100)
+    step(x * math.nan, y)
+    step.explain()
+    assert runaway(step.record.signals, subjects[-1]) == ""
 
 
 def test_a_loop_of_ones_own(subjects: list[Subject]) -> None:

@@ -114,6 +114,16 @@ def test_growth_is_of_the_same_parameters() -> None:
     assert signals.growth(model, 5) is None
 
 
+def test_what_is_saved_is_restored() -> None:
+    step, other = step_of(), Signals()
+    for number in range(1, 6):
+        step(torch.ones(2, 4) * (math.nan if number == 3 else number))
+    signals = step.record.signals
+    other.restore(signals.saved())
+    assert str(other.read()) == str(signals.read())  # text: nan is not equal to itself
+    assert other.growth(step.model, 4) == signals.growth(step.model, 4)
+
+
 def test_weights_and_batches_of_any_kind_have_norms() -> None:
     tiny = torch.ones(3).to(torch.float8_e4m3fn)
 

@@ -10,10 +10,13 @@ import math
 from functools import partial
 
 from halfstep.lens.box.diagnose import Subject
-from halfstep.lens.rise import BAD, Rise, learning_rate, outlier, rise
+from halfstep.lens.rise import BAD, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.step.signals import Signals
 
 __all__ = ["poisoned", "runaway"]
+
+MARGIN = 10.0
+"""Times that weights may have moved farther than a plain update does: a momentum of 0.9 adds up to that."""
 
 
 def runaway(signals: Signals | None, subject: Subject) -> str:
@@ -24,10 +27,24 @@ def runaway(signals: Signals | None, subject: Subject) -> str:
         subject: a step that was not finite; the norm of its model's weights is taken.
     """
     found, batch = _before(signals, subject)
-    if found is None or batch:
+    if found is None or batch or not _reachable(found, subject):
         return ""
     rate = learning_rate(subject.optimizer)
     return f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
+
+
+def _reachable(found: Rise, subject: Subject) -> bool:
+    """Return whether updates can have moved the weights so far; else they were loaded or edited.
+
+    An update of SGD moves them by the learning rate times the gradient, one of Adam each by about the learning rate.
+    """
+    if found.what != WEIGHTS or subject.optimizer is None or subject.signals is None:
+        return True
+    updates = subject.signals.read().updates(until=subject.step)
+    norms = [norm for step, _, norm in updates if step >= found.first and math.isfinite(norm)]
+    size = math.sqrt(sum(p.numel() for p in subject.model.parameters() if p.requires_grad))
+    moved = learning_rate(subject.optimizer) * max(sum(norms), len(updates) * size)
+    return (found.after - found.before) * size <= MARGIN * moved  # a root mean square times its root is a norm
 
 
 def poisoned(signals: Signals | None, subject: Subject) -> str:
