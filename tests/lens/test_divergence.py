@@ -55,7 +55,7 @@ def batches(size: Callable[[int], float] = lambda number: 1.0, target: float = 3
         yield x, y
 
 
-def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def squares(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return (model(x).float() - y).square().mean()
 
 
@@ -157,7 +157,7 @@ def test_a_loop_of_ones_own(subjects: list[Subject]) -> None:
     scaler, seen = torch.amp.GradScaler("cpu", init_scale=16.0), 0
     for number, (x, y) in enumerate(islice(batches(), 12), 1):
         loss = box(x if number < 12 else x * math.nan, y)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -227,7 +227,8 @@ def test_weights_that_begin_at_zero_and_a_rate_that_warms_up(subjects: list[Subj
 def test_a_model_that_is_unfrozen(subjects: list[Subject]) -> None:
     model = network()
     with torch.no_grad():
-        model[0].weight.mul_(100)
+        for parameter in model[0].parameters():
+            parameter.mul_(100)
     model[0].requires_grad_(False)
     step = trained(model, torch.optim.Adam(model.parameters(), lr=1e-4))
     for x, y in islice(batches(), 30):
@@ -242,13 +243,13 @@ def test_losses_of_a_gan(critic: bool, subjects: list[Subject]) -> None:
     maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
     judge = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
 
-    def judged(model: nn.Module, z: Tensor, x: Tensor) -> Tensor:
+    def judged(model: nn.Module, z: Tensor, x: Tensor) -> Any:
         with torch.no_grad():
             made = maker(z)
         fake, real = model(made).float(), model(x).float()
         return (fake - real).mean() if critic else F.softplus(fake).mean() + F.softplus(-real).mean()
 
-    def fooled(model: nn.Module, z: Tensor, x: Tensor) -> Tensor:
+    def fooled(model: nn.Module, z: Tensor, x: Tensor) -> Any:
         fake = judge(model(z)).float()
         return -fake.mean() if critic else F.softplus(-fake).mean()
 

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from torch.optim import Optimizer
 
-__all__ = ["BAD", "EARLY", "GRADIENTS", "LOSS", "WEIGHTS", "Demand", "Rise", "learning_rate", "outlier", "rise"]
+__all__ = ["BAD", "EARLY", "GRADIENTS", "LOSS", "WEIGHTS", "Rise", "learning_rate", "outlier", "rise"]
 
 LOSS, GRADIENTS, WEIGHTS = "loss", "gradients", "weights"
 FLOORS = {LOSS: 30.0, GRADIENTS: 300.0}
