@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.sharded import local
 
-__all__ = ["History", "Signals", "Update", "Weights"]
+__all__ = ["History", "Signals"]
 
 UPDATES = 512
 """Updates that are remembered: a few KB on the host, and three blocks of 512 bytes each on a CUDA device."""
@@ -30,7 +30,6 @@ SAMPLED_EVERY = 64
 
 SAMPLES = 64
 """Samples that are remembered."""
-
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 WITH_NORMS = frozenset({*POLICY_DTYPES, torch.float64})
