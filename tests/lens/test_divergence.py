@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def batches(size: Callable[[int], float] = lambda number: 1.0, target: float = 3
         yield x, y
 
 
-def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def squares(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return (model(x).float() - y).square().mean()
 
 
@@ -118,13 +119,45 @@ def test_a_learning_rate_that_is_too_high(
     assert "lower the learning rate" in finding.remedy and finding.place == "the model"
 
 
+def test_evidence_keeps_the_history(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    step = trained(*sgd(3.0)(), blackbox=tmp_path)
+    for x, y in islice(batches(), 4):
+        step(x, y)
+    step(x * math.nan, y)
+    task = hs.Task(
+        name="t",
+        model=network,
+        loss_fn=squares,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=3.0),
+        batches=lambda seed, number: (x, y),
+    )
+    (file,) = tmp_path.glob("*.pt")
+    subjects: list[Subject] = request.getfixturevalue("subjects")  # not before: the evidence is that of a replay
+    hs.lens.replay(file, task)
+    (subject,) = subjects
+    assert subject.signals is not step.record.signals
+    assert runaway(subject.signals, subject) == runaway(step.record.signals, subject) != ""
+
+
+def test_weights_that_were_edited_have_not_run_away(subjects: list[Subject]) -> None:
+    step = trained(*adam(1e-3)())
+    for x, y in islice(batches(), 3):
+        step(x, y)
+    with torch.no_grad():
+        for parameter in step.model.parameters():
+            parameter.mul_(100)
+    step(x * math.nan, y)
+    step.explain()
+    assert runaway(step.record.signals, subjects[-1]) == ""
+
+
 def test_a_loop_of_ones_own(subjects: list[Subject]) -> None:
     model, optimizer = sgd(1.0)()
     box, monitor = hs.BlackBox(model, squares, optimizer), hs.Monitor(model, optimizer, every=1, format="fp16")
     scaler, seen = torch.amp.GradScaler("cpu", init_scale=16.0), 0
     for number, (x, y) in enumerate(islice(batches(), 12), 1):
         loss = box(x if number < 12 else x * math.nan, y)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -194,7 +227,8 @@ def test_weights_that_begin_at_zero_and_a_rate_that_warms_up(subjects: list[Subj
 def test_a_model_that_is_unfrozen(subjects: list[Subject]) -> None:
     model = network()
     with torch.no_grad():
-        model[0].weight.mul_(100)
+        for parameter in model[0].parameters():
+            parameter.mul_(100)
     model[0].requires_grad_(False)
     step = trained(model, torch.optim.Adam(model.parameters(), lr=1e-4))
     for x, y in islice(batches(), 30):
@@ -209,13 +243,13 @@ def test_losses_of_a_gan(critic: bool, subjects: list[Subject]) -> None:
     maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
     judge = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
 
-    def judged(model: nn.Module, z: Tensor, x: Tensor) -> Tensor:
+    def judged(model: nn.Module, z: Tensor, x: Tensor) -> Any:
         with torch.no_grad():
             made = maker(z)
         fake, real = model(made).float(), model(x).float()
         return (fake - real).mean() if critic else F.softplus(fake).mean() + F.softplus(-real).mean()
 
-    def fooled(model: nn.Module, z: Tensor, x: Tensor) -> Tensor:
+    def fooled(model: nn.Module, z: Tensor, x: Tensor) -> Any:
         fake = judge(model(z)).float()
         return -fake.mean() if critic else F.softplus(-fake).mean()
 

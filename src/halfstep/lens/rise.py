@@ -1,7 +1,7 @@
 """Rise: whether training is running away, from the history of a run.
 
-Inputs: losses and gradients of its updates, and how its weights have grown. Output: a `Rise` with its
-numbers, or None. The black box asks for less evidence (`BAD`) than `Monitor` (`EARLY`), which sees runs that go on.
+Inputs: losses and gradients of its updates, and how its weights have grown. Output: a `Rise` with its numbers, or None.
+The black box asks for less evidence (`BAD`) than `Monitor` (`EARLY`), which sees runs that go on.
 
 Note [run away]: on data of one kind a loss can rise only because updates have moved the weights. So two things are
 asked for: the loss, or the norm of the gradients, is far above earlier ones and has stayed there, and the weights have
@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from torch.optim import Optimizer
 
-__all__ = ["BAD", "EARLY", "GRADIENTS", "LOSS", "WEIGHTS", "Demand", "Rise", "learning_rate", "outlier", "rise"]
+__all__ = ["BAD", "EARLY", "GRADIENTS", "LOSS", "WEIGHTS", "Rise", "learning_rate", "outlier", "rise"]
 
 LOSS, GRADIENTS, WEIGHTS = "loss", "gradients", "weights"
 FLOORS = {LOSS: 30.0, GRADIENTS: 300.0}
@@ -146,7 +146,7 @@ def outlier(inputs: Sequence[tuple[int, tuple[float, ...]]], found: Rise, step: 
         if not earlier or not found.first <= number < step:
             continue
         for place, value in enumerate(largest):
-            usual = max(values[place] for values in earlier)
+            usual = max((values[place] for values in earlier if math.isfinite(values[place])), default=0.0)
             if value > OUTLIER * usual > 0.0:
                 times = f"{value / usual:.2g} times the largest one sampled before"
                 return f"floating tensor {place} of the batch of step {number} holds {value:.3g}, {times}"

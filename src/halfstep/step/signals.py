@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.sharded import local
 
-__all__ = ["History", "Signals", "Update", "Weights"]
+__all__ = ["History", "Signals"]
 
 UPDATES = 512
 """Updates that are remembered: a few KB on the host, and three blocks of 512 bytes each on a CUDA device."""
@@ -30,7 +30,6 @@ SAMPLED_EVERY = 64
 
 SAMPLES = 64
 """Samples that are remembered."""
-
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 WITH_NORMS = frozenset({*POLICY_DTYPES, torch.float64})
@@ -68,41 +67,38 @@ class History:
         return [(step, loss, norm) for step, loss, norm, applied in rows if applied and step < until]
 
 
+@dataclass(frozen=True, slots=True)
 class Weights:
-    """The 2-norm of the parameters of a model that are trained now; of sharded ones, of this rank's part.
-
-    Waits for nothing until its `norm` is read.
+    """The parameters of a model that are trained now, by their size; of sharded ones, this rank's part.
 
     Attributes:
+        norms: 2-norms of groups of them, on their devices.
         count: their elements.
     """
 
-    __slots__ = ("_norms", "count")
+    norms: tuple[Tensor, ...]
+    count: int
 
-    def __init__(self, model: nn.Module) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._take(model)
-
-    def _take(self, model: nn.Module) -> None:
-        self.count = 0
+    @classmethod
+    def of(cls, model: nn.Module) -> Weights:
+        """Take the norms; waits for nothing."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad and not is_lazy(parameter):
-                part = local(parameter.detach())
-                if _has_norm(part):
-                    kinds.setdefault((part.device, part.dtype), []).append(part)
-                    self.count += part.numel()
-        self._norms = [
-            torch.linalg.vector_norm(
-                torch.stack(torch._foreach_norm(parts, 2, dtype=torch.promote_types(dtype, torch.float32)))
-            )
-            for (_, dtype), parts in kinds.items()
-        ]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad and not is_lazy(parameter):
+                    part = local(parameter.detach())
+                    if _has_norm(part):
+                        kinds.setdefault((part.device, part.dtype), []).append(part)
+            norms = []
+            for (_, dtype), parts in kinds.items():
+                wide = torch.promote_types(dtype, torch.float32)  # a norm of fp16 numbers may be beyond fp16
+                norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=wide))))
+        return cls(tuple(norms), sum(part.numel() for parts in kinds.values() for part in parts))
 
     @property
     def norm(self) -> float:
-        """The norm; waits for the devices."""
-        return math.hypot(*map(float, self._norms))
+        """The norm of all; waits for the devices."""
+        return math.hypot(*map(float, self.norms))
 
     @property
     def mean(self) -> float:
@@ -140,7 +136,7 @@ class Signals:
             values: the tensors of the batch.
         """
         self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
-        self._weights.append((number, Weights(model)))
+        self._weights.append((number, Weights.of(model)))
         self.sample_batch(number, values)
 
     def sample_batch(self, number: int, values: Iterable[Tensor]) -> None:
@@ -159,11 +155,31 @@ class Signals:
             The step of the sample, the mean then, the mean now; None if there is no sample of the parameters that are
             trained now.
         """
-        now = Weights(model)
+        now = Weights.of(model)
         found = [(number, weights) for number, weights in self._weights if number <= step]
         if not found or found[-1][1].count != now.count:
             return None
         return found[-1][0], found[-1][1].mean, now.mean
+
+    def saved(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Return what is remembered as plain values for a file; waits for the device."""
+        seen = self.read()
+        return {
+            "updates": [*zip(seen.steps, seen.losses, seen.gradients, seen.applied, strict=True)],
+            "weights": [(number, weights.norm, weights.count) for number, weights in self._weights],
+            "inputs": [*seen.inputs],
+        }
+
+    def restore(self, saved: Mapping[str, list[tuple[Any, ...]]]) -> None:
+        """Remember what `saved` has returned, and nothing else."""
+        self.forget()
+        for number, loss, gradient, applied in saved["updates"]:
+            versions, bad = (0, 0), torch.tensor(not applied)
+            self.recent.append((number, torch.tensor(loss), torch.tensor(gradient), versions, bad, None))
+        for number, norm, count in saved["weights"]:
+            self._weights.append((number, Weights((torch.tensor(norm),), count)))
+        for number, largest in saved["inputs"]:
+            self._inputs.append((number, [torch.tensor(value) for value in largest]))
 
     def read(self) -> History:
         """Return what is remembered; waits for the device."""

@@ -42,9 +42,9 @@ def _reachable(found: Rise, subject: Subject) -> bool:
         return True
     updates = subject.signals.read().updates(until=subject.step)
     norms = [norm for step, _, norm in updates if step >= found.first and math.isfinite(norm)]
-    count = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
-    moved = learning_rate(subject.optimizer) * max(sum(norms), len(updates) * math.sqrt(count))
-    return found.after - found.before <= MARGIN * moved
+    size = math.sqrt(sum(p.numel() for p in subject.model.parameters() if p.requires_grad))
+    moved = learning_rate(subject.optimizer) * max(sum(norms), len(updates) * size)
+    return (found.after - found.before) * size <= MARGIN * moved  # a root mean square times its root is a norm
 
 
 def poisoned(signals: Signals | None, subject: Subject) -> str:

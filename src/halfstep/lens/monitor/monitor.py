@@ -201,6 +201,9 @@ class Monitor:
     def findings(self) -> tuple[Finding, ...]:
         """Return what is wrong, each kind once, in the order in which they were seen first; waits for the device.
 
+        Of a `TrainStep` this looks at the losses of its last updates too: training that runs away is found before its
+        loss is not finite.
+
         Records that `poll` has not handed out yet stay for it.
         """
         self._receive(wait=True)
