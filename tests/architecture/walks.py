@@ -36,7 +36,7 @@ class Limit:
 LIMITS: Mapping[str, Limit] = {
     "a good step": Limit(12, 40),
     "TOML to cast": Limit(8),
-    "NaN to verdict": Limit(20),
+    "NaN to verdict": Limit(24),
 }
 """Walk -> its limits."""
 

@@ -302,6 +302,35 @@ def test_a_black_box_takes_the_wrapped_optimizer(caplog: pytest.LogCaptureFixtur
     assert "bad batch, input 0: 1 of 24 values is inf" in str(verdict)
 
 
+def test_a_black_box_accuses_no_loop_of_accelerates_and_names_what_no_scale_cures(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(*, sloped: bool) -> hs.BlackBox:
+        accelerator = Accelerator(policy=hs.Policy.of("mixed", dtype="fp16"), gradient_accumulation_steps=2)
+        model = network()
+        model_, optimizer = accelerator.prepare(model, tools(model)[0])
+
+        def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            h = model(x).float()
+            return F.cross_entropy(h, y) + ((h * 0).sum().sqrt() if sloped else 0.0)
+
+        box = hs.BlackBox(model_, loss_fn, optimizer)
+        for x, y in batches(16):
+            with accelerator.accumulate(model_):
+                accelerator.backward(box(x, y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model_.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return box
+
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert run(sloped=False).verdict is None and not caplog.records
+        verdict = run(sloped=True).verdict
+    assert verdict is not None and (verdict.op, verdict.cause == "loop") == ("sqrt", False)
+    assert sum("sqrt" in record.getMessage() for record in caplog.records) == 1
+
+
 # ------------------------------------------------------------------ several models and optimizers
 
 
