@@ -202,6 +202,7 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
         return not replay.run(factor=scale / subject.scale, only=attempt.only).bad
 
     right = highest(finite, subject.scale)
+    words = f"a scale of {right:g}"
     rule = None if subject.policy is None else subject.policy.scale
     if subject.policy is not None and isinstance(rule, ScaleRule) and rule.growth > 1.0 and rule.interval < IMPATIENT:
         policy = subject.policy.replace(scale="halfstep")
@@ -213,7 +214,7 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
         text, policy = f"a dynamic scale, or one of {right:g}", None
     else:
         policy = subject.policy.replace(scale=right)
-        text = _with_toml(subject.policy, policy, f"a scale of {right:g}", f"policy.replace(scale={right!r})")
+        text = _with_toml(subject.policy, policy, words, f"policy.replace(scale={right!r})")
     trial = trials.of(policy)
     return (Cure(policy=policy, text=text, verified=trial.trains, outcome=trial.outcome),)
 
