@@ -206,7 +206,7 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
     rule = None if subject.policy is None else subject.policy.scale
     if subject.policy is not None and isinstance(rule, ScaleRule) and rule.growth > 1.0 and rule.interval < IMPATIENT:
         policy = subject.policy.replace(scale="halfstep")
-        words = f"a scale that grows less often than after {rule.interval} good steps, and then overflows again"
+        words = f"a scale that grows less often than every {rule.interval + 1} steps, after which it overflows again"
         text = _with_toml(subject.policy, policy, words, "policy.replace(scale='halfstep')")
     elif subject.scaling == "dynamic":
         text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy
