@@ -308,7 +308,10 @@ class Trials:
         losses = trial.losses
         wrong = trial.outcome or self._astray(losses)
         if wrong:
-            return replace(trial, outcome=f"finite once: {wrong}")
+            unclipped = (
+                "; a loop's own clipping is not known here" if not self.subject.normed and trial.trained > 1 else ""
+            )
+            return replace(trial, outcome=f"finite once: {wrong}{unclipped}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
         base = self.subject.policy
         if base is None or policy is None or (policy.dtype == "fp32" and policy.scale == "none"):
