@@ -354,7 +354,7 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
     """Return batches as micro-batches: as many as a trial can use, without those that are not finite themselves.
 
     Raises:
-        StepError: they are no iterable of batches.
+        StepError: they are no iterable of batches, or none is left.
     """
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise StepError(
@@ -366,6 +366,8 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
         named = dict(batch) if isinstance(batch, Mapping) else {}
         if all(extremes(tensor)[1] for tensor in tensors((args, named))):
             found.append(MicroBatch(args, named, {}, versions_of((args, named))))
+    if not found:
+        raise StepError("batches gave no batch of finite values: an iterator may be used up; pass a list, or a new one")
     return tuple(found)
 
 
