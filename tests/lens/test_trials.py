@@ -210,6 +210,35 @@ def test_a_loss_far_above_those_before_is_none_to_train_on_unless_one_micro_batc
     assert made[-1].wide.trains or re.search(r"the loss is .*e\+\d+, and was .* before", made[-1].wide.outcome)
 
 
+def test_a_loss_that_had_risen_before_and_stays_is_lost(made: list[Trials]) -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 4), torch.randn(4, 8), torch.randn(4, 4)
+
+    def loss_fn(model: nn.Module, x: Tensor, large: float) -> Tensor:
+        square = torch.full((4, 4), large)
+        return F.mse_loss(model(x) + (square @ square) * 0, y)
+
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 1e-4), loss_fn, policy=FP16.replace(scale=1.0))
+    for _ in range(4):
+        assert step(x, 1.0).host().updated
+    with torch.no_grad():
+        model.weight.mul_(30)
+    assert step(x, 1.0).host().updated and step(x, 1e3).host().skipped
+    assert not any(cure.verified for cure in step.explain().cures)
+    assert re.search(r"the loss rose from .* to .* before, and is .* after 12 steps", made[-1].wide.outcome)
+
+
+def test_a_scale_that_grows_in_every_step_is_not_left_alone() -> None:
+    rule = hs.policy.ScaleRule(init=2.0**23, ceiling=2.0**40, interval=1)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), 1e-3), far, policy=FP16.replace(scale=rule))
+    while not step(torch.randn(4, 8), torch.randn(4, 4)).host().skipped:
+        pass
+    (cure,) = step.explain().cures
+    assert cure.verified and cure.policy == FP16.replace(scale="halfstep") and "grows less often" in cure.text
+
+
 def test_a_loss_may_be_as_large_as_squares_of_the_batch() -> None:
     """Prices of houses."""
     torch.manual_seed(0)
@@ -275,7 +304,8 @@ def test_a_cure_is_tried_on_more_batches_if_they_are_given(made: list[Trials], k
     assert (
         "not finite in step 2" in made[-1].of(hs.Policy.of(made[-1].subject.policy).with_modules({"0": "fp32"})).outcome
     )
-    assert explain([(x * float("nan"), y)]).cures[0].verified  # such a batch shows nothing
+    with pytest.raises(StepError, match="no batch of finite values: an iterator may be used up"):
+        explain([(x * float("nan"), y)])
     cures = explain(batches=[(x,)]).cures
     assert not any(cure.verified for cure in cures) and "not trained: TypeError" in made[-1].wide.outcome
     with pytest.raises(StepError, match=r"iterable of batches and is a Tensor; for one batch write \[batch\]"):

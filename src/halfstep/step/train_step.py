@@ -525,7 +525,7 @@ class TrainStep:
 
     # ------------------------------------------------------------------ explanations
 
-    def explain(self, batches: Iterable[Any] = ()) -> Verdict:
+    def explain(self, batches: Iterable[Any] | None = None) -> Verdict:
         """Say why the last step that was not applied, or whose loss was not finite, was so; printing it is a report.
 
         Replays its micro-batches with instruments on, unless that has happened already; all is as before afterwards. (A

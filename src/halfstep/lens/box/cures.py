@@ -207,10 +207,11 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
         return not replay.run(factor=scale / subject.scale, only=attempt.only).bad
 
     right = highest(finite, subject.scale, LOWEST)
+    words = f"a scale of {right:g}"
     rule = None if subject.policy is None else subject.policy.scale
     if subject.policy is not None and isinstance(rule, ScaleRule) and rule.growth > 1.0 and rule.interval < IMPATIENT:
         policy = subject.policy.replace(scale="halfstep")
-        words = f"a scale that grows less often than after {rule.interval} good steps, and then overflows again"
+        words = f"a scale that grows less often than every {rule.interval + 1} steps, after which it overflows again"
         text = _with_toml(subject.policy, policy, words, "policy.replace(scale='halfstep')")
     elif subject.scaling == "dynamic" and right >= subject.floor:
         text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy
@@ -218,7 +219,7 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
         text, policy = f"a dynamic scale, or one of {right:g}", None
     else:
         policy = subject.policy.replace(scale=right)
-        text = _with_toml(subject.policy, policy, f"a scale of {right:g}", f"policy.replace(scale={right!r})")
+        text = _with_toml(subject.policy, policy, words, f"policy.replace(scale={right!r})")
     trial = trials.of(policy)
     return (Cure(policy=policy, text=text, verified=trial.trains, outcome=trial.outcome),)
 

@@ -138,7 +138,7 @@ class Box:
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
         self._more: tuple[MicroBatch, ...] = ()  # micro-batches for trials, given to explain()
 
-    def explain(self, batches: Iterable[Any] = ()) -> Verdict:
+    def explain(self, batches: Iterable[Any] | None = None) -> Verdict:
         """Return why the last step was not finite; ``print(box.explain())`` is a report.
 
         Args:
@@ -148,7 +148,7 @@ class Box:
             StepError: the last step was finite, or nothing has run backward; `batches` is no iterable of batches, or
                 comes after later steps.
         """
-        self._more = more_batches(batches)
+        self._more = () if batches is None else more_batches(batches)
         try:
             verdict = self._last()
             if self._more:  # nothing was tried

@@ -305,7 +305,10 @@ class Trials:
         losses = trial.losses
         wrong = trial.outcome or self._astray(losses)
         if wrong:
-            return replace(trial, outcome=f"finite once: {wrong}")
+            unclipped = (
+                "; a loop's own clipping is not known here" if not self.subject.normed and trial.trained > 1 else ""
+            )
+            return replace(trial, outcome=f"finite once: {wrong}{unclipped}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
         base = self.subject.policy
         if base is None or policy is None or (policy.dtype == "fp32" and policy.scale == "none"):
@@ -348,7 +351,7 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
     """Return batches as micro-batches: as many as a trial can use, without those that are not finite themselves.
 
     Raises:
-        StepError: they are no iterable of batches.
+        StepError: they are no iterable of batches, or none is left.
     """
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise StepError(
@@ -360,6 +363,8 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
         named = dict(batch) if isinstance(batch, Mapping) else {}
         if all(extremes(tensor)[1] for tensor in tensors((args, named))):
             found.append(MicroBatch(args, named, {}, versions_of((args, named))))
+    if not found:
+        raise StepError("batches gave no batch of finite values: an iterator may be used up; pass a list, or a new one")
     return tuple(found)
 
 
