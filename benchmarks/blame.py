@@ -139,7 +139,7 @@ def hooks_on_modules(run: Run) -> Said:
 def mode_on_operators(run: Run) -> Said:
     """Run under a mode that checks every operator's result; it raises at the first that is not finite."""
     try:
-        with CheckEveryOperator():
+        with CheckEveryOperator():  # type: ignore[no-untyped-call]
             run(lambda model: None)
     except FloatingPointError as error:
         places = frames_of(error)

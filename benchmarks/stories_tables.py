@@ -70,21 +70,16 @@ def peers(report: dict[str, Any]) -> str:
     """Return how often each instrument names the place of the stories that have an operator."""
     placed = [row for row in answered(report).values() if row["truth"]["op"]]
     ours, *others = report["instruments"]
-    silent = sum(row["said"] is None for row in placed)
-    rows = [[f"halfstep ({ours}, `hs.BlackBox`)", "", "", "", share(row["place"] for row in placed), str(silent)]]
+    silent = str(sum(row["said"] is None for row in placed))
+    parts = [share(row["parts"].get(part, False) for row in placed) for part in ("op", "module", "line")]
+    rows = [[f"halfstep (`{ours}`, `hs.BlackBox`)", *parts, share(row["place"] for row in placed), silent]]
     for name in others:
         said = [row["peers"][name] for row in placed]
         parts = [share(one[part] for one in said) for part in ("op", "module", "line")]
         whole = share(one["op"] and one["module"] and one["line"] for one in said)
         rows.append([name, *parts, whole, str(sum(not one["words"] for one in said))])
-    rows[0][1:4] = [share(named(row, part) for row in placed) for part in ("op", "module", "line")]
     head = ["instrument", "operator right", "module right", "line right", "all three", "silent"]
     return table(head, rows)
-
-
-def named(row: Row, part: str) -> bool:
-    """Return whether a verdict names the operator, the module or the line."""
-    return row["said"] is not None and row["parts"][part]
 
 
 def wrong(report: dict[str, Any]) -> str:
@@ -100,7 +95,8 @@ def wrong(report: dict[str, Any]) -> str:
         if not parts and not reasons:
             continue
         expected, said = row["truth"], row["said"]
-        what = f"`{name}` ({row['source']}): {', '.join([*(f'{part} wrong' for part in parts), *reasons])}."
+        names = [f"wrong {part.removeprefix('verified ').partition(',')[0]}" for part in parts]
+        what = f"`{name}` ({row['source']}): {', '.join([*names, *reasons])}."
         wanted = f"Expected cause {expected['cause']}, {place(expected)}."
         if "words" in parts:
             wanted += f" Words: {'; '.join(row['unsaid'])}."

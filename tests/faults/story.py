@@ -116,7 +116,7 @@ class Story(Fault):
         """Make the case anew, or its twin."""
         self._seed()
         program: Any = self.program
-        case = program(healthy)
+        case: Case = program(healthy)
         return case if case.steps else replace(case, steps=self.default_steps)
 
     def turns(self, watch: Watch, *, healthy: bool = False) -> Iterator[Turn]:

@@ -225,8 +225,7 @@ def nan_gradient_is_kept(healthy: bool, watch: Watch) -> Iterator[Turn]:
             x = normal(number, 4, 20, 12) * (3e3 if number == 7 else 1.0)  # an utterance that is not normalised
             loss = call(x, 1 + tokens(number, (4, 5), 7))
             (loss * scale / 2).backward()
-        for parameter in model.parameters():
-            parameter.grad /= scale
+        torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], scale)
         finite = bool(torch.isfinite(clip_grad_norm_(model.parameters(), 5.0)))
         if finite:
             optimizer.step()
@@ -255,7 +254,8 @@ def no_zero_grad_under_bf16(healthy: bool, watch: Watch) -> Iterator[Turn]:
 
     def loss_fn(model: Any, x: Tensor, noise: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return ((model(x + noise).float() - noise) ** 2).mean(0).sum()
+            made: Tensor = model(x + noise)
+        return ((made.float() - noise) ** 2).mean(0).sum()
 
     call = watch(model, loss_fn, optimizer)
     for step in count(1):
@@ -331,7 +331,7 @@ def sharpness_aware_climb_to_nan(healthy: bool, watch: Watch) -> Iterator[Turn]:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     scaler = Scaler("cpu", init_scale=2.0**12)
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
 
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
         with half():
