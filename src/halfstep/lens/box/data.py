@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfstep.lens.box.diagnose import Subject, first_cause
 from halfstep.lens.box.origins import Source
-from halfstep.lens.box.remarks import NORMALISING, NOTHING, REDUCING, SPREADING, shown
+from halfstep.lens.box.remarks import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, shown
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import extremes
@@ -55,6 +55,9 @@ MARKERS = 3
 
 EARLIER = 5
 """So many earlier batches have to be known before a whole batch is called unusual."""
+
+LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
+"""Operators whose argument a model makes, as a rule: a certain answer, whatever the sample holds."""
 
 SHARE = 4
 """Outliers are in one of so many samples, or in one sample."""
@@ -101,7 +104,8 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
         return tuple(found)
     reached = _reached(source)
     known = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
-    found += [*_of_call(known, source)]
+    seen = subject.signals is not None and bool(subject.signals.recent)
+    found += [*_of_call(known, source, seen=seen)]
     found += _outliers(subject, attempt, micro, known)
     if attempt.trace is not None:
         found += _targets(micro, attempt.trace)
@@ -146,8 +150,8 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
 # ---------------------------------------------------------------------- what an operator was given
 
 
-def _of_call(given: Given, source: Source | None) -> Iterator[str]:
-    """Yield what the inputs that led to an invalid operation show."""
+def _of_call(given: Given, source: Source | None, *, seen: bool) -> Iterator[str]:
+    """Yield what the inputs that led to an invalid operation show; `seen`: there were finite steps before."""
     if source is None or source.call is None or not source.invalid or source.written:
         return
     if source.over and source.call.site.op not in NORMALISING:  # a mask that arithmetic has spoilt
@@ -158,19 +162,24 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
         return
     size = next((len(t) for _, _, t in given if t.dim()), 0)
     known = bool(source.samples) and source.samples[-1] < size
-    if known and 2 * len(source.samples) <= size:
+    op, roots = source.call.site.op, source.roots()
+    kinds = {kind for kind, _ in roots}
+    weighted = bool(kinds & {"parameter", "buffer"})
+    if known and 2 * len(source.samples) <= size and not (weighted and op in LOGARITHMS):
         yield from _constant(given, source.samples, size)
     if len(source.features) == 1:
         yield from _constant_feature(given, source.features[0])
-    op, roots = source.call.site.op, source.roots()
-    kinds = {kind for kind, _ in roots}
     if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
         return
-    if not kinds & {"parameter", "buffer"}:
+    if not weighted:
+        if not seen:  # the formula has never had a value
+            return
         names = " and ".join(name for index, name, _ in given if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
         yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
     elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
+        yield source.remark
+    elif op in NORMALISING and MASKED_OUT in source.remark:
         yield source.remark
     elif op in SPREADING and size == 1:
         yield f"the batch holds one sample: {source.remark}"

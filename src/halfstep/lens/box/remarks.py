@@ -29,6 +29,7 @@ NOTHING = "of no values"
 SPREADING = frozenset({"std", "var", "std_mean", "var_mean", "cov", "corrcoef"})
 """Operators that divide by the number of elements less one."""
 
+MASKED_OUT = "masked out entirely"
 DIVIDING = frozenset({"div", "true_divide", "reciprocal", "rsqrt", "floor_divide", "remainder", "fmod"})
 DOMAIN = DIVIDING | frozenset("log log2 log10 log1p sqrt acos asin atanh acosh logit digamma lgamma pow xlogy".split())
 """Operators whose last argument of values is outside their domain where they are not finite."""
@@ -90,7 +91,7 @@ def _rows(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return ""
     first = ", ".join(map(str, rows.nonzero()[0].tolist()))
     place = f", the first at [{first}]" if first else ""
-    return f"{count} of {size} rows {'is' if count == 1 else 'are'} masked out entirely{place}"
+    return f"{count} of {size} rows {'is' if count == 1 else 'are'} {MASKED_OUT}{place}"
 
 
 def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
