@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
-from halfstep.errors import BindError
+from halfstep.errors import BindError, HalfstepError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
 from halfstep.lens.box.diagnose import Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trials import FAILURES, Trials, highest
+from halfstep.lens.box.trials import Trials, highest
 from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
@@ -109,7 +109,7 @@ class _Search:
                 # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
                 lower = highest(lambda scale: not at(scale).bad, subject.scale)
                 return at(lower) if lower else attempt
-        except FAILURES:
+        except (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None  # this model cannot run under it
 
     def try_one(self, policy: Policy, words: str, line: str) -> bool:
@@ -203,15 +203,16 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
 
     right = highest(finite, subject.scale)
     words = f"a scale of {right:g}"
-    rule = None if subject.policy is None else subject.policy.scale
+    policy = subject.policy
+    rule = None if policy is None else policy.scale
     if subject.policy is not None and isinstance(rule, ScaleRule) and rule.growth > 1.0 and rule.interval < IMPATIENT:
         policy = subject.policy.replace(scale="halfstep")
         words = f"a scale that grows less often than every {rule.interval + 1} steps, after which it overflows again"
         text = _with_toml(subject.policy, policy, words, "policy.replace(scale='halfstep')")
     elif subject.scaling == "dynamic":
-        text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy
+        text = f"nothing to change: the scale adapts; at {right:g} this step is finite"
     elif subject.policy is None:
-        text, policy = f"a dynamic scale, or one of {right:g}", None
+        text = f"a dynamic scale, or one of {right:g}"
     else:
         policy = subject.policy.replace(scale=right)
         text = _with_toml(subject.policy, policy, words, f"policy.replace(scale={right!r})")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.errors import HalfstepError, StepError
+from halfstep.errors import StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.replay import Attempt, Windows
@@ -41,7 +41,7 @@ from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 
-__all__ = ["FAILURES", "LOWEST_SCALE", "STEPS", "Trial", "Trials", "highest", "more_batches"]
+__all__ = ["LOWEST_SCALE", "STEPS", "Trial", "Trials", "highest", "more_batches"]
 
 STEPS = 12
 """Steps of a trial, the bad one included."""
@@ -72,9 +72,6 @@ NEAR = 0.25
 
 LAST = 3
 """So many losses are averaged at the end of a trial."""
-
-FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
-"""What a model or an optimizer raises that cannot run under a policy, or cannot be copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +140,12 @@ class Trials:
                 with self._under(policy) as windows:
                     trial = self._train(policy, windows)
                 return self._judged(policy, trial)
-            except FAILURES as error:
+            except Exception as error:  # of the user's code
                 why = _first_line(error)
         try:
             with self._under(policy) as windows:
                 return self._once(policy, windows, why)
-        except FAILURES as error:
+        except Exception as error:
             return Trial(finite_once=None, outcome=f"it cannot run: {_first_line(error)}")
 
     # ------------------------------------------------------------------ running
@@ -308,10 +305,9 @@ class Trials:
         losses = trial.losses
         wrong = trial.outcome or self._astray(losses)
         if wrong:
-            unclipped = (
-                "; a loop's own clipping is not known here" if not self.subject.normed and trial.trained > 1 else ""
-            )
-            return replace(trial, outcome=f"finite once: {wrong}{unclipped}")
+            if not self.subject.normed and trial.trained > 1:
+                wrong += "; a loop's own clipping is not known here"
+            return replace(trial, outcome=f"finite once: {wrong}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
         base = self.subject.policy
         if base is None or policy is None or (policy.dtype == "fp32" and policy.scale == "none"):
