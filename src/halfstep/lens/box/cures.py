@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe, recipe_for
 from halfstep.cast.state import STATE
-from halfstep.errors import BindError, HalfstepError
+from halfstep.errors import BindError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.lens.box.advice import Around, advice
 from halfstep.lens.box.diagnose import Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
-from halfstep.lens.box.trials import Trials, highest
+from halfstep.lens.box.trials import FAILURES, Trials, highest
 from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
@@ -109,7 +109,7 @@ class _Search:
                 # its gradients overflow: a dynamic scale adapts, unless they overflow without one too
                 lower = highest(lambda scale: not at(scale).bad, subject.scale)
                 return at(lower) if lower else attempt
-        except (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError):
+        except FAILURES:
             return None  # this model cannot run under it
 
     def try_one(self, policy: Policy, words: str, line: str) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfstep.errors import StepError
+from halfstep.errors import HalfstepError, StepError
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.replay import Attempt, Windows
@@ -41,7 +41,7 @@ from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 
-__all__ = ["LOWEST_SCALE", "STEPS", "Trial", "Trials", "highest", "more_batches"]
+__all__ = ["FAILURES", "LOWEST_SCALE", "STEPS", "Trial", "Trials", "highest", "more_batches"]
 
 STEPS = 12
 """Steps of a trial, the bad one included."""
@@ -72,6 +72,10 @@ NEAR = 0.25
 
 LAST = 3
 """So many losses are averaged at the end of a trial."""
+
+
+FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
+"""What a model raises that cannot run under a policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
