@@ -64,7 +64,7 @@ class Slow(Optimizer):
         self.inner = inner(kept)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "inner": self.inner}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "inner": self.inner}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step()
@@ -270,11 +270,11 @@ def test_a_loss_that_falls_in_fp32_alone_is_not_near(made: list[Trials], monkeyp
 def two_layers() -> nn.Module:
     """Return a model whose first layer overflows in fp16 if its input does, and the second for inputs 1e5 as large."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    first, second = nn.Linear(8, 8), nn.Linear(8, 4)
     with torch.no_grad():
-        model[0].weight.mul_(1e-5)
-        model[1].weight.mul_(0.1)
-    return model
+        first.weight.mul_(1e-5)
+        second.weight.mul_(0.1)
+    return nn.Sequential(first, second)
 
 
 @pytest.mark.parametrize("kind", ["TrainStep", "BlackBox"])
@@ -301,9 +301,9 @@ def test_a_cure_is_tried_on_more_batches_if_they_are_given(made: list[Trials], k
     more = [(x / 1e5, y + 1), {"x": x / 1e5, "y": y + 2}]
     assert explain(more).cures[0].verified and set(seen) == {0.0, 1.0, 2.0}
     assert [cure.verified for cure in explain(batches=[(x * 1e5, y + 3)]).cures if "0 in fp32" in cure.text] == [False]
-    assert (
-        "not finite in step 2" in made[-1].of(hs.Policy.of(made[-1].subject.policy).with_modules({"0": "fp32"})).outcome
-    )
+    policy = made[-1].subject.policy
+    assert policy is not None
+    assert "not finite in step 2" in made[-1].of(policy.with_modules({"0": "fp32"})).outcome
     with pytest.raises(StepError, match="no batch of finite values: an iterator may be used up"):
         explain([(x * float("nan"), y)])
     cures = explain(batches=[(x,)]).cures

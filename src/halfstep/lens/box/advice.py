@@ -123,8 +123,8 @@ class Around:
 
     @classmethod
     def of(cls, trace: Trace | None, verdict: Verdict) -> Around:
-        """Read the autograd graph of a traced replay; empty where the place is in none."""
-        if trace is None or trace.loss is None or not verdict.op:
+        """Read the autograd graph of a traced replay; empty where the place is in none, or the batch is the cause."""
+        if trace is None or trace.loss is None or not verdict.op or verdict.cause == "data":
             return cls()
         here: list[Any] = []
         readers: dict[Site, None] = {}

@@ -208,15 +208,16 @@ def _scales(subject: Subject, attempt: Attempt, trials: Trials) -> tuple[Cure, .
 
     right = highest(finite, subject.scale, LOWEST)
     words = f"a scale of {right:g}"
-    rule = None if subject.policy is None else subject.policy.scale
+    policy = subject.policy
+    rule = None if policy is None else policy.scale
     if subject.policy is not None and isinstance(rule, ScaleRule) and rule.growth > 1.0 and rule.interval < IMPATIENT:
         policy = subject.policy.replace(scale="halfstep")
         words = f"a scale that grows less often than every {rule.interval + 1} steps, after which it overflows again"
         text = _with_toml(subject.policy, policy, words, "policy.replace(scale='halfstep')")
     elif subject.scaling == "dynamic" and right >= subject.floor:
-        text, policy = f"nothing to change: the scale adapts; at {right:g} this step is finite", subject.policy
+        text = f"nothing to change: the scale adapts; at {right:g} this step is finite"
     elif subject.policy is None:
-        text, policy = f"a dynamic scale, or one of {right:g}", None
+        text = f"a dynamic scale, or one of {right:g}"
     else:
         policy = subject.policy.replace(scale=right)
         text = _with_toml(subject.policy, policy, words, f"policy.replace(scale={right!r})")

@@ -70,8 +70,9 @@ NEAR = 0.25
 LAST = 3
 """So many losses are averaged at the end of a trial."""
 
+
 FAILURES = (HalfstepError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError)
-"""What a model or an optimizer raises that cannot run under a policy, or cannot be copied."""
+"""What a model raises that cannot run under a policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +141,12 @@ class Trials:
                 with self._under(policy) as windows:
                     trial = self._train(policy, windows)
                 return self._judged(policy, trial)
-            except FAILURES as error:
+            except Exception as error:  # of the user's code
                 why = _first_line(error)
         try:
             with self._under(policy) as windows:
                 return self._once(policy, windows, why)
-        except FAILURES as error:
+        except Exception as error:
             return Trial(finite_once=None, outcome=f"it cannot run: {_first_line(error)}")
 
     # ------------------------------------------------------------------ running
@@ -305,10 +306,9 @@ class Trials:
         losses = trial.losses
         wrong = trial.outcome or self._astray(losses)
         if wrong:
-            unclipped = (
-                "; a loop's own clipping is not known here" if not self.subject.normed and trial.trained > 1 else ""
-            )
-            return replace(trial, outcome=f"finite once: {wrong}{unclipped}")
+            if not self.subject.normed and trial.trained > 1:
+                wrong += "; a loop's own clipping is not known here"
+            return replace(trial, outcome=f"finite once: {wrong}")
         words = f"trained {trial.trained} steps, loss {losses[0]:.4g} to {_end(losses):.4g}"
         base = self.subject.policy
         if base is None or policy is None or (policy.dtype == "fp32" and policy.scale == "none"):
