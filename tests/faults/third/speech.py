@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from tests.faults.case import FULL, MIXED, TORCH, UNSCALED, Case, case, labels, model_of, normal, tokens
 from tests.faults.story import story
 
-SMALL_CONV = {"conv_dim": (16, 16), "conv_kernel": (10, 4), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
-"""A feature encoder that makes one frame of 20 samples."""
-
 SMALL = {
-    **SMALL_CONV,
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 4),
+    "conv_stride": (5, 4),
+    "num_feat_extract_layers": 2,
     "vocab_size": 16,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -32,7 +32,7 @@ SMALL = {
     "apply_spec_augment": False,
     "attn_implementation": "eager",
 }
-"""Settings of the wav2vec 2 family, without anything random."""
+"""Settings of the wav2vec 2 family: one frame of 20 samples, and nothing random."""
 
 
 def tones(step: int, rows: int, length: int) -> Tensor:
