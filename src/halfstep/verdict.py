@@ -187,8 +187,10 @@ class Verdict:
         if not self.cures:
             return ""
         first = self.cures[0]
-        words = first.text.splitlines()[0].partition(": ")[0].partition("; ")[0]
-        return words + (" (verified)" if first.verified and first.policy is not None else "")
+        words = first.text.splitlines()[0].partition(": ")[0]
+        if first.policy is None:
+            return words.partition("; ")[0]
+        return words.partition(" (")[0] + (" (verified)" if first.verified else "")
 
     @property
     def page(self) -> str:

@@ -450,7 +450,7 @@ def replayed(file: Path, model: str, *more: str) -> tuple[int, str]:
 
 def test_a_task_without_metric_and_margin_is_enough_for_a_replay(evidence: Path) -> None:
     code, text = replayed(evidence, f"{evidence.parent / 'tasks.py'}:task")
-    assert code == 0 and "step 2: no finite value in any format" in text and "| div in divide, forward, " in text
+    assert code == 0 and "step 2: " in text and "| div in divide, forward, " in text
 
 
 def test_a_replay_writes_its_verdict_for_people_and_for_programs(evidence: Path, tmp_path: Path) -> None:

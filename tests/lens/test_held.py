@@ -152,7 +152,7 @@ def test_within_the_limit_a_late_verdict_is_explained(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "halfstep"):
         step(rows())
     (record,) = caplog.records
-    assert "bad batch, input 0: 1 of 32 values is inf, in sample 1" in record.getMessage()
+    assert "input 0 holds inf in sample 1 at [2]: 1 of 32" in record.getMessage()
 
 
 def test_a_window_that_may_run_again_stays_whole() -> None:

@@ -171,8 +171,8 @@ def advice(
         return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
     texts = [CAUSED["data"]] if verdict.cause == "data" and verdict.kind != "bad_batch" else []
     texts += _specific(verdict, around)
-    if not texts and not cured:
-        texts = [_general(verdict, everywhere=everywhere)]
+    if (not texts and not cured) or (verdict.cause == "data" and verdict.kind == "invalid"):
+        texts += [_general(verdict, everywhere=everywhere)]
     return tuple(Cure(policy=None, text=text, verified=False) for text in texts if text)
 
 

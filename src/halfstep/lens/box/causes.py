@@ -79,6 +79,8 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
     if not wide.trained:  # no training was tried
         return "precision", f"in fp32 the step is finite; {wide.outcome.partition(': ')[2]}", "likely"
+    if not trials.before and not (subject.optimizer is not None and subject.optimizer.state):
+        return "model", f"before any update, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
     return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
 
 

@@ -104,8 +104,7 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
         return tuple(found)
     reached = _reached(source)
     known = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
-    seen = subject.signals is not None and bool(subject.signals.recent)
-    found += [*_of_call(known, source, seen=seen)]
+    found += [*_of_call(known, source)]
     found += _outliers(subject, attempt, micro, known)
     if attempt.trace is not None:
         found += _targets(micro, attempt.trace)
@@ -150,8 +149,8 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
 # ---------------------------------------------------------------------- what an operator was given
 
 
-def _of_call(given: Given, source: Source | None, *, seen: bool) -> Iterator[str]:
-    """Yield what the inputs that led to an invalid operation show; `seen`: there were finite steps before."""
+def _of_call(given: Given, source: Source | None) -> Iterator[str]:
+    """Yield what the inputs that led to an invalid operation show."""
     if source is None or source.call is None or not source.invalid or source.written:
         return
     if source.over and source.call.site.op not in NORMALISING:  # a mask that arithmetic has spoilt
@@ -172,14 +171,14 @@ def _of_call(given: Given, source: Source | None, *, seen: bool) -> Iterator[str
     if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
         return
     if not weighted:
-        if not seen:  # the formula has never had a value
+        if op in SPREADING and size > 1:  # of one value in each group, whatever the batch holds
             return
         names = " and ".join(name for index, name, _ in given if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
         yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
     elif op in {"cross_entropy", "nll_loss", "ctc_loss"} or (op in REDUCING and NOTHING in source.remark):
         yield source.remark
-    elif op in NORMALISING and MASKED_OUT in source.remark:
+    elif op in NORMALISING and MASKED_OUT in source.remark and any(not t.is_floating_point() for _, _, t in given):
         yield source.remark
     elif op in SPREADING and size == 1:
         yield f"the batch holds one sample: {source.remark}"
