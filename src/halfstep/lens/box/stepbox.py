@@ -34,7 +34,7 @@ from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError
 from halfstep.formats import DTYPE_NAMES
 from halfstep.kernels.native.calls import number
-from halfstep.lens.box.advice import advice
+from halfstep.lens.box.advice import advice, lost_eps
 from halfstep.lens.box.cures import cures, rebound
 from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, inspect
 from halfstep.lens.box.evidence import save_evidence
@@ -608,6 +608,8 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
         subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
+    if verdict.kind == "bad_state" and (text := lost_eps(subject)):
+        verdict = replace(verdict, cause="precision", because=text, sure="likely")
     if attempt is None or verdict.kind not in CURABLE:
         return replace(verdict, cures=advice(verdict))
     try:
