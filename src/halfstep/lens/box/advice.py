@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
-from halfstep.lens.box.diagnose import WRITTEN, Subject
+from halfstep.lens.box.diagnose import WRITTEN
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import TAG, Site, pointwise
 from halfstep.step.bind import binding_of
@@ -163,21 +164,22 @@ def advice(
     return tuple(Cure(policy=None, text=text, verified=False) for text in texts if text)
 
 
-def lost_eps(subject: Subject) -> str:
+def lost_eps(optimizer: Optimizer | None, model: nn.Module) -> str:
     """Return in words the eps of an optimizer that is 0 in the format it computes an update in; "" if none is.
 
     Such an update divides 0 by 0 for every element without a gradient, and writes NaN. Fused forms compute in fp32.
     """
-    if subject.optimizer is None:
+    if optimizer is None:
         return ""
-    optimizer, binding = unwrap_optimizer(subject.optimizer), binding_of(subject.model)
+    optimizer, binding = unwrap_optimizer(optimizer), binding_of(model)
     store = None if binding is None else binding.store
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         eps = group.get("eps")
         for parameter in group["params"] if isinstance(eps, float) and eps and not group.get("fused") else ():
             rounded = torch.tensor(eps, dtype=torch.float64).to(parameter.dtype)
             if parameter.dtype in LOW_DTYPES and not rounded and (store is None or parameter not in store):
-                name, form = subject.names.get(id(parameter), "a parameter"), DTYPE_NAMES[parameter.dtype]
+                name, form = names.get(id(parameter), "a parameter"), DTYPE_NAMES[parameter.dtype]
                 return (
                     f"eps={eps:g} of {type(optimizer).__name__} is 0 in {form}, in which {name} is updated: 0/0 is NaN"
                 )
@@ -224,12 +226,12 @@ def _leads(before: Sequence[str], makers: Sequence[str]) -> bool:
 
 
 def _general(verdict: Verdict, *, everywhere: bool) -> str:
+    if verdict.kind == "bad_state" and verdict.cause == "precision":
+        return ADVICE["lost_eps"]
     if verdict.kind == "overflow":
         return OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid":
         return OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
-    if verdict.kind == "bad_state" and verdict.cause == "precision":
-        return ADVICE["lost_eps"]
     return "" if verdict.kind == "not_reproducible" and verdict.detail else ADVICE.get(verdict.kind, "")
 
 

@@ -608,7 +608,7 @@ def _cured(subject: Subject, verdict: Verdict, attempt: Attempt | None) -> Verdi
         low = DTYPE_NAMES.get(attempt.trace.low) if attempt.trace.low is not None else None
         subject.policy = attempt.trace.region or (None if low is None else Policy.of("torch", dtype=low))
         subject.region = "torch.autocast" if attempt.trace.region is None else "hs.autocast"
-    if verdict.kind == "bad_state" and (text := lost_eps(subject)):
+    if verdict.kind == "bad_state" and (text := lost_eps(subject.optimizer, subject.model)):
         verdict = replace(verdict, cause="precision", because=text, sure="likely")
     if attempt is None or verdict.kind not in CURABLE:
         return replace(verdict, cures=advice(verdict))
