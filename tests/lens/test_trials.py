@@ -359,6 +359,26 @@ def test_a_producer_is_tried_before_larger_cures_and_the_lost_constant_is_named(
     assert "F.logsigmoid" in texts
 
 
+@pytest.mark.parametrize(("eps", "fused"), [(1e-8, False), (1e-4, False), (1e-8, True)])
+def test_an_eps_that_is_zero_in_fp16_is_named_where_an_update_has_written_nan(eps: float, fused: bool) -> None:
+    model = nn.Linear(8, 4).half()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, eps=eps, fused=fused)
+    box = hs.BlackBox(model, lambda m, x: m(x).float().square().mean(), optimizer)
+    x = torch.randn(4, 8).half()
+    x[:, 0] = 0  # a weight without gradient
+    for _ in range(2):
+        optimizer.zero_grad()
+        box(x).backward()
+        optimizer.step()
+    if eps == 1e-4 or fused:
+        assert model.weight.isfinite().all()
+        return
+    verdict = box.explain()
+    assert verdict.kind == "bad_state" and verdict.cause == "precision"
+    assert "eps=1e-08 of Adam is 0 in fp16, in which weight is updated" in verdict.because
+    assert "a larger eps" in verdict.cures[0].text
+
+
 def zeros(h: Tensor) -> Tensor:
     return h - h
 

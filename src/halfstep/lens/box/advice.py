@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.diagnose import MASKED, WRITTEN
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import TAG, Site, pointwise
+from halfstep.step.bind import binding_of
+from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.verdict import Cure, Verdict
 
-__all__ = ["Around", "advice"]
+__all__ = ["Around", "advice", "lost_eps"]
 
 REACH = 12
 """So many calls before an operator are looked at."""
@@ -40,6 +43,7 @@ ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
     "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
+    "lost_eps": "a larger eps that the format holds, such as 1e-4; or fp32 weights behind the low ones, as O2 has them",
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
 
@@ -176,6 +180,28 @@ def advice(
     return tuple(Cure(policy=None, text=text, verified=False) for text in texts if text)
 
 
+def lost_eps(optimizer: Optimizer | None, model: nn.Module) -> str:
+    """Return in words the eps of an optimizer that is 0 in the format it computes an update in; "" if none is.
+
+    Such an update divides 0 by 0 for every element without a gradient, and writes NaN. Fused forms compute in fp32.
+    """
+    if optimizer is None:
+        return ""
+    optimizer, binding = unwrap_optimizer(optimizer), binding_of(model)
+    store = None if binding is None else binding.store
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        for parameter in group["params"] if isinstance(eps, float) and eps and not group.get("fused") else ():
+            rounded = torch.tensor(eps, dtype=torch.float64).to(parameter.dtype)
+            if parameter.dtype in LOW_DTYPES and not rounded and (store is None or parameter not in store):
+                name, form = names.get(id(parameter), "a parameter"), DTYPE_NAMES[parameter.dtype]
+                return (
+                    f"eps={eps:g} of {type(optimizer).__name__} is 0 in {form}, in which {name} is updated: 0/0 is NaN"
+                )
+    return ""
+
+
 def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
     """Yield what follows from the formula that the place is part of."""
     if verdict.detail.startswith((WRITTEN, MASKED)) or verdict.kind not in {"overflow", "invalid"}:
@@ -213,6 +239,8 @@ def _leads(before: Sequence[str], makers: Sequence[str]) -> bool:
 
 
 def _general(verdict: Verdict, *, everywhere: bool) -> str:
+    if verdict.kind == "bad_state" and verdict.cause == "precision":
+        return ADVICE["lost_eps"]
     if verdict.kind == "overflow":
         return OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid" and verdict.detail.startswith(MASKED):

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from halfstep.formats import DTYPE_NAMES
+from halfstep.lens.box.advice import lost_eps
 from halfstep.lens.box.data import suspects
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.divergence import poisoned, runaway
@@ -55,7 +53,7 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     if batch := poisoned(subject.signals, subject):
         return "data", batch, "shown"
     away = runaway(subject.signals, subject)
-    if verdict.kind == "bad_state" and (lost := _lost_eps(subject)):
+    if verdict.kind == "bad_state" and (lost := lost_eps(subject.optimizer, subject.model)):
         return "precision", lost, "likely"
     if attempt is None or trials is None or verdict.kind == "bad_state":
         return ("divergence", away, "likely") if away else ("", "", "")
@@ -82,19 +80,6 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     if not trials.before and not (subject.optimizer is not None and subject.optimizer.state):
         return "model", f"before any update, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
     return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
-
-
-def _lost_eps(subject: Subject) -> str:
-    """Return in words which eps of the optimizer is 0 in the format of its parameters; "" for none."""
-    for group in () if subject.optimizer is None else subject.optimizer.param_groups:
-        eps = group.get("eps")
-        for parameter in group["params"]:
-            if isinstance(eps, float) and eps and parameter.is_floating_point():
-                if not float(torch.tensor(eps, dtype=torch.float64).to(parameter.dtype)):
-                    form = DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype))
-                    kind = type(subject.optimizer).__name__
-                    return f"eps of {kind}, {eps:g}, is 0 in {form}: the update of a gradient near 0 is 0/0"
-    return ""
 
 
 def _rises(trials: Trials) -> bool:
