@@ -85,11 +85,12 @@ class Rise:
     def __str__(self) -> str:
         """Return it as a clause with its numbers."""
         times = f" {self.after / self.before:.2g} times" if self.before else ""
-        numbers = f"{self.before:.3g} to {self.after:.3g}"
         if self.what == WEIGHTS:  # known before a step, and now
-            return f"the {self.what} rose{times} since step {self.first}, {numbers}"
+            return f"the {self.what} rose{times} since step {self.first}, {self.before:.3g} to {self.after:.3g}"
+        steps = f"{self.last - self.first} step{'s' * (self.last - self.first > 1)}"
+        numbers = f"from {self.before:.3g} at step {self.first} to {self.after:.3g} at step {self.last}"
         grew = f"; the weights grew {self.grew:.2g} times" if math.isfinite(self.grew) else ""
-        return f"the {self.what} rose{times} from step {self.first} to step {self.last}, {numbers}{grew}"
+        return f"the {self.what} rose{times} in {steps}, {numbers}{grew}"
 
 
 def rise(rows: Sequence[tuple[int, float, float]], growth: Growth, demand: Demand) -> Rise | None:
