@@ -77,7 +77,7 @@ def test_a_story_of_a_gradient_follows_the_backward_pass() -> None:
 
 
 def divided(m: Any, h: Tensor) -> Tensor:
-    return h.masked_fill(HIDDEN, -INF) / m.temperature.weight.sum()
+    return h.masked_fill(HIDDEN, -INF) / m.temperature.weight.sum()  # type: ignore[no-any-return]
 
 
 def multiplied(m: Any, h: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def test_a_mask_in_a_buffer_or_a_batch_is_named() -> None:
     mask = torch.where(HIDDEN, -INF, 0.0)
 
     def with_buffer(m: Any, h: Tensor) -> Tensor:
-        return (h + m.keep.mask) / m.temperature.weight.sum()
+        return (h + m.keep.mask) / m.temperature.weight.sum()  # type: ignore[no-any-return]
 
     keep = nn.Module()
     keep.register_buffer("mask", mask)
