@@ -416,6 +416,39 @@ def test_overflow_and_its_risk_are_told_apart() -> None:
     assert [f.module for f in cured if f.kind == "overflow"] == ["2"]  # which is given these numbers now
 
 
+class NormByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x * x
+        return x * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("scale", ["none", "auto"])
+def test_gradients_that_an_overflow_makes_zero_are_told_with_it_and_blame_no_scale(scale: str) -> None:
+    def audit(policy: hs.Policy) -> hs.lens.Audit:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), NormByHand(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        batches = [(600 * torch.randn(8, 16), torch.randint(0, 4, (8,))) for _ in range(2)]
+        return hs.audit(model, batches, loss_fn, policy)
+
+    found = audit(hs.Policy.of("mixed", dtype="fp16", scale=scale))
+    (finding,) = found.findings()
+    assert (finding.kind, finding.op, finding.module) == ("overflow", "mul", "1")
+    assert "with it gradients are zero that are not in fp32, those of" in finding.cause and "mul in 1" in finding.cause
+    assert finding.policy is not None and audit(finding.policy).findings() == ()
+
+
+def test_gradients_that_underflow_by_themselves_are_findings_beside_an_overflow() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), NormByHand(), nn.Linear(32, 4))
+
+    def small(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return 1e-6 * loss_fn(model, x, y)
+
+    policy = hs.Policy.of("mixed", dtype="fp16", scale="none")
+    audit = hs.audit(model, [(600 * torch.randn(8, 16), torch.randint(0, 4, (8,)))], small, policy)
+    kinds = [finding.kind for finding in audit.findings()]
+    assert kinds[0] == "overflow" and "underflow" in kinds
+
+
 def test_a_softmax_that_only_the_format_makes_one_hot_is_found() -> None:
     class Pick(nn.Module):
         def __init__(self) -> None:

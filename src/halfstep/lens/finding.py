@@ -12,6 +12,7 @@ __all__ = ["KINDS", "ROOM", "Finding"]
 
 KINDS = {
     "bad_state": "weights are inf or nan",
+    "divergence": "training runs away: loss, gradients or weights grow without coming back, in any format",
     "bad_gradient": "gradients are inf or nan although no loss scale can have made them so",
     "overflow": "an operator makes inf or nan where a wide format has numbers",
     "underflow": "numbers become zero, or lose their digits, because the format has none that small",
@@ -36,7 +37,7 @@ class Finding:
 
     Attributes:
         kind: one of `KINDS`.
-        role: what the numbers are: activation, activation gradient, weight, weight gradient, update or state.
+        role: what the numbers are: loss, activation, activation gradient, weight, weight gradient, update or state.
         module: dotted name of the module, "" for the root.
         op: operator, public short name; the optimizer's class for updates, "Adam.exp_avg_sq" for a state; "" where
             Monitor samples a module as a whole.

@@ -44,6 +44,8 @@ LIMIT = 1 << 30  # bytes of batches
 ROWS = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged}
 FIRST_COPY = 1 << 26  # bytes of buffers copied before the first step, when it is not known yet which ones change
 VIEWED = 1 << 16  # bytes: a loss that is a view of more is copied to be remembered
+JUMP = 10.0  # times that a loss is above those before
+FADE = 0.99  # in some hundred updates a large loss is forgotten
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
@@ -246,6 +248,7 @@ class History:
         self.landing = Landing() if landing is None else landing
         self.signals = Signals() if signals is None else signals
         self._limit = LIMIT
+        self._usual = math.inf  # the largest sum of the losses of a window, fading
         self._own: list[torch.Generator] | None = None  # generators besides the process's; None: none are kept
         self.window = Window()
         self.judged: Window | None = None
@@ -325,7 +328,7 @@ class History:
         if bad.device.type in self.landing.devices:
             self.landing.send([bad, *window.losses()])
         elif bad.device.type == "cpu":
-            window.lossy = _lossy(window.losses())
+            window.lossy = self._lossy(window, window.losses())
         if not self.watched and window.lossy is False and not peek(bad):
             self.judged, self.window = None, Window()
         else:
@@ -362,7 +365,7 @@ class History:
                 if not wait and not self.landing.there():
                     return None
                 flag, *losses = self.landing.landed()
-                window.bad, window.lossy = peek(flag), _lossy(losses)
+                window.bad, window.lossy = peek(flag), self._lossy(window, losses)
             elif window.flag.device.type == "cpu":
                 window.bad = peek(window.flag)
             else:  # not sent: explain() waits for it
@@ -370,6 +373,21 @@ class History:
         if not window.wrong:
             self.judged = None
         return window
+
+    def _lossy(self, window: Window, losses: list[Tensor]) -> bool:
+        """Return whether one of some losses of `window`, of those in the host's memory, is not finite.
+
+        The batch of one far above those before is sampled: later it tells a bad batch from training that ran away.
+        """
+        found = [abs(number(loss)) for loss in losses if type(loss) is Tensor and not loss.is_cuda]
+        size, usual = sum(found), FADE * self._usual
+        if not size < math.inf:
+            return True
+        if size > JUMP * usual and len(found) == len(window.batches):
+            micro = window.batches[found.index(max(found))]
+            self.signals.sample_batch(window.last, tensors((micro.batch, micro.named)))
+        self._usual = size if size > usual or usual == math.inf else usual
+        return False
 
     def _find_changing(self) -> None:
         """Find out which buffers the window's forward passes have changed."""
@@ -405,11 +423,6 @@ class History:
                 if first and copied + size <= FIRST_COPY:
                     copied += size
                     self.window.buffers.append((module, name, value.detach().clone()))
-
-
-def _lossy(losses: list[Tensor]) -> bool:
-    """Return whether one of some losses, of those in the host's memory, is not finite."""
-    return any(type(loss) is Tensor and not loss.is_cuda and not math.isfinite(number(loss)) for loss in losses)
 
 
 def _size(tensor: Tensor) -> int:

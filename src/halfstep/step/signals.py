@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.formats import POLICY_DTYPES
 from halfstep.kernels.sharded import local
 
-__all__ = ["History", "Signals", "Update", "Weights"]
+__all__ = ["History", "Signals"]
 
 UPDATES = 512
 """Updates that are remembered: a few KB on the host, and three blocks of 512 bytes each on a CUDA device."""
@@ -30,6 +31,8 @@ SAMPLED_EVERY = 64
 SAMPLES = 64
 """Samples that are remembered."""
 
+PLAIN = frozenset({Tensor, nn.Parameter})
+WITH_NORMS = frozenset({*POLICY_DTYPES, torch.float64})
 
 Update: TypeAlias = tuple[int, "Tensor | None", Tensor, tuple[int, int], "Tensor | None", "Tensor | None"]
 """The number of its last micro-batch; the detached loss of that; norms of its gradients, of which the largest counts;
@@ -64,33 +67,43 @@ class History:
         return [(step, loss, norm) for step, loss, norm, applied in rows if applied and step < until]
 
 
+@dataclass(frozen=True, slots=True)
 class Weights:
-    """The 2-norm of the parameters of a model that are trained now; of sharded ones, of this rank's part.
-
-    Waits for nothing until its `norm` is read.
+    """The parameters of a model that are trained now, by their size; of sharded ones, this rank's part.
 
     Attributes:
+        norms: 2-norms of groups of them, on their devices.
         count: their elements.
     """
 
-    __slots__ = ("_norms", "count")
+    norms: tuple[Tensor, ...]
+    count: int
 
-    @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        found = [local(p.detach()) for p in model.parameters() if p.requires_grad and not is_lazy(p)]
-        kinds: dict[torch.device, list[Tensor]] = {}
-        self.count = 0
-        for part in found:
-            if part.numel() and part.layout is torch.strided and part.is_floating_point():
-                kinds.setdefault(part.device, []).append(part)
-                self.count += part.numel()
-        norms = [torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)) for parts in kinds.values()]
-        self._norms = [torch.linalg.vector_norm(some) for some in norms]
+    @classmethod
+    def of(cls, model: nn.Module) -> Weights:
+        """Take the norms; waits for nothing."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad and not is_lazy(parameter):
+                    part = local(parameter.detach())
+                    if _has_norm(part):
+                        kinds.setdefault((part.device, part.dtype), []).append(part)
+            norms = []
+            for (_, dtype), parts in kinds.items():
+                wide = torch.promote_types(dtype, torch.float32)  # a norm of fp16 numbers may be beyond fp16
+                norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=wide))))
+        return cls(tuple(norms), sum(part.numel() for parts in kinds.values() for part in parts))
 
     @property
     def norm(self) -> float:
-        """The norm; waits for the devices."""
-        return math.hypot(*map(float, self._norms))
+        """The norm of all; waits for the devices."""
+        return math.hypot(*map(float, self.norms))
+
+    @property
+    def mean(self) -> float:
+        """The root mean square of the elements; nan if there are none; waits for the devices."""
+        return self.norm / math.sqrt(self.count) if self.count else math.nan
 
 
 class Signals:
@@ -123,8 +136,7 @@ class Signals:
             values: the tensors of the batch.
         """
         self.due = 2 * self.due if self.due < SAMPLED_EVERY else self.due + SAMPLED_EVERY
-        with torch._C.DisableTorchFunction():
-            self._weights.append((number, Weights(model)))
+        self._weights.append((number, Weights.of(model)))
         self.sample_batch(number, values)
 
     def sample_batch(self, number: int, values: Iterable[Tensor]) -> None:
@@ -133,28 +145,48 @@ class Signals:
             self._inputs.append((number, [_largest(t) for t in values if t.is_floating_point()]))
 
     def growth(self, model: nn.Module, step: int) -> tuple[int, float, float] | None:
-        """Return the norm of the weights at the last sample until `step`, and now; waits for the device.
+        """Return the root mean square of the weights at the last sample until `step`, and now; waits for the device.
 
         Args:
             model: whose parameters are trained.
             step: number of a micro-batch.
 
         Returns:
-            The step of the sample, the norm then, the norm now; None if there is no sample of the parameters that are
+            The step of the sample, the mean then, the mean now; None if there is no sample of the parameters that are
             trained now.
         """
-        now = Weights(model)
+        now = Weights.of(model)
         found = [(number, weights) for number, weights in self._weights if number <= step]
         if not found or found[-1][1].count != now.count:
             return None
-        return found[-1][0], found[-1][1].norm, now.norm
+        return found[-1][0], found[-1][1].mean, now.mean
+
+    def saved(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Return what is remembered as plain values for a file; waits for the device."""
+        seen = self.read()
+        return {
+            "updates": [*zip(seen.steps, seen.losses, seen.gradients, seen.applied, strict=True)],
+            "weights": [(number, weights.norm, weights.count) for number, weights in self._weights],
+            "inputs": [*seen.inputs],
+        }
+
+    def restore(self, saved: Mapping[str, list[tuple[Any, ...]]]) -> None:
+        """Remember what `saved` has returned, and nothing else."""
+        self.forget()
+        for number, loss, gradient, applied in saved["updates"]:
+            versions, bad = (0, 0), torch.tensor(not applied)
+            self.recent.append((number, torch.tensor(loss), torch.tensor(gradient), versions, bad, None))
+        for number, norm, count in saved["weights"]:
+            self._weights.append((number, Weights((torch.tensor(norm),), count)))
+        for number, largest in saved["inputs"]:
+            self._inputs.append((number, [torch.tensor(value) for value in largest]))
 
     def read(self) -> History:
         """Return what is remembered; waits for the device."""
         found = {entry[0]: entry for entry in self.recent}  # of two with one number the later one counts
         rows = [_row(*entry[1:]) for entry in found.values()]
         trained = self._weights[-1][1].count if self._weights else 0
-        weights = [(number, seen.norm) for number, seen in self._weights if seen.count == trained]
+        weights = [(number, seen.norm) for number, seen in self._weights if trained and seen.count == trained]
         inputs = [(number, tuple(map(_number, found))) for number, found in self._inputs if found]
         return History(
             steps=tuple(found),
@@ -166,10 +198,16 @@ class Signals:
         )
 
 
+def _has_norm(tensor: Tensor) -> bool:
+    """Return whether torch has norms for a tensor: a plain, strided one, of a format of 16 bits or more."""
+    plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return plain and tensor.dtype in WITH_NORMS and tensor.numel() > 0
+
+
 def _largest(tensor: Tensor) -> Tensor | None:
-    """Return the largest magnitude of a floating tensor, 0-dim on its device; None if its layout has none."""
+    """Return the largest magnitude of a tensor, 0-dim on its device; None if it is of no kind that has one."""
     part = local(tensor)
-    if not part.numel() or part.layout is not torch.strided:
+    if not _has_norm(part):
         return None
     largest: Tensor = torch.linalg.vector_norm(part, math.inf)
     return largest

@@ -19,6 +19,11 @@ from halfstep.policy.scale_rule import ScaleRule
 __all__ = ["findings_of"]
 
 
+GRADIENTS = ("activation gradient", "weight gradient")
+
+SHOWN = 3
+"""Places named of what follows from a finding."""
+
 LOST = 0.05
 """Share of a weight's gradient whose loss is a fault: Adam gives each element its own pace, however small it is."""
 
@@ -67,6 +72,11 @@ class Examination:
     def of(self, *roles: str) -> Iterator[AuditRow]:
         """Iterate over the rows of some roles."""
         return (row for row in self.rows if row.role in roles)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether an operator overflows: what follows is then far off the fp32 run of the whole model because of it."""
+        return any(row.overflow > 0 for row in self.of("activation"))
 
     def finding(
         self, kind: str, row: AuditRow, severity: float, cause: str, remedy: str, policy: Policy | None = None
@@ -170,37 +180,61 @@ def _percent(share: float) -> str:
 
 
 def _overflow(exam: Examination) -> Iterator[Finding]:
+    follows = _consequences(exam)
     for row in exam.of("activation"):
         if row.overflow > 0:
             form = format_of(row.format)
             beyond = f"{_percent(row.overflow)} of its result is beyond {form.name}, which ends at {form.max:.6g}"
-            cause = f"{beyond}, and {'would be finite in fp32' if form.has_inf else 'is cut off there'}"
+            cause = f"{beyond}, and {'would be finite in fp32' if form.has_inf else 'is cut off there'}{follows}"
+            follows = ""  # it is told once, of the first
             remedy, policy = exam.wider(row)
             yield exam.finding("overflow" if form.has_inf else "saturation", row, 1.0, cause, remedy, policy)
 
 
+def _consequences(exam: Examination) -> str:
+    """Return in words which gradients are zero in a run in which an operator overflows, as those divided by inf are."""
+    lost = [row for row in exam.of(*GRADIENTS) if _loses(exam, row) and not _loses(exam, row, alone=True)]
+    if not exam.overflows or not lost:
+        return ""
+    places = list(dict.fromkeys(row.parameter or f"{row.op} in {row.module or 'the model'}" for row in lost))
+    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    return f"; with it gradients are zero that are not in fp32, those of {', '.join(places[:SHOWN])}{more}"
+
+
 def _gradient_underflow(exam: Examination) -> Iterator[Finding]:
-    for row in exam.of("activation gradient", "weight gradient"):
-        lost = max(row.underflow, row.missing)
-        form = _narrow(exam, row)
-        if not form.is_narrow or max(lost, row.subnormal) < FEW or row.cancels:
-            continue
-        off = max((error for error in (row.error, row.accumulated) if not math.isnan(error)), default=0.0)
-        drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW and off >= LOST
-        imprecise = row.error >= ROUNDINGS * _unit(form) and row.error >= 0.02
-        if row.role == "weight gradient":
-            hit = drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
-        else:
-            much = max(row.underflow, row.subnormal / 2) >= MOSTLY
-            gone = row.missing >= MOSTLY and row.accumulated >= MOSTLY
-            hit = drowned or gone or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= LOST)
-        if hit:
+    for row in exam.of(*GRADIENTS):
+        if _loses(exam, row, alone=exam.overflows):
+            form = _narrow(exam, row)
             below = f"{_percent(row.underflow)} of what its backward pass computes becomes zero in {form.name}"
-            if row.missing > row.underflow:
+            if row.missing > row.underflow and not exam.overflows:
                 below = f"{_percent(row.missing)} of its gradient is zero and is not in fp32"
             cause = f"{below}, {_percent(row.subnormal)} is subnormal (loss scale {row.scale:g})"
             remedy, policy = exam.scaled(row)
+            lost = row.underflow if exam.overflows else max(row.underflow, row.missing)
             yield exam.finding("underflow", row, max(lost, row.subnormal), cause, remedy, policy)
+
+
+def _loses(exam: Examination, row: AuditRow, *, alone: bool = False) -> bool:
+    """Return whether a gradient underflows.
+
+    Args:
+        exam: what the row is of.
+        row: a gradient.
+        alone: whether only what is known from its own inputs counts, and no difference to the fp32 run of the model.
+    """
+    missing, accumulated = (0.0, math.nan) if alone else (row.missing, row.accumulated)
+    lost = max(row.underflow, missing)
+    form = _narrow(exam, row)
+    if not form.is_narrow or max(lost, row.subnormal) < FEW or row.cancels:
+        return False
+    off = max((error for error in (row.error, accumulated) if not math.isnan(error)), default=0.0)
+    drowned = row.subnormal >= 3 * MOSTLY and lost >= FEW and off >= LOST
+    imprecise = row.error >= ROUNDINGS * _unit(form) and row.error >= 0.02
+    if row.role == "weight gradient":
+        return drowned or lost >= LOST or (imprecise and row.subnormal >= MOSTLY)
+    much = max(row.underflow, row.subnormal / 2) >= MOSTLY
+    gone = missing >= MOSTLY and accumulated >= MOSTLY
+    return drowned or gone or (row.underflow >= FEW and row.error >= SWALLOWED) or (much and row.error >= LOST)
 
 
 def _narrow(exam: Examination, row: AuditRow) -> Format:
@@ -343,9 +377,9 @@ def _integers(exam: Examination) -> Iterator[Finding]:
 
 def _drift(exam: Examination) -> Iterator[Finding]:
     """Name where errors of the whole model begin: by one operator (cancellation), or by and by."""
-    found = any(row.overflow > 0 for row in exam.of("activation"))  # all that follows it is wrong
+    found = exam.overflows
     for row in () if found else exam.of("activation"):
-        if row.numel <= 1 or not row.accumulated >= DRIFT or row.overflow > 0:
+        if row.numel <= 1 or not row.accumulated >= DRIFT:
             continue
         sudden = row.given < min(DRIFT, row.accumulated / AMPLIFIED) and row.error < row.accumulated / 2
         if sudden and row.decides:

@@ -347,6 +347,8 @@ def replay(file: str | Path, task: Any) -> Verdict:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     modules = dict(model.named_modules())
     buffers = [(modules[m], n, v.to(device)) for m, n, v in content["buffers"] if m in modules]
+    if content.get("signals"):
+        step.record.signals.restore(content["signals"])
     scale = torch.tensor(float(content["scale"]))
     verdict = StepBox(step)._explained(Window(window_of(content, device), buffers, int(content["step"]), scale))
     if content["model"]:

@@ -1,8 +1,8 @@
 """Evidence: a bad step in one file, to be replayed later or elsewhere.
 
-``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy and seeds, as
-plain containers and tensors (``torch.load(weights_only=True)`` reads it), and ``.txt`` the report. Number and size are
-bounded.
+``halfstep-blackbox-STEP.pt`` holds what a replay needs: batch, random states, buffers, weights, policy, seeds and the
+history of the run, as plain containers and tensors (``torch.load(weights_only=True)`` reads it), and ``.txt`` the
+report. Number and size are bounded.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def _content(subject: Subject, verdict: Verdict) -> tuple[dict[str, Any] | None,
         "scaling": subject.scaling,
         "scale": subject.scale,
         "step": subject.step,
+        "signals": None if subject.signals is None else subject.signals.saved(),
         "rank": subject.rank,
         "window": window,
         "buffers": buffers,

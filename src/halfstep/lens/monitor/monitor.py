@@ -9,8 +9,11 @@ them once they have arrived. Sketches of a thousand steps take no more memory th
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +26,16 @@ from halfstep.formats import LOW_DTYPES, Format, format_of
 from halfstep.lens.finding import Finding
 from halfstep.lens.monitor.records import Load, MonitorRecord, Readings
 from halfstep.lens.monitor.sampler import Sampler
-from halfstep.lens.monitor.symptoms import symptoms
+from halfstep.lens.monitor.symptoms import of_rise, symptoms
+from halfstep.lens.rise import EARLY, learning_rate, outlier, rise
 from halfstep.policy.resolve import resolved
 from halfstep.step.prepare import prepared_policy, store_of, unwrap
 from halfstep.step.train_step import TrainStep
 
 __all__ = ["Monitor"]
+
+MOST_RECORDS = 512
+"""Records of which the largest gradient and weight are remembered."""
 
 
 class Monitor:
@@ -95,6 +102,7 @@ class Monitor:
         self._scale: Tensor | None = None  # of the last sample
         self._loads: list[Load] = []
         self._records: list[MonitorRecord] = []
+        self._course: deque[tuple[int, float, float, int]] = deque(maxlen=MOST_RECORDS)
         self._found: dict[str, tuple[int, dict[str, Finding]]] = {}
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
@@ -193,9 +201,13 @@ class Monitor:
     def findings(self) -> tuple[Finding, ...]:
         """Return what is wrong, each kind once, in the order in which they were seen first; waits for the device.
 
+        Of a `TrainStep` this looks at the losses of its last updates too: training that runs away is found before its
+        loss is not finite.
+
         Records that `poll` has not handed out yet stay for it.
         """
         self._receive(wait=True)
+        self._see_signals()
         made = []
         for step, places in self._found.values():
             worst = sorted(places.values(), key=lambda f: (-f.severity, f.place))
@@ -222,10 +234,41 @@ class Monitor:
             record = self._readings.record(load)
             self._records.append(record)
             for finding in symptoms(record, self.format):
-                _, places = self._found.setdefault(finding.kind, (record.step, {}))
-                key = f"{finding.role} {finding.place}"
-                if key not in places or places[key].severity < finding.severity:
-                    places[key] = finding
+                self._add(finding, record.step)
+            self._see_course(record)
+
+    def _add(self, finding: Finding, step: int) -> None:
+        _, places = self._found.setdefault(finding.kind, (step, {}))
+        key = f"{finding.role} {finding.place}"
+        if key not in places or places[key].severity < finding.severity:
+            places[key] = finding
+
+    def _see_course(self, record: MonitorRecord) -> None:
+        """Find out from the records whether training runs away; a loop of one's own shows no losses."""
+        if any(p.nonfinite for p in record.parameters) or not record.parameters:
+            return
+        weights = [p.weight.largest for p in record.parameters if p.weight is not None]
+        largest = max(p.amax for p in record.parameters) / record.scale
+        self._course.append((record.step, largest, max(weights, default=math.nan), len(weights)))
+
+        def growth(step: int) -> tuple[int, float, float] | None:
+            before = [seen for seen in self._course if seen[0] <= step][-1]
+            return (before[0], before[2], self._course[-1][2]) if before[3] == len(weights) else None
+
+        found = rise([(step, math.nan, gradient) for step, gradient, *_ in self._course], growth, EARLY)
+        if found is not None:
+            self._add(of_rise(found, "", learning_rate(self._optimizer)), record.step)
+
+    def _see_signals(self) -> None:
+        """Find out from the losses of a `TrainStep` whether training runs away; waits for the device."""
+        if self._step is None:
+            return
+        signals = self._step.record.signals
+        history = signals.read()
+        found = rise(history.updates(), partial(signals.growth, unwrap(self._step.model)), EARLY)
+        if found is not None:
+            batch = outlier(history.inputs, found, found.last + 1)
+            self._add(of_rise(found, batch, learning_rate(self._optimizer)), self._updates)
 
     def _send(self) -> None:
         load = Load(self._updates - self._updates % self.every, self._samples, dict(self._sampler.paces))

@@ -12,9 +12,13 @@ from typing import Any
 from halfstep.formats import Format, format_of
 from halfstep.lens.finding import ROOM, Finding
 from halfstep.lens.monitor.records import ActivationRecord, MonitorRecord, ParameterRecord
+from halfstep.lens.rise import GRADIENTS, LOSS, WEIGHTS, Rise
 from halfstep.lens.sketch import ExponentSketch
 
-__all__ = ["symptoms"]
+__all__ = ["of_rise", "symptoms"]
+
+ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
+"""What has run away -> the role of a finding."""
 
 SUBNORMAL = 0.25
 """Of the numbers that are left: a gradient spreads over some ten bits, so much in the last ones means many below."""
@@ -65,6 +69,22 @@ def symptoms(record: MonitorRecord, format: Format) -> Iterator[Finding]:
         yield from _of_weight(parameter)
     for activation in record.activations:
         yield from _of_activation(activation, format)
+
+
+def of_rise(found: Rise, batch: str, rate: float) -> Finding:
+    """Return the finding of a run that runs away.
+
+    Args:
+        found: what has risen.
+        batch: the outlier of a batch with which that began, in words; "" for none.
+        rate: the learning rate; 0.0 if there is none.
+    """
+    cause = (
+        f"{batch}, and then {found}" if batch else f"{found}" + (f"; the learning rate is {rate:.3g}" if rate else "")
+    )
+    remedy = "leave such batches out, or clamp their values" if batch else "lower the learning rate, or warm it up"
+    remedy += f"; clip gradients (clip_norm=1.0); go back to a checkpoint from before step {found.first + 1}"
+    return Finding(kind="divergence", role=ROLES[found.what], severity=1.0, cause=cause, remedy=remedy)
 
 
 def _of(parameter: ParameterRecord, kind: str, role: str, severity: float, cause: str, remedy: str) -> Finding:
