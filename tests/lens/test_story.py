@@ -12,12 +12,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
+from halfstep.lens.box.origins import CallRecord
+from halfstep.lens.box.story import path
+from halfstep.lens.calls import Site
 from tests.lens.broken import explained, squared
 
 HIDDEN = torch.arange(8) > 5
 INF = math.inf
 
 pytestmark = pytest.mark.filterwarnings("ignore:gradients are not finite")
+
+
+def call(op: str, made: float, *parents: CallRecord, finite: bool = True) -> CallRecord:
+    """Return what is kept of a call in fp32."""
+    return CallRecord(Site(op, "", ""), (), (), 1.0, finite, finite, made, torch.float32, parents)
+
+
+def test_a_path_follows_what_is_not_finite_then_what_is_largest() -> None:
+    small, large, spoilt = call("sin", 0.5), call("exp", 7.0), call("log", 2.0, finite=False)
+    place = call("div", 0.0, small, large, finite=False)
+    assert [row.site.op for row in path(place)] == ["exp", "div"]
+    assert [row.site.op for row in path(place, small=True)] == ["sin", "div"]
+    assert [row.site.op for row in path(call("mul", 0.0, small, spoilt, large))] == ["log", "mul"]
 
 
 def growing(m: Any, h: Tensor) -> Tensor:
@@ -61,7 +77,7 @@ def test_a_story_of_a_gradient_follows_the_backward_pass() -> None:
 
 
 def divided(m: Any, h: Tensor) -> Tensor:
-    return h.masked_fill(HIDDEN, -INF) / m.temperature.weight.sum()
+    return h.masked_fill(HIDDEN, -INF) / m.temperature.weight.sum()  # type: ignore[no-any-return]
 
 
 def multiplied(m: Any, h: Tensor) -> Tensor:
@@ -103,7 +119,7 @@ def test_a_mask_in_a_buffer_or_a_batch_is_named() -> None:
     mask = torch.where(HIDDEN, -INF, 0.0)
 
     def with_buffer(m: Any, h: Tensor) -> Tensor:
-        return (h + m.keep.mask) / m.temperature.weight.sum()
+        return (h + m.keep.mask) / m.temperature.weight.sum()  # type: ignore[no-any-return]
 
     keep = nn.Module()
     keep.register_buffer("mask", mask)

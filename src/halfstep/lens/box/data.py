@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import Subject, first_cause
 from halfstep.lens.box.origins import Source
 from halfstep.lens.box.remarks import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, shown
@@ -30,7 +31,7 @@ from halfstep.step.batch_errors import inputs, place
 from halfstep.step.record import MicroBatch
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["Outlier", "outlier", "suspects"]
+__all__ = ["outlier", "suspects"]
 
 Given: TypeAlias = list[tuple[int, str, Tensor]]
 """Index, name and tensor of inputs."""
@@ -266,7 +267,7 @@ def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier
         tensor: it.
         past: largest magnitudes of it in earlier batches.
     """
-    values = tensor.to(torch.float64)
+    values = tensor.float() if tensor.dtype in LOW_DTYPES else tensor
     sizes = values.abs()
     if not bool(torch.isfinite(sizes).all()):
         sizes = sizes.nan_to_num(0.0, 0.0, 0.0)
