@@ -357,6 +357,26 @@ def test_a_step_past_the_scaler_is_named_with_its_line(caplog: pytest.LogCapture
     assert later.line == verdict.line and later.step > 1
 
 
+class GradScalerSettings:
+    """Has the name of a scaler, and is none; what it shows cannot be read."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("a stand-in")
+
+
+def test_odd_objects_in_the_loop_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    settings = GradScalerSettings()
+
+    def body(p: Program, step: int) -> None:
+        own = settings
+        steps_twice(p, step)
+        del own
+
+    texts = said(Program(scale=2.0**22), body, caplog, 2)
+    assert "step 1" in texts[0] and not any("was not looked at" in text for text in texts)
+
+
 def test_a_step_past_the_scaler_on_a_bad_batch_keeps_its_place(caplog: pytest.LogCaptureFixture) -> None:
     program = Program()
 

@@ -176,11 +176,11 @@ class BlackBox(Box):
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
-            there = [p.grad for p in self._parameters if p.grad is not None]
-            self._added = bool(there)
+            self._added = any(p.grad is not None for p in self._parameters)
             try:
                 if self._loop.bad is not None:
-                    self._loop.carry(bool(there) and bool(_not_finite([_values(g) for g in there])), self._scale())
+                    there = [_values(p.grad) for p in self._parameters if p.grad is not None]
+                    self._loop.carry(bool(there) and bool(_not_finite(there)), self._scale())
                 self._loop.begin(self.step)
             except Exception as error:
                 self._failed(f"the backward pass of step {self.step} was not looked at", error)
@@ -207,8 +207,7 @@ class BlackBox(Box):
             self._read(updating=True)
             window = self._memory.window.batches
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
-            with torch.no_grad():
-                self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
+            self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
             first = self._loop.wrote is None and self._explained_step != self.step
             if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
@@ -219,10 +218,9 @@ class BlackBox(Box):
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find out whether a bad step was applied, and report it."""
         try:
-            with torch.no_grad():
-                update = self._loop.after_update(closure=_closure(args, kwargs))
-                if update is not None and self.verdict is not None and self._explained_step == self.step:
-                    self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
+            update = self._loop.after_update(closure=_closure(args, kwargs))
+            if update is not None and self.verdict is not None and self._explained_step == self.step:
+                self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
             self._report(applied=update is not None)
         except Exception as error:
             self._failed(f"the update of step {self.step} was not looked at", error)
@@ -283,6 +281,13 @@ class BlackBox(Box):
 
     def _report(self, *, applied: bool) -> None:
         """Log what is known of the last bad step, and what is wrong with the loop."""
+        for name in self._loop.facts.keys() - self._warned:
+            found = self._loop.facts[name].verdict(self.step)
+            self._warn_once(name, found.headline)
+            if not self._is_wrong():
+                self.verdict = found
+        if not (self._seen or self._unsaid or self._lost):
+            return
         seen, self._seen = self._seen, None
         verdict, self._unsaid = self._unsaid, None
         kept = () if seen is None else (*self._memory.window.buffers, *self._statistics.kept())
@@ -301,12 +306,6 @@ class BlackBox(Box):
         if seen is not None:
             applied = applied or self._loop.wrote is not None
             self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
-        for name, fact in self._loop.facts.items():
-            if name not in self._warned:
-                found = fact.verdict(self.step)
-                self._warn_once(name, found.headline)
-                if not self._is_wrong():
-                    self.verdict = found
 
     def _failed(self, what: str, error: Exception) -> None:
         """Log the first error of the box, which does not reach the training loop."""

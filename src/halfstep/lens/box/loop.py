@@ -475,8 +475,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_scaler(value: Any) -> bool:
     """Return whether a value is a GradScaler that is on: torch's, halfstep's or one made from them."""
-    kinds = (kind.__name__ for kind in type(value).__mro__)
-    return any("GradScaler" in kind for kind in kinds) and not isinstance(value, type) and bool(value.is_enabled())
+    if not any("GradScaler" in kind.__name__ for kind in type(value).__mro__):
+        return False
+    methods = all(callable(getattr(value, name, None)) for name in ("is_enabled", "get_scale"))
+    return methods and bool(value.is_enabled())  # settings of scalers have such names too
 
 
 def _in_scaler(frame: FrameType | None) -> bool:
