@@ -362,7 +362,8 @@ class BlackBox(Box):
             return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
         if self._is_written():
-            note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
+            note = "the weights have been written to since: the replay ran with others than the step"
+            note += "; pass optimizer=" if self.optimizer is None else ""
             self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
         if len(self._scales) >= STUCK and subject.scaling == "static":
             note = f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each"
