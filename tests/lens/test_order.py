@@ -421,7 +421,7 @@ def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest
 def test_an_optimizer_whose_step_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     program = Program()
     program.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    step = torch.compile(program.optimizer.step, backend="eager")
+    step: Callable[[], Any] = torch.compile(program.optimizer.step, backend="eager")
 
     def body(p: Program, number: int) -> None:
         p.backward(number, math.nan if number == 3 else 1.0)
