@@ -395,7 +395,7 @@ def test_what_the_loop_computes_from_the_loss_is_said_to_be_the_loops() -> None:
     program = Program()
     loss = program.box(*data(1))
     (loss / torch.zeros(())).backward()
-    assert any("the loop computes it, after loss_fn" in note for note in program.box.explain().notes)
+    assert any("the loop has computed it" in note for note in program.box.explain().notes)
 
 
 def test_a_bad_step_that_no_scaler_protects_is_said_to_be_applied(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,7 +35,7 @@ from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window
 from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
-from halfstep.verdict import Verdict
+from halfstep.verdict import Cure, Verdict
 
 __all__ = ["BlackBox", "replay"]
 
@@ -272,10 +272,9 @@ class BlackBox(Box):
             low=low_of(prepared_policy(model), model),
             state_finite=loss_finite or self._state_finite(model, self.optimizer),
         )
-        carried, self._carried = loop.carried != self._carried and loop.carried > 0, loop.carried
-        if (carried and self._replays < MOST_REPLAYS) or self._is_due(
-            self._seen, lambda: self._topic(UPDATE), self._subject
-        ):
+        carried = 0 < loop.carried != self._carried and self._replays < MOST_REPLAYS
+        self._carried = loop.carried
+        if carried or self._is_due(self._seen, lambda: self._topic(UPDATE), self._subject):
             self._replays += 1
             self._unsaid = self._explained(UPDATE)
 
@@ -357,25 +356,30 @@ class BlackBox(Box):
         subject = self._subject()
         self._explained_step = self.step
         if math.isinf(subject.scale):
-            detail = "the format of the loss cannot hold the scaled loss; compute the loss in fp32"
-            self.verdict = Verdict(kind="scale_too_high", phase="backward", step=self.step, rank=rank(), detail=detail)
+            seed = self._memory.window.batches[0].seed
+            name = "" if seed is None else str(seed.dtype).removeprefix("torch.")
+            cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
+            self.verdict = Verdict(
+                kind="scale_too_high", cause="scale", sure="shown", phase="backward", step=self.step, rank=rank(),
+                because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
+            )  # fmt: skip
             return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
+        notes = []
         if self._is_written():
-            note = "the weights have been written to since: the replay ran with others than the step"
-            note += "; pass optimizer=" if self.optimizer is None else ""
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            more = "" if self.optimizer is not None else "; pass optimizer="
+            notes.append(f"the weights have been written to since: the replay ran with others than the step{more}")
         if len(self._scales) >= STUCK and subject.scaling == "static":
-            note = f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each"
-            note += " step, and make the scaler once, before the loop"
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            notes.append(
+                f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
+                "step, and make the scaler once, before the loop"
+            )
         seed = self._memory.window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:
-            note = "backward() reached the loss with a gradient that is not finite: the loop computes it, after loss_fn"
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            notes.append("backward() reached the loss with a gradient that is not finite: the loop has computed it")
         if self._added and verdict.kind == "not_reproducible":
-            note = "its gradients were added to those of earlier backward passes, which were not finite or became so"
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            notes.append("its gradients were added to those of earlier passes, which were not finite or became so")
+        self.verdict = verdict = replace(verdict, notes=(*verdict.notes, *notes))
         return verdict
 
     def _subject(self) -> Subject:
@@ -412,10 +416,10 @@ def _closure(args: Any, kwargs: Any) -> bool:
 
 
 # An optimizer's step that is compiled calls these hooks as they are.
-for hook in (BlackBox._before_update, BlackBox._after_update):
-    run_eagerly(hook)
-    vars(hook)["_torchdynamo_disable"] = True
-    vars(hook)["_torchdynamo_disable_msg"] = "a hook of hs.BlackBox"
+for _hook in (BlackBox._before_update, BlackBox._after_update):
+    run_eagerly(_hook)
+    vars(_hook)["_torchdynamo_disable"] = True
+    vars(_hook)["_torchdynamo_disable_msg"] = "a hook of hs.BlackBox"
 
 
 def _regions_here() -> list[AbstractContextManager[Any]]:
