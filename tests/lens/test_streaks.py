@@ -150,7 +150,7 @@ def test_a_scaled_loss_that_its_format_cannot_hold_is_no_tensor_that_is_not_fini
         for _ in range(4):
             run(factor=0.01)
         verdict = run.box.explain()
-        assert verdict.kind == "scale_too_high" and "cannot hold the scaled loss" in verdict.detail
+        assert verdict.kind == "scale_too_high" and "float16, which cannot hold it" in verdict.because
         for _ in range(4):
             run(factor=0.01)
     assert not caplog.records and run.box._trouble.streak == 0

@@ -35,7 +35,7 @@ from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window
 from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
-from halfstep.verdict import Verdict
+from halfstep.verdict import Cure, Verdict
 
 __all__ = ["BlackBox", "replay"]
 
@@ -173,11 +173,11 @@ class BlackBox(Box):
         """Keep the seed of a backward pass, and have the gradients read when it ends."""
         if self._memory.window.batches and self._memory.window.batches[0] is kept:
             kept.seed = gradient.detach()
-            there = [p.grad for p in self._parameters if p.grad is not None]
-            self._added = bool(there)
+            self._added = any(p.grad is not None for p in self._parameters)
             try:
                 if self._loop.bad is not None:
-                    self._loop.carry(bool(there) and bool(_not_finite([_values(g) for g in there])), self._scale())
+                    there = [_values(p.grad) for p in self._parameters if p.grad is not None]
+                    self._loop.carry(bool(there) and bool(_not_finite(there)), self._scale())
                 self._loop.begin(self.step)
             except Exception as error:
                 self._failed(f"the backward pass of step {self.step} was not looked at", error)
@@ -208,8 +208,7 @@ class BlackBox(Box):
             self._read(updating=True)
             window = self._memory.window.batches
             bad, seed = self._is_wrong() and self._gradients_bad(), window[0].seed if window else None
-            with torch.no_grad():
-                self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
+            self._loop.before_update(bad=bad, scale=seed, closure=_closure(args, kwargs))
             first = self._loop.wrote is None and self._explained_step != self.step
             if first and self._loop.past_scaler and self._replays < MOST_REPLAYS:
                 self._replays += 1  # now: afterwards the weights are gone
@@ -220,10 +219,9 @@ class BlackBox(Box):
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find out whether a bad step was applied, and report it."""
         try:
-            with torch.no_grad():
-                update = self._loop.after_update(closure=_closure(args, kwargs))
-                if update is not None and self.verdict is not None and self._explained_step == self.step:
-                    self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
+            update = self._loop.after_update(closure=_closure(args, kwargs))
+            if update is not None and self.verdict is not None and self._explained_step == self.step:
+                self._unsaid = self.verdict = self._loop.applied(self.verdict, update)
             self._report(applied=update is not None)
         except Exception as error:
             self._failed(f"the update of step {self.step} was not looked at", error)
@@ -275,15 +273,21 @@ class BlackBox(Box):
             low=low_of(prepared_policy(model), model),
             state_finite=loss_finite or self._state_finite(model, self.optimizer),
         )
-        carried, self._carried = loop.carried != self._carried and loop.carried > 0, loop.carried
-        if (carried and self._replays < MOST_REPLAYS) or self._is_due(
-            self._seen, lambda: self._topic(UPDATE), self._subject
-        ):
+        carried = 0 < loop.carried != self._carried and self._replays < MOST_REPLAYS
+        self._carried = loop.carried
+        if carried or self._is_due(self._seen, lambda: self._topic(UPDATE), self._subject):
             self._replays += 1
             self._unsaid = self._explained(UPDATE)
 
     def _report(self, *, applied: bool) -> None:
         """Log what is known of the last bad step, and what is wrong with the loop."""
+        for name in self._loop.facts.keys() - self._warned:
+            found = self._loop.facts[name].verdict(self.step)
+            self._warn_once(name, found.headline)
+            if not self._is_wrong():
+                self.verdict = found
+        if not (self._seen or self._unsaid or self._lost):
+            return
         seen, self._seen = self._seen, None
         verdict, self._unsaid = self._unsaid, None
         kept = () if seen is None else (*self._memory.window.buffers, *self._statistics.kept())
@@ -302,12 +306,6 @@ class BlackBox(Box):
         if seen is not None:
             applied = applied or self._loop.wrote is not None
             self._warn(self.step, self._trouble.see(replace(seen, applied=applied)))
-        for name, fact in self._loop.facts.items():
-            if name not in self._warned:
-                found = fact.verdict(self.step)
-                self._warn_once(name, found.headline)
-                if not self._is_wrong():
-                    self.verdict = found
 
     def _failed(self, what: str, error: Exception) -> None:
         """Log the first error of the box, which does not reach the training loop."""
@@ -359,24 +357,30 @@ class BlackBox(Box):
         subject = self._subject()
         self._explained_step = self.step
         if math.isinf(subject.scale):
-            detail = "the format of the loss cannot hold the scaled loss; compute the loss in fp32"
-            self.verdict = Verdict(kind="scale_too_high", phase="backward", step=self.step, rank=rank(), detail=detail)
+            seed = self._memory.window.batches[0].seed
+            name = "" if seed is None else str(seed.dtype).removeprefix("torch.")
+            cure = Cure(policy=None, text="return loss.float(); a dynamic scale adapts by itself", verified=False)
+            self.verdict = Verdict(
+                kind="scale_too_high", cause="scale", sure="shown", phase="backward", step=self.step, rank=rank(),
+                because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
+            )  # fmt: skip
             return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
+        notes = []
         if self._is_written():
-            note = "the weights have been written to since: the replay ran with others than the step; pass optimizer="
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            more = "" if self.optimizer is not None else "; pass optimizer="
+            notes.append(f"the weights have been written to since: the replay ran with others than the step{more}")
         if len(self._scales) >= STUCK and subject.scaling == "static":
-            note = f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each"
-            note += " step, and make the scaler once, before the loop"
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            notes.append(
+                f"the scale was the same in {len(self._scales)} bad steps in a row: call scaler.update() after each "
+                "step, and make the scaler once, before the loop"
+            )
         seed = self._memory.window.batches[0].seed
         if seed is not None and not extremes(seed)[1]:
-            note = "backward() reached the loss with a gradient that is not finite: the loop computes it, after loss_fn"
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            notes.append("backward() reached the loss with a gradient that is not finite: the loop has computed it")
         if self._added and verdict.kind == "not_reproducible":
-            note = "its gradients were added to those of earlier backward passes, which were not finite or became so"
-            self.verdict = verdict = replace(verdict, notes=(*verdict.notes, note))
+            notes.append("its gradients were added to those of earlier passes, which were not finite or became so")
+        self.verdict = verdict = replace(verdict, notes=(*verdict.notes, *notes))
         return verdict
 
     def _subject(self) -> Subject:
@@ -415,10 +419,10 @@ def _closure(args: Any, kwargs: Any) -> bool:
 
 
 # An optimizer's step that is compiled calls these hooks as they are.
-for hook in (BlackBox._before_update, BlackBox._after_update):
-    run_eagerly(hook)
-    vars(hook)["_torchdynamo_disable"] = True
-    vars(hook)["_torchdynamo_disable_msg"] = "a hook of hs.BlackBox"
+for _hook in (BlackBox._before_update, BlackBox._after_update):
+    run_eagerly(_hook)
+    vars(_hook)["_torchdynamo_disable"] = True
+    vars(_hook)["_torchdynamo_disable_msg"] = "a hook of hs.BlackBox"
 
 
 def _regions_here() -> list[AbstractContextManager[Any]]:

@@ -336,7 +336,8 @@ class Loop:
             return _blamed(verdict, fact)
         if verdict.kind == "bad_state" and self.wrote is not None and self.wrote[0] < verdict.step:
             step, first = self.wrote
-            because = f"the update of step {step} wrote it; {first.because or first.headline}"
+            because = f"{verdict.parameter} is not finite since the update of step {step}: "
+            because += first.because or first.headline
             return replace(
                 verdict, kind="loop" if first.kind == "loop" else verdict.kind, cause=first.cause, because=because,
                 sure=first.sure, line=first.line, cures=first.cures,
@@ -476,8 +477,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_scaler(value: Any) -> bool:
     """Return whether a value is a GradScaler that is on: torch's, halfstep's or one made from them."""
-    kinds = (kind.__name__ for kind in type(value).__mro__)
-    return any("GradScaler" in kind for kind in kinds) and not isinstance(value, type) and bool(value.is_enabled())
+    if not any("GradScaler" in kind.__name__ for kind in type(value).__mro__):
+        return False
+    methods = all(callable(getattr(value, name, None)) for name in ("is_enabled", "get_scale"))
+    return methods and bool(value.is_enabled())  # settings of scalers have such names too
 
 
 def _in_scaler(frame: FrameType | None) -> bool:
@@ -489,7 +492,7 @@ def _attributes(owner: object) -> list[Any]:
     """Return the values of an object's attributes; none of a class, of a module, and of what has or shows none."""
     try:
         return [] if isinstance(owner, (type, ModuleType)) else list(vars(owner).values())
-    except Exception:  # a stand-in for another object may raise anything
+    except Exception:  # of a stand-in for another object
         return []
 
 
