@@ -103,8 +103,8 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
         return tuple(found)
     reached = _reached(source)
     known = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
-    found += [*_of_call(known, source)]
     found += _constant(subject, attempt, known, source)
+    found += _of_call(known, source)
     found += _outliers(subject, attempt, micro, known)
     if attempt.trace is not None:
         found += _targets(micro, attempt.trace)
