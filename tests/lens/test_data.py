@@ -203,6 +203,10 @@ def divided_by_nothing(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return classify(model, x / 0.0, y)
 
 
+def too_large_for_the_scale(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return classify(model, x, y) * 1e4
+
+
 def exploding(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return classify(model, x, y) * 1e39
 
@@ -216,6 +220,7 @@ def scaled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     [
         (masked_by_the_code, (FRAMES, LABELS)),  # the mask is no data
         (divided_by_nothing, (rows(), LABELS)),
+        (too_large_for_the_scale, (with_(rows(), ((2, 5), -6.5e4)) * 1e-6, LABELS)),
         (exploding, (rows(), LABELS)),
         (exploding, (with_(rows(), ((2, 5), -6.5e4)), LABELS)),  # far out, and not the reason
         (exploding, ((3 * rows()).exp(), LABELS)),

@@ -373,7 +373,10 @@ def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[
     try:
         again = replay.run(only=attempt.index)
         if again.bad and subject.scale > 1.0 and all(extremes(loss)[1] for loss in again.losses):
-            again = replay.run(only=attempt.index, factor=1.0 / subject.scale)
+            # scaled gradients may overflow still; but if scale 1 alone helps, the inputs are not the reason
+            low = 1.0 / subject.scale
+            again = replay.run(only=attempt.index, factor=low)
+            return not again.bad and subject.replay.run(only=attempt.index, factor=low).bad
     except Exception:  # code that cannot run on it
         return False
     return not again.bad and not again.odd
