@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.markdown import table
-from halfstep.verdict import CAUSES
+from halfstep.lens.verdict import CAUSES
 
 Row = dict[str, Any]
 

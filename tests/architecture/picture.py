@@ -39,7 +39,6 @@ PARTS: Mapping[str, tuple[int, str]] = {
     "formats": (230, "number formats"),
     "errors": (395, "cause and remedy"),
     "events": (560, "results of a step"),
-    "verdict": (900, "why a step failed"),
     "trees": (725, "containers of tensors"),
     "blocks": (900, "shared scales"),
 }

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.verdict import CAUSES, KINDS
+from halfstep.lens.verdict import CAUSES, KINDS
 from tests.faults import third
 from tests.faults.case import FULL, Case, Fault, Truth, cured, marked_line, start
 from tests.faults.observe import finite, unwatched
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Story(Fault):
-    """One story of the third set. `truth.cause` is its root cause, one of `halfstep.verdict.CAUSES`.
+    """One story of the third set. `truth.cause` is its root cause, one of `halfstep.lens.verdict.CAUSES`.
 
     Attributes:
         source: the public issue, "owner/repository#number".
@@ -149,8 +149,8 @@ def story(
 
     Args:
         source: the public issue.
-        cause: root cause, one of `halfstep.verdict.CAUSES`.
-        kind: what happened at the place, one of `halfstep.verdict.KINDS`.
+        cause: root cause, one of `halfstep.lens.verdict.CAUSES`.
+        kind: what happened at the place, one of `halfstep.lens.verdict.KINDS`.
         step: the first call whose loss or gradients are not finite.
         op: the operator to blame, "" if none is; its phase is forward if nothing else is stated.
         module: the module it runs in.

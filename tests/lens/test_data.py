@@ -153,6 +153,11 @@ BATCHES: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], tuple[str, ...]
         (rows(), torch.tensor([1.0, 2, 3, -3, 5, 6, 7, 8])),
         ("input 1 alone, without any weight, leads to it in sample 3: log1p has an argument of -3",),
     ),
+    "an input to divide by": (
+        lambda m, x, y: classify(m, 1 / x, y),
+        (with_(rows(), ((2, 5), 0.0)), LABELS),
+        ("input 0 alone, without any weight, leads to it in sample 2: reciprocal has a divisor of 0",),
+    ),
     "a target to divide by": (
         relative,
         (rows(), torch.tensor([1.0, 2, 0, 3, 5, 6, 7, 8])),
@@ -194,6 +199,14 @@ def masked_by_the_code(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return attend(model, x, y, KEPT)
 
 
+def divided_by_nothing(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return classify(model, x / 0.0, y)
+
+
+def too_large_for_the_scale(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return classify(model, x, y) * 1e4
+
+
 def exploding(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return classify(model, x, y) * 1e39
 
@@ -206,6 +219,8 @@ def scaled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     ("loss_fn", "batch"),
     [
         (masked_by_the_code, (FRAMES, LABELS)),  # the mask is no data
+        (divided_by_nothing, (rows(), LABELS)),
+        (too_large_for_the_scale, (with_(rows(), ((2, 5), -6.5e4)) * 1e-6, LABELS)),
         (exploding, (rows(), LABELS)),
         (exploding, (with_(rows(), ((2, 5), -6.5e4)), LABELS)),  # far out, and not the reason
         (exploding, ((3 * rows()).exp(), LABELS)),

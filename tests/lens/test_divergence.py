@@ -23,7 +23,7 @@ from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.divergence import poisoned, runaway
 from halfstep.lens.box.stepbox import Box
 from halfstep.lens.rise import BAD, EARLY, Rise, learning_rate, outlier, rise
-from halfstep.verdict import Verdict
+from halfstep.lens.verdict import Verdict
 
 Batch = tuple[Tensor, Tensor]
 

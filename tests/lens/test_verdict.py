@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep as hs
-from halfstep.verdict import BETWEEN, CAUSES, KINDS, WIDTH, Cure, Magnitude, Verdict
+from halfstep.lens.verdict import BETWEEN, CAUSES, KINDS, WIDTH, Cure, Magnitude, Verdict
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "verdicts"
 

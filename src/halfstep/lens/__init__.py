@@ -2,7 +2,7 @@
 
 `Audit` is what `hs.audit` returns: a few training steps compared with fp32. `Monitor` samples a long run, and
 `SketchWriter` writes its records to TensorBoard. `BlackBox` explains a step that is not finite: its `Verdict` names the
-cause and lists changes that help (`Cure`); `replay` does the same from an evidence file. a `Magnitude` is a row of the
+cause and lists changes that help (`Cure`); `replay` does the same from an evidence file. A `Magnitude` is a row of the
 verdict's story. `ExponentSketch` counts the binary exponents of a tensor.
 
 A name is imported when it is first used, because training alone needs none of them.
@@ -11,7 +11,7 @@ A name is imported when it is first used, because training alone needs none of t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from halfstep.verdict import Cure, Magnitude, Verdict
+from halfstep.lens.verdict import Cure, Magnitude, Verdict
 
 if TYPE_CHECKING:
     from halfstep.lens.audit.table import Audit

@@ -65,9 +65,9 @@ from halfstep.step.sums import Sums
 from halfstep.step.unfinished import Unfinished
 from halfstep.step.update import Culprits, Updater
 from halfstep.step.wrappers import unwrap_optimizer
-from halfstep.verdict import Verdict
 
 if TYPE_CHECKING:
+    from halfstep.lens.verdict import Verdict
     from halfstep.step.checkpoints.preemption import Preemption
     from halfstep.step.save import Saving
 

@@ -20,7 +20,7 @@ from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import TAG, Site, pointwise
 from halfstep.step.bind import binding_of
 from halfstep.step.wrappers import unwrap_optimizer
-from halfstep.verdict import Cure, Verdict
+from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["Around", "advice", "lost_eps"]
 

@@ -35,7 +35,7 @@ from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window
 from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
-from halfstep.verdict import Cure, Verdict
+from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["BlackBox", "replay"]
 

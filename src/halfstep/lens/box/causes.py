@@ -16,7 +16,7 @@ from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.divergence import poisoned, runaway
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import Trials
-from halfstep.verdict import Verdict
+from halfstep.lens.verdict import Verdict
 
 __all__ = ["settle"]
 

@@ -28,7 +28,7 @@ from halfstep.policy.resolve import default_device_types, resolve, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.bind import KEY, Binding, binding_of
 from halfstep.step.prepare import prepare, unprepare
-from halfstep.verdict import Cure, Verdict
+from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["cures", "instead", "rebound"]
 

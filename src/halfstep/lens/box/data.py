@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep.formats import LOW_DTYPES
 from halfstep.lens.box.diagnose import Subject, first_cause
 from halfstep.lens.box.origins import Source
 from halfstep.lens.box.remarks import MASKED_OUT, NORMALISING, NOTHING, REDUCING, SPREADING, shown
@@ -105,7 +106,8 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
         return tuple(found)
     reached = _reached(source)
     known = [(i, name, t) for i, name, t in _inputs(micro) if reached is None or f"input {i}" in reached]
-    found += [*_of_call(known, source)]
+    found += _constant(subject, attempt, known, source)
+    found += _of_call(known, source)
     found += _outliers(subject, attempt, micro, known)
     if attempt.trace is not None:
         found += _targets(micro, attempt.trace)
@@ -135,9 +137,11 @@ def _not_finite(micro: MicroBatch, source: Source | None) -> Iterator[str]:
     if source is None or source.kind != "batch":
         return
     for index, name, tensor in _inputs(micro):
-        if f"input {index}" != source.name or tensor.layout is not torch.strided or not tensor.dim():
+        if f"input {index}" != source.name or tensor.layout is not torch.strided:
             continue
         bad = ~torch.isfinite(tensor.detach())
+        if not bool(bad.any()):  # written to since
+            continue
         flat = int(bad.flatten().nonzero()[0])
         value = float(tensor.detach().flatten()[flat].real)
         count, size = int(bad.sum()), tensor.numel()
@@ -164,6 +168,7 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
     known = bool(source.samples) and source.samples[-1] < size
     op, roots = source.call.site.op, source.roots()
     kinds = {kind for kind, _ in roots}
+<<<<<<< HEAD
     weighted = bool(kinds & {"parameter", "buffer"})
     if known and 2 * len(source.samples) <= size and not (weighted and op in LOGARITHMS):
         yield from _constant(given, source.samples, size)
@@ -174,6 +179,13 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
     if not weighted:
         if op in SPREADING and size > 1:  # of one value in each group, whatever the batch holds
             return
+=======
+    if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
+        return
+    if not kinds & {"parameter", "buffer"}:
+        if len(source.features) == 1:
+            yield from _constant_feature(given, source.features[0])
+>>>>>>> w-trace
         names = " and ".join(name for index, name, _ in given if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
         yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
@@ -194,18 +206,38 @@ def _constant_feature(given: Given, feature: int) -> Iterator[str]:
                 yield f"{name} is {column.flatten()[0].item()} in every sample at feature {feature}"
 
 
-def _constant(given: Given, samples: tuple[int, ...], size: int) -> Iterator[str]:
-    """Yield which inputs hold one value everywhere in the samples at fault, and not so in any other."""
-    for _, name, tensor in given:
-        if tensor.dim() < 1 or len(tensor) != size or tensor.layout is not torch.strided:
+def _constant(subject: Subject, attempt: Attempt, given: Given, source: Source | None) -> list[str]:
+    """Return which inputs hold one value everywhere in the samples at fault, in no other, and are the reason for it.
+
+    They are if the replay is finite with the values of another sample in their place.
+    """
+    size = next((len(t) for _, _, t in given if t.dim()), 0)
+    if source is None or not source.invalid or source.written or not source.samples:
+        return []
+    samples = list(source.samples)
+    if (
+        samples[-1] >= size
+        or 2 * len(samples) > size
+        or (source.over and source.call is not None and source.call.site.op not in NORMALISING)
+    ):
+        return []
+    other = next(index for index in range(size) if index not in samples)
+    found = []
+    for index, name, tensor in given:
+        if tensor.dim() < 1 or len(tensor) != size or tensor.layout is not torch.strided or not tensor.numel():
             continue
         rows = tensor.detach().reshape(size, -1)
         value = rows[samples[0], 0]
         if rows.shape[1] == 1 and bool(value):  # a length of 0 is odd, any other is not
             continue
-        if set((rows == value).all(1).nonzero().flatten().tolist()) == set(samples):
+        if (rows == value).all(1).nonzero().flatten().tolist() == samples and _finite(
+            subject,
+            attempt,
+            {index: lambda t: t.index_copy(0, torch.tensor(samples, device=t.device), t[[other] * len(samples)])},
+        ):
             everywhere = "" if rows.shape[1] == 1 else " everywhere"
-            yield f"{name} is {value.item()}{everywhere} in {shown(samples)}, and in no other sample"
+            found.append(f"{name} is {value.item()}{everywhere} in {shown(samples)}, and in no other sample")
+    return found
 
 
 def _targets(micro: MicroBatch, trace: Trace) -> Iterator[str]:
@@ -216,7 +248,7 @@ def _targets(micro: MicroBatch, trace: Trace) -> Iterator[str]:
             continue
         casts = (parent for parent in call.parents if parent.site.op in CASTS)
         roots = {name for one in (call, *casts) for kind, name in one.outside if kind == "batch"}
-        if len(roots) != 1:  # a weight for each element besides
+        if len(roots) != 1 or known[min(roots)][1].layout is not torch.strided:  # a weight for each element besides
             continue
         name, tensor = known[roots.pop()]
         bad = (tensor < 0) | (tensor > 1)
@@ -245,7 +277,7 @@ def _outliers(subject: Subject, attempt: Attempt, micro: MicroBatch, given: Give
         past = [m[order] for m in earlier if 0 <= order < len(m) and math.isfinite(m[order])]
         if (far := outlier(index, name, tensor.detach(), past)) is not None:
             found.append(far)
-    if not found or not _matters(subject, attempt, {far.index: far.rest for far in found}):
+    if not found or not _finite(subject, attempt, {far.index: partial(_clipped, far.rest) for far in found}):
         return []
     return [f"{far.text}; clipped to that, the step is finite" for far in found]
 
@@ -267,7 +299,7 @@ def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier
         tensor: it.
         past: largest magnitudes of it in earlier batches.
     """
-    values = tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+    values = tensor.float() if tensor.element_size() < 4 else tensor
     sizes = values.abs()
     if not bool(torch.isfinite(sizes).all()):
         sizes = sizes.nan_to_num(0.0, 0.0, 0.0)
@@ -278,12 +310,12 @@ def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier
         if past and largest < RATIO * usual:  # batches that trained held as much
             return None
         far = sizes > rest
-        flat, count = int(sizes.flatten().argmax()), int(far.sum())
+        flat, number = int(sizes.flatten().argmax()), int(far.sum())
         rows = far.reshape(len(far), -1).any(1).nonzero().flatten().tolist()
-        others = tensor.numel() - count
+        others = tensor.numel() - number
         text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
-        if count > 1:
-            text += f" ({count} such values, in {shown(rows)})"
+        if number > 1:
+            text += f" ({number} such values, in {shown(rows)})"
         return Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
     if len(past) >= EARLIER and _rare([math.log(m) for m in past if m > 0.0], largest, RARE_BATCH):
         flat = int(sizes.flatten().argmax())
@@ -338,34 +370,31 @@ def _rare(logs: list[float], largest: float, limit: float = RARE) -> bool:
     return gap >= math.log(RATIO) and len(logs) * math.log(spread / (spread + gap)) < math.log(limit)
 
 
-def _matters(subject: Subject, attempt: Attempt, limits: dict[int, float]) -> bool:
-    """Return whether the replay is finite with the inputs clipped to `limits`."""
-    assert attempt.index is not None
-    micro = subject.replay.window[attempt.index]
-    order = iter(range(len(tensors((micro.batch, micro.named)))))
-
-    def clipped(tensor: Tensor) -> Tensor:
-        limit = limits.get(next(order))
-        if limit is None:
-            return tensor
-        with torch.no_grad():
-            return tensor.detach().clamp(-limit, limit)
-
-    return _finite(subject, attempt, clipped)
+def _clipped(limit: float, tensor: Tensor) -> Tensor:
+    return tensor.clamp(-limit, limit)
 
 
-def _finite(subject: Subject, attempt: Attempt, change: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether the replay of the micro-batch at fault is finite with its tensors changed."""
+def _finite(subject: Subject, attempt: Attempt, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> bool:
+    """Return whether the replay of the micro-batch at fault is finite with some of its inputs changed."""
     assert attempt.index is not None
     window = list(subject.replay.window)
     micro = window[attempt.index]
-    batch, named = map_tensors((micro.batch, micro.named), change)
+    order = count()
+
+    def changed(tensor: Tensor) -> Tensor:
+        change = changes.get(next(order))
+        return tensor if change is None else change(tensor.detach())
+
+    batch, named = map_tensors((micro.batch, micro.named), changed)
     window[attempt.index] = dataclasses.replace(micro, batch=batch, named=named)
     replay = dataclasses.replace(subject.replay, window=window)
     try:
         again = replay.run(only=attempt.index)
         if again.bad and subject.scale > 1.0 and all(extremes(loss)[1] for loss in again.losses):
-            again = replay.run(only=attempt.index, factor=1.0 / subject.scale)
+            # scaled gradients may overflow still; but if scale 1 alone helps, the inputs are not the reason
+            low = 1.0 / subject.scale
+            again = replay.run(only=attempt.index, factor=low)
+            return not again.bad and subject.replay.run(only=attempt.index, factor=low).bad
     except Exception:  # code that cannot run on it
         return False
     return not again.bad and not again.odd

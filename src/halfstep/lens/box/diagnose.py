@@ -24,7 +24,7 @@ from halfstep.policy.resolve import resolved
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.step.signals import Signals
 from halfstep.trees import tensors
-from halfstep.verdict import Magnitude, Verdict
+from halfstep.lens.verdict import Magnitude, Verdict
 from halfstep.weights.store import WeightStore
 
 __all__ = [
@@ -278,7 +278,7 @@ def _of_mask(source: Source) -> str:
     if mask.kind == "deliberate" and mask.call is not None:
         whose = f"{mask.call.site.op} at {mask.call.site.line}"
     if call.site.op not in NORMALISING:
-        return f"{MASKED}it comes from {whose}; apply the mask after {call.site.op}"
+        return f"{MASKED}it comes from {whose}; mask after {call.site.op}, or leave those entries out"
     if source.remark:
         return f"{source.remark}; the mask comes from {whose}"
     return f"{MASKED}it comes from {whose}, no row is masked out entirely, and what lies between has changed it"

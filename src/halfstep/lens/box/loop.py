@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from halfstep.kernels.sharded import local
 from halfstep.lens.calls import extremes, line_of, user_frame
-from halfstep.verdict import Cure, Verdict
+from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["Fact", "Loop", "poisoned"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.lens.box.remarks import DIVIDING, NORMALISING, remark
+from halfstep.lens.box.remarks import DIVIDING, NORMALISING, remark, remarked
 from halfstep.lens.calls import (
     Site,
     constants,
@@ -291,7 +291,6 @@ class Origins:
             name = call.record.carrier
         written = any(map(math.isnan, constants((*call.args, *call.kwargs.values()))))
         words = remark(op, call.args, call.kwargs, call.outputs) if call.again is not None else ""
-        last = tensors((call.args, call.kwargs))[-1:]
         everything = op not in DIVIDING or writes(call.func)
         source = Source(
             "operator",
@@ -305,7 +304,9 @@ class Origins:
             samples=_where(call, 0),
             features=_where(call, -1),
             remark=words,
-            needs=(call.record.parents, call.record.outside) if everything else self.made_by(last),
+            needs=(call.record.parents, call.record.outside)
+            if everything
+            else self.made_by(remarked(op, call.args, call.kwargs)),
         )
         self.sources.append(source)
         return source

@@ -27,7 +27,7 @@ from halfstep.report import (
     Strip,
     Table,
 )
-from halfstep.verdict import CAUSES, Magnitude, Verdict
+from halfstep.lens.verdict import CAUSES, Magnitude, Verdict
 
 __all__ = ["verdict_page"]
 

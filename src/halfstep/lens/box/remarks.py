@@ -15,7 +15,7 @@ from torch import Tensor
 from halfstep.lens.calls import constants
 from halfstep.trees import tensors
 
-__all__ = ["DIVIDING", "NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "shown"]
+__all__ = ["DIVIDING", "NORMALISING", "NOTHING", "REDUCING", "SPREADING", "remark", "remarked", "shown"]
 
 NORMALISING = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "cross_entropy"})
 """Operators that make NaN of a row that holds nothing but masks."""
@@ -66,7 +66,10 @@ def _remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: lis
         return _rows(op, args, kwargs)
     if op in DOMAIN:
         bad = ~torch.isfinite(outputs[0].detach())
-        argument = given[-1].detach()
+        read = remarked(op, args, kwargs)
+        if not isinstance(read, Tensor):
+            return f"{op} has a divisor of {read}"
+        argument = read.detach()
         if argument.shape != bad.shape:
             argument = argument.expand(bad.shape)
         values = argument[bad]
@@ -75,6 +78,13 @@ def _remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: lis
             what = "a divisor" if op in DIVIDING else "an argument"
             return f"{op} has {what} of {float(values[0]):.6g}"
     return ""
+
+
+def remarked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument of an operator of `DOMAIN` that decides whether it has a value: a tensor or a number."""
+    if op in DIVIDING - {"reciprocal", "rsqrt"}:
+        return args[1] if len(args) > 1 else kwargs.get("other")
+    return tensors((args, kwargs))[-1]
 
 
 def _rows(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ from halfstep.lens.calls import extremes, is_sharded
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.record import History, MicroBatch, Window
-from halfstep.verdict import Verdict
+from halfstep.lens.verdict import Verdict
 
 if TYPE_CHECKING:
     from halfstep.lens.box.exchange import Exchange

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from halfstep.lens.box.origins import CallRecord
-from halfstep.verdict import Magnitude
+from halfstep.lens.verdict import Magnitude
 
 __all__ = ["first_extreme", "path", "story"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from halfstep.verdict import Verdict
+from halfstep.lens.verdict import Verdict
 
 __all__ = ["LOW_SCALE", "SkippedStep", "Trouble"]
 
