@@ -118,7 +118,7 @@ class Verdict:
         detail: the part of the headline that follows the place.
         notes: other observations.
         story: magnitudes of the operators that led to the place, in their order; the last row is the place.
-        history: (step, loss, norm of all gradients) of the steps before, the oldest first.
+        history: (step, loss, norm of all gradients) of the steps before, the oldest first; None: not known.
         file: path of the file that `line` is in.
     """
 
@@ -142,7 +142,7 @@ class Verdict:
     detail: str = ""
     notes: tuple[str, ...] = ()
     story: tuple[Magnitude, ...] = ()
-    history: tuple[tuple[int, float, float], ...] = ()
+    history: tuple[tuple[int, float | None, float | None], ...] = ()
     file: str = ""
 
     @property

@@ -18,9 +18,9 @@ from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.diagnose import MASKED, WRITTEN
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import TAG, Site, pointwise
+from halfstep.lens.verdict import Cure, Verdict
 from halfstep.step.bind import binding_of
 from halfstep.step.wrappers import unwrap_optimizer
-from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["Around", "advice", "lost_eps"]
 

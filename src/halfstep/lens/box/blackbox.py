@@ -30,12 +30,12 @@ from halfstep.lens.box.replay import Replay
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, UPDATE, Box, StepBox, Topic, rank
 from halfstep.lens.box.trouble import SkippedStep
 from halfstep.lens.calls import extremes
+from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.prepare import prepared_policy, unwrap
 from halfstep.step.record import History, MicroBatch, Window
 from halfstep.step.statistics import Statistics
 from halfstep.step.train_step import TrainStep
-from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["BlackBox", "replay"]
 

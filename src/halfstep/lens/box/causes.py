@@ -7,6 +7,7 @@ the batch hold what cannot be trained on, would fp32 have helped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -100,8 +101,13 @@ def _is_back(trials: Trials) -> bool:
     return trials.usual is None or not losses or abs(losses[-1]) <= BACK * trials.usual
 
 
-def _history(subject: Subject) -> tuple[tuple[int, float, float], ...]:
+def _history(subject: Subject) -> tuple[tuple[int, float | None, float | None], ...]:
     if subject.signals is None:
         return ()
     seen = subject.signals.read()
-    return tuple(zip(seen.steps, seen.losses, seen.gradients, strict=True))[-DRAWN:]
+    rows = list(zip(seen.steps, seen.losses, seen.gradients, strict=True))[-DRAWN:]
+    return tuple((step, _known(loss), _known(norm)) for step, loss, norm in rows)
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

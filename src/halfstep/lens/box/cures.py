@@ -21,6 +21,7 @@ from halfstep.lens.box.diagnose import LOWEST, Subject, verdict_of
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import FAILURES, Trials, highest
 from halfstep.lens.calls import RUNS_BACKWARD, Site, extremes, region_here, spelled
+from halfstep.lens.verdict import Cure, Verdict
 from halfstep.policy.operators import known
 from halfstep.policy.policy import Policy
 from halfstep.policy.presets import PRESETS
@@ -28,7 +29,6 @@ from halfstep.policy.resolve import default_device_types, resolve, resolved
 from halfstep.policy.scale_rule import ScaleRule
 from halfstep.step.bind import KEY, Binding, binding_of
 from halfstep.step.prepare import prepare, unprepare
-from halfstep.lens.verdict import Cure, Verdict
 
 __all__ = ["cures", "instead", "rebound"]
 

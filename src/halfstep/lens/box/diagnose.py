@@ -19,12 +19,12 @@ from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.story import first_extreme, path, story
 from halfstep.lens.box.trace import Trace
 from halfstep.lens.calls import extremes
+from halfstep.lens.verdict import Magnitude, Verdict
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import resolved
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.step.signals import Signals
 from halfstep.trees import tensors
-from halfstep.lens.verdict import Magnitude, Verdict
 from halfstep.weights.store import WeightStore
 
 __all__ = [

@@ -21,9 +21,9 @@ from halfstep.errors import StepError
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.sharded import is_gathered, whole_state
 from halfstep.lens.calls import PLAIN_TYPES, is_sharded
+from halfstep.lens.verdict import Verdict
 from halfstep.step.record import MicroBatch, versions_of
 from halfstep.trees import map_tensors, tensors
-from halfstep.lens.verdict import Verdict
 
 __all__ = ["load_evidence", "load_weights", "save_evidence", "window_of"]
 

@@ -9,6 +9,7 @@ import torch
 
 from halfstep.errors import FormatError
 from halfstep.formats import FP32, Format, format_of
+from halfstep.lens.verdict import CAUSES, Magnitude, Verdict
 from halfstep.report import (
     Block,
     Bullets,
@@ -27,7 +28,6 @@ from halfstep.report import (
     Strip,
     Table,
 )
-from halfstep.lens.verdict import CAUSES, Magnitude, Verdict
 
 __all__ = ["verdict_page"]
 
@@ -108,8 +108,8 @@ def _history(verdict: Verdict) -> Section:
     if len(verdict.history) < 2:
         return Section(heading="The steps before", blocks=())
     steps = tuple(float(step) for step, _, _ in verdict.history)
-    losses = tuple(loss for _, loss, _ in verdict.history)
-    norms = tuple(norm for _, _, norm in verdict.history)
+    losses = tuple(math.nan if loss is None else loss for _, loss, _ in verdict.history)
+    norms = tuple(math.nan if norm is None else norm for _, _, norm in verdict.history)
     figures = tuple(
         Figure(
             heading=name,

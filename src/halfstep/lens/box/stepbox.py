@@ -45,10 +45,10 @@ from halfstep.lens.box.sharded import bad_parts, has_room, unsharded
 from halfstep.lens.box.trials import Trials, more_batches
 from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes, is_sharded
+from halfstep.lens.verdict import Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
 from halfstep.step.record import History, MicroBatch, Window
-from halfstep.lens.verdict import Verdict
 
 if TYPE_CHECKING:
     from halfstep.lens.box.exchange import Exchange

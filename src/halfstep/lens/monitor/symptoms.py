@@ -20,8 +20,9 @@ __all__ = ["of_rise", "symptoms"]
 ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
 """What has run away -> the role of a finding."""
 
-GAP, SPARSE = 2, 0.1
-"""In so many binades above the subnormal numbers there are so few, beside those, that a gap lies between."""
+AROUND, SPARSE = 6, 0.02
+"""So many binades around the end of a format's full precision are searched for a gap: two in a row with so few numbers,
+beside those below the end."""
 
 SUBNORMAL = 0.25
 """Of the numbers that are left: a gradient spreads over some ten bits, so much in the last ones means many below."""
@@ -226,9 +227,13 @@ def _apart(sketch: ExponentSketch, format: Format) -> bool:
     arithmetic, because a softmax does not change when all of its inputs rise alike.
     """
     end = round(math.log2(format.smallest_normal))
-    below = sum(count for e, count in sketch.exponents.items() if e < end)
-    beside = sum(count for e, count in sketch.exponents.items() if end <= e < end + GAP)
-    return beside < SPARSE * below and sketch.nonzero > below + beside
+    counts = sketch.exponents
+    small = sum(count for e, count in counts.items() if e < end)
+    for gap in range(end - AROUND, end + AROUND):
+        above = sum(count for e, count in counts.items() if e > gap + 1)
+        if counts.get(gap, 0) + counts.get(gap + 1, 0) < SPARSE * small < above:
+            return True
+    return False
 
 
 def _rounded(sketch: ExponentSketch, format: Format) -> bool:
