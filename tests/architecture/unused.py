@@ -53,7 +53,6 @@ CALLED_FROM_OUTSIDE: Mapping[str, str] = {
 """Name -> its caller outside this repository."""
 
 EXCEPTIONS: Mapping[str, str] = {
-    "to_json": "users save an Audit, or the counts of a step, with it",
     "initial_state": "the first state of a scale rule, for laws of `advance` as a pure function",
 }
 """Name -> why it stays although it is unused, used by tests alone, or exported without an importer."""

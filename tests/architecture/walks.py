@@ -36,7 +36,7 @@ class Limit:
 LIMITS: Mapping[str, Limit] = {
     "a good step": Limit(12, 40),
     "TOML to cast": Limit(8),
-    "NaN to verdict": Limit(24),
+    "NaN to verdict": Limit(30),
 }
 """Walk -> its limits."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from halfstep.lens.box.advice import lost_eps
-from halfstep.lens.box.data import suspects
+from halfstep.lens.box.data import suspects, wrong_target
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.divergence import poisoned, runaway
 from halfstep.lens.box.replay import Attempt
@@ -51,6 +51,8 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "data", found[0] if found else f"{verdict.parameter}: {verdict.detail or 'not finite'}", "shown"
     if verdict.kind == "not_reproducible":
         return "", "", ""
+    if target := wrong_target(subject, attempt):
+        return "data", target, "shown"
     if batch := poisoned(subject.signals, subject):
         return "data", batch, "shown"
     away = runaway(subject.signals, subject)

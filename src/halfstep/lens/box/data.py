@@ -32,7 +32,7 @@ from halfstep.step.batch_errors import inputs, place
 from halfstep.step.record import MicroBatch
 from halfstep.trees import map_tensors, tensors
 
-__all__ = ["outlier", "suspects"]
+__all__ = ["outlier", "suspects", "wrong_target"]
 
 Given: TypeAlias = list[tuple[int, str, Tensor]]
 """Index, name and tensor of inputs."""
@@ -57,9 +57,6 @@ MARKERS = 3
 
 EARLIER = 5
 """So many earlier batches have to be known before a whole batch is called unusual."""
-
-LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
-"""Operators whose argument a model makes, as a rule: a certain answer, whatever the sample holds."""
 
 SHARE = 4
 """Outliers are in one of so many samples, or in one sample."""
@@ -109,9 +106,15 @@ def suspects(subject: Subject, attempt: Attempt | None) -> tuple[str, ...]:
     found += _constant(subject, attempt, known, source)
     found += _of_call(known, source)
     found += _outliers(subject, attempt, micro, known)
-    if attempt.trace is not None:
-        found += _targets(micro, attempt.trace)
-    return tuple(found)
+    target = wrong_target(subject, attempt)
+    return (*found, target) if target else tuple(found)
+
+
+def wrong_target(subject: Subject, attempt: Attempt | None) -> str:
+    """Return which target is no probability where a loss takes it for one: training on it runs away; "" for none."""
+    if attempt is None or attempt.trace is None or attempt.index is None:
+        return ""
+    return next(_targets(subject.replay.window[attempt.index], attempt.trace), "")
 
 
 # ---------------------------------------------------------------------- names
@@ -168,24 +171,13 @@ def _of_call(given: Given, source: Source | None) -> Iterator[str]:
     known = bool(source.samples) and source.samples[-1] < size
     op, roots = source.call.site.op, source.roots()
     kinds = {kind for kind, _ in roots}
-<<<<<<< HEAD
-    weighted = bool(kinds & {"parameter", "buffer"})
-    if known and 2 * len(source.samples) <= size and not (weighted and op in LOGARITHMS):
-        yield from _constant(given, source.samples, size)
-    if len(source.features) == 1:
-        yield from _constant_feature(given, source.features[0])
-    if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
-        return
-    if not weighted:
-        if op in SPREADING and size > 1:  # of one value in each group, whatever the batch holds
-            return
-=======
     if not source.remark or source.call.site.phase != "forward" or "batch" not in kinds:
         return
     if not kinds & {"parameter", "buffer"}:
+        if op in SPREADING and size > 1:  # of one value in each group, whatever the batch holds
+            return
         if len(source.features) == 1:
             yield from _constant_feature(given, source.features[0])
->>>>>>> w-trace
         names = " and ".join(name for index, name, _ in given if ("batch", f"input {index}") in roots)
         where = f" in {shown(source.samples)}" if known else ""
         yield f"{names} alone, without any weight, leads to it{where}: {source.remark}"
