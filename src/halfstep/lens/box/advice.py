@@ -54,8 +54,6 @@ CAUSED = {
 }
 """Cause -> what to do, whatever the place is."""
 
-EPS = "keep fp32 weights behind low ones, master='auto', or use bf16, or an eps that the format can hold, such as 1e-4"
-
 OVERFLOW = {
     "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
     "low format by name (.half(), dtype=); scale them down, or take the cast out",
@@ -169,8 +167,6 @@ def advice(
         everywhere: whether the step is not finite in fp32 either.
         cured: whether a change of policy was verified; then only what is specific is returned.
     """
-    if verdict.kind == "bad_state" and verdict.cause == "precision":
-        return (Cure(policy=None, text=EPS, verified=False),)
     if verdict.cause == "divergence":
         return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
     texts = [CAUSED["data"]] if verdict.cause == "data" and verdict.kind != "bad_batch" else []

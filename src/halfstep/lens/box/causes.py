@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from halfstep.lens.box.advice import lost_eps
 from halfstep.lens.box.data import suspects, wrong_target
 from halfstep.lens.box.diagnose import Subject
@@ -74,15 +76,21 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     if wide.finite_once is None:
         return "", "", ""
     if not wide.finite_once and verdict.kind == "overflow" and trials.before:
-        return "divergence", f"{_course(trials.before)}, and fp32 overflows there too", "likely"
+        return "divergence", f"{_course(trials.before)}; now fp32 overflows too", "likely"
     if not wide.finite_once:
         value = "value" if verdict.kind == "invalid" else "finite value"
         return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
     if not wide.trained:  # no training was tried
         return "precision", f"in fp32 the step is finite; {wide.outcome.partition(': ')[2]}", "likely"
-    if not trials.before and not (subject.optimizer is not None and subject.optimizer.state):
+    if not trials.before and not _updated(subject):
         return "model", f"before any update, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
     return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
+
+
+def _updated(subject: Subject) -> bool:
+    """Return whether the optimizer's state shows that there were updates, of a run that was resumed."""
+    states = () if subject.optimizer is None else subject.optimizer.state.values()
+    return any(bool(v.any()) for state in states for v in state.values() if isinstance(v, Tensor))
 
 
 def _rises(trials: Trials) -> bool:
