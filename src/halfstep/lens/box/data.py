@@ -301,13 +301,14 @@ def outlier(index: int, name: str, tensor: Tensor, past: list[float]) -> Outlier
     if rest:
         if past and largest < RATIO * usual:  # batches that trained held as much
             return None
-        far = sizes > rest
+        far = sizes > math.sqrt(RATIO) * rest  # in samples with an outlier, their other values are not
         flat, number = int(sizes.flatten().argmax()), int(far.sum())
         rows = far.reshape(len(far), -1).any(1).nonzero().flatten().tolist()
         others = tensor.numel() - number
         text = f"{name} holds {float(values.flatten()[flat]):.6g} in {place(tensor, flat)}"
         if number > 1:
             text += f" ({number} such values, in {shown(rows)})"
+        rest = float(sizes[~far].max())
         return Outlier(index, rest, f"{text}; the other {others} values are at most {rest:.4g}")
     if len(past) >= EARLIER and _rare([math.log(m) for m in past if m > 0.0], largest, RARE_BATCH):
         flat = int(sizes.flatten().argmax())
