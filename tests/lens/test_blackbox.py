@@ -213,6 +213,7 @@ def test_the_text_of_a_verdict() -> None:
     assert " | matmul in blocks.1, forward, broken.py:" in text.splitlines()[0]
     assert f"            {here('logits')}" in text and "ends at 65504" in text
     assert "  cure      matmul in fp32: policy.with_ops(fp32=['matmul'])" in text
+    assert step.explain().file.endswith("broken.py") and Path(step.explain().file).is_file()
 
 
 def test_explain_says_what_is_missing() -> None:

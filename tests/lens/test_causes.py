@@ -53,6 +53,7 @@ def settled(
         ("overflow", TRAINS, [1.0], {"runaway": "the loss rose"}, "precision", "shown"),  # it came back
         ("overflow", TRAINS, [0.01], {"runaway": "the loss rose"}, "divergence", "shown"),  # it did not
         ("overflow", NEVER, [1.0, 50.0], {}, "divergence", "likely"),
+        ("overflow", NEVER, [1.0, 0.9], {}, "model", "likely"),
         ("overflow", LOST, [1.0], {}, "divergence", "likely"),
         ("overflow", TRAINS, [1.0], {"suspects": ("input 0 holds 1e9",)}, "data", "likely"),
         ("overflow", NEVER, [1.0], {"suspects": ("input 0 holds 1e9",)}, "data", "shown"),

@@ -40,6 +40,7 @@ __all__ = [
     "copied",
     "described",
     "extremes",
+    "file_of",
     "floats",
     "is_sharded",
     "has_storage",
@@ -147,6 +148,16 @@ def line_of(frame: FrameType | None) -> str:
     filename, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(filename, number).strip()
     return f"{os.path.basename(filename)}:{number} {text}".rstrip()
+
+
+def file_of(line: str) -> str:
+    """Return the path of the file that a result of `line_of` is in; "" if that is not known."""
+    place, _, text = line.partition(" ")
+    name, _, number = place.rpartition(":")
+    for path in list(linecache.cache):
+        if os.path.basename(path) == name and linecache.getline(path, int(number)).strip() == text:
+            return path
+    return ""
 
 
 def name_of_node(name: str) -> str:

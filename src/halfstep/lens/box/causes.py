@@ -8,7 +8,6 @@ the batch hold what cannot be trained on, would fp32 have helped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -19,12 +18,16 @@ from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.divergence import poisoned, runaway
 from halfstep.lens.box.replay import Attempt
 from halfstep.lens.box.trials import Trials
+from halfstep.lens.rise import BAD
 from halfstep.lens.verdict import Verdict
 
 __all__ = ["settle"]
 
 BACK = 30.0
 """A loss at most so many times what it was before is back where it was; `rise.FLOORS` has the same bound."""
+
+ROSE = 3.0
+"""Times that a loss has to have risen where fp32 overflows too; else the formula is to blame."""
 
 RISING = 1.5
 """Times that a loss rises within a trial, on the same batches, where training runs away."""
@@ -75,8 +78,8 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         return "precision", f"in fp32 the same steps are finite and train: {wide.outcome}", "shown"
     if wide.finite_once is None:
         return "", "", ""
-    if not wide.finite_once and verdict.kind == "overflow" and trials.before:
-        return "divergence", f"{_course(trials.before)}; now fp32 overflows too", "likely"
+    if not wide.finite_once and verdict.kind == "overflow" and (course := _off_course(subject, trials)):
+        return "divergence", f"{course}; now fp32 overflows too", "likely"
     if not wide.finite_once:
         value = "value" if verdict.kind == "invalid" else "finite value"
         return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
@@ -100,9 +103,16 @@ def _rises(trials: Trials) -> bool:
     return bool(trials.before) and abs(losses[-1]) > RISING * highest
 
 
-def _course(losses: Sequence[float]) -> str:
-    """Return in words how the losses went before a step."""
-    return f"the loss was {losses[0]:.3g} at first and {losses[-1]:.3g} at last" if losses[1:] else "losses were finite"
+def _off_course(subject: Subject, trials: Trials) -> str:
+    """Return in words that losses rose or weights grew before the step; "" if they did not."""
+    before = trials.before
+    if before and max(before) >= ROSE * before[0]:
+        return f"the loss was {before[0]:.3g} at first, {max(before):.3g} at most and {before[-1]:.3g} at last"
+    steps = () if subject.signals is None else subject.signals.read().steps
+    growth = subject.signals.growth(subject.model, steps[0]) if subject.signals is not None and steps else None
+    if before and growth is not None and growth[2] >= BAD.grew * growth[1]:
+        return f"the weights grew from {growth[1]:.3g} to {growth[2]:.3g} since step {growth[0]}"
+    return ""
 
 
 def _is_back(trials: Trials) -> bool:

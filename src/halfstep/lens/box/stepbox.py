@@ -44,7 +44,7 @@ from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.sharded import bad_parts, has_room, unsharded
 from halfstep.lens.box.trials import Trials, more_batches
 from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
-from halfstep.lens.calls import extremes, is_sharded
+from halfstep.lens.calls import extremes, file_of, is_sharded
 from halfstep.lens.verdict import Verdict
 from halfstep.policy.policy import Policy
 from halfstep.step.bind import binding_of
@@ -192,7 +192,8 @@ class Box:
             if verdict.parameter in parts:
                 verdict = replace(verdict, notes=(*verdict.notes, f"in the part of it that rank {subject.rank} has"))
             verdict = self._judged(verdict)
-            self._mine = self.verdict = verdict if verdict.because else _cured(subject, verdict, attempt)
+            verdict = verdict if verdict.because else _cured(subject, verdict, attempt)
+            self._mine = self.verdict = replace(verdict, file=file_of(verdict.line))
             self._missing = ()
             if topic is not None:
                 self.verdict = self._first_of_ranks(topic, topic.patience + replays)

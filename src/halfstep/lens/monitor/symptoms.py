@@ -20,7 +20,7 @@ __all__ = ["of_rise", "symptoms"]
 ROLES = {LOSS: "loss", GRADIENTS: "weight gradient", WEIGHTS: "weight"}
 """What has run away -> the role of a finding."""
 
-AROUND, SPARSE = 6, 0.02
+AROUND, SPARSE = 6, 0.05
 """So many binades around the end of a format's full precision are searched for a gap: two in a row with so few numbers,
 beside those below the end."""
 
