@@ -299,7 +299,7 @@ def test_a_black_box_takes_the_wrapped_optimizer(caplog: pytest.LogCaptureFixtur
     plain, _ = run(boxed=False, bad=None)
     assert equal(run(boxed=True, bad=None)[0], plain)
     verdict = run(boxed=True, bad=3)[1].explain()
-    assert "bad batch, input 0: 1 of 24 values is inf" in str(verdict)
+    assert "bad batch: input 0 holds inf in sample " in str(verdict) and "1 of 24 values" in str(verdict)
 
 
 def test_a_black_box_accuses_no_loop_of_accelerates_and_names_what_no_scale_cures(

@@ -382,7 +382,7 @@ def test_a_loss_that_stays_not_finite_refers_to_the_verdict() -> None:
 
     assert "the reason is not known yet" in said(None)
     assert "the verdict on step 3 has the reason" in said(hs.lens.Verdict(kind="overflow", step=3))
-    assert "look at the batch: step 3: bad batch, input 1" in said(
+    assert "look at the batch: step 3: bad batch: input 1" in said(
         hs.lens.Verdict(kind="bad_batch", step=3, parameter="input 1")
     )
 
@@ -442,10 +442,10 @@ def test_a_bad_batch_says_how_much_of_it_and_where() -> None:
     good = torch.ones(8, 4)
     bad = torch.ones(8, 4)
     bad[1, 2] = math.inf
-    assert said(bad, good) == "input 0 holds inf in sample 1 at [2]: 1 of 32 values are not finite"
+    assert said(bad, good) == "bad batch: input 0 holds inf in sample 1 at [2]: 1 of 32 values are not finite"
     bad[2:] = math.nan
-    assert said(good, bad) == "input 1 holds inf in sample 1 at [2]: 25 of 32 values are not finite"
-    assert said(good, torch.tensor(math.nan)) == "input 1 holds nan in its one value: 1 of 1 values are not finite"
+    assert said(good, bad) == "bad batch: input 1 holds inf in sample 1 at [2]: 25 of 32 values are not finite"
+    assert said(good, torch.tensor(math.nan)) == "bad batch: input 1 holds nan in its one value: 1 of 1 values are not finite"
 
 
 def test_a_weight_that_the_format_cannot_hold_is_named() -> None:

@@ -157,15 +157,17 @@ class Verdict:
         """What happened, in a few words."""
         if self.cause == "divergence":
             return f"training diverged: {self.because}"
-        if self.cause in {"data", "loop"} and self.because:
+        if self.cause == "loop":
             return self.because
+        if self.cause == "data":
+            return f"bad batch: {self.because}"
         if self.kind == "overflow":
             form = NAMES.get(self.limit, "its format")
             return f"overflow of {form}, {self.detail or f'largest input {self.value:.6g}'}"
         if self.kind == "invalid":
             return "no finite value in any format" + (f", {self.detail}" if self.detail else "")
         if self.kind == "bad_batch":
-            return f"bad batch, {self.parameter}: {self.detail or 'not finite'}"
+            return f"bad batch: {self.parameter}: {self.detail or 'not finite'}"
         if self.kind == "bad_state":
             return f"{self.parameter or 'the state'} was not finite before the step"
         if self.kind == "scale_too_high":

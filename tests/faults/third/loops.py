@@ -15,8 +15,6 @@ import halfstep as hs
 from tests.faults.case import BF16, MIXED, Case, case, generator, labels, model_of, normal, tokens
 from tests.faults.story import Turn, Watch, story
 
-Scaler = torch.amp.GradScaler
-
 
 def half() -> Any:
     """Return torch's region in fp16."""
@@ -70,7 +68,7 @@ def voice_conversion_steps_twice(healthy: bool, watch: Watch) -> Iterator[Turn]:
     """
     model = Vocoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.8, 0.99))
-    scaler = Scaler("cpu", init_scale=2.0**12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
 
     def loss_fn(model: Any, mel: Tensor, wave: Tensor, weight: float) -> Tensor:
         with half():
@@ -107,7 +105,7 @@ def radiance_field_never_unscales(healthy: bool, watch: Watch) -> Iterator[Turn]
     """
     field = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.Adam(field.parameters(), lr=1e-2, eps=1e-15)
-    scaler = Scaler("cpu", init_scale=2.0**10, growth_interval=10**6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10**6)
 
     def loss_fn(field: Any, where: Tensor, colour: Tensor, weight: Tensor) -> Tensor:
         waves = torch.cat([f(where * 2.0**k) for k in range(4) for f in (torch.sin, torch.cos)], -1)
@@ -179,7 +177,7 @@ def scale_falls_to_zero(healthy: bool, watch: Watch) -> Iterator[Turn]:
     """Gradients are never cleared: after the first overflow they stay inf, and the scaler halves its scale for ever."""
     model = tiny_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = Scaler("cpu", init_scale=2.0**13)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
     call = watch(model, next_token, optimizer)
     for step in count(1):
         loss = call(count_up(step), torch.tensor(1e4 if step == 6 else 1.0))
@@ -330,7 +328,7 @@ def sharpness_aware_climb_to_nan(healthy: bool, watch: Watch) -> Iterator[Turn]:
         nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.ReLU(), nn.Flatten(), nn.Linear(192, 4)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    scaler = Scaler("cpu", init_scale=2.0**12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     parameters: list[Tensor] = list(model.parameters())
 
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -381,7 +379,7 @@ def statistics_of_a_skipped_step(healthy: bool, watch: Watch) -> Iterator[Turn]:
         nn.Conv1d(3, 16, 3, padding=1), nn.BatchNorm1d(16), nn.ReLU(), nn.Flatten(), nn.Linear(160, 4)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = Scaler("cpu", init_scale=2.0**8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
 
     def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
         with half():
@@ -585,12 +583,12 @@ def scaler_is_not_in_the_checkpoint(healthy: bool, watch: Watch) -> Iterator[Tur
     """
     model = tiny_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = Scaler("cpu", init_scale=2.0**6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
     call = watch(model, next_token, optimizer)
     for step in count(1):
         if step == 5:
             state = scaler.state_dict()
-            scaler = Scaler("cpu", init_scale=2.0**16)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
             if healthy:
                 scaler.load_state_dict(state)
         loss = call(count_up(step), torch.tensor(60.0))
