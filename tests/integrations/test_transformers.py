@@ -465,7 +465,7 @@ def test_the_black_box_names_operator_and_line(tmp_path: Path, kind: Any, caplog
     ran = trainer(tmp_path, POLICIES["mixed-bf16"], kind=Mine, model=Overflowing(), **settings)
     with alarm("bf16"):
         ran.train()
-    assert "black box: step 3: overflow of bfloat16" in caplog.text and " | exp in " in caplog.text
+    assert "black box: step 3: overflow of float32" in caplog.text and " | exp in " in caplog.text
     verdict = ran.black_box.verdict
     assert (verdict.kind, verdict.op, verdict.step) == ("overflow", "exp", 3)
     assert "torch.exp(hidden * x.mean())" in verdict.line and ran.black_box.explain() is verdict
