@@ -445,7 +445,10 @@ def test_a_bad_batch_says_how_much_of_it_and_where() -> None:
     assert said(bad, good) == "bad batch: input 0 holds inf in sample 1 at [2]: 1 of 32 values are not finite"
     bad[2:] = math.nan
     assert said(good, bad) == "bad batch: input 1 holds inf in sample 1 at [2]: 25 of 32 values are not finite"
-    assert said(good, torch.tensor(math.nan)) == "bad batch: input 1 holds nan in its one value: 1 of 1 values are not finite"
+    assert (
+        said(good, torch.tensor(math.nan))
+        == "bad batch: input 1 holds nan in its one value: 1 of 1 values are not finite"
+    )
 
 
 def test_a_weight_that_the_format_cannot_hold_is_named() -> None:

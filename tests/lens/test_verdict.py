@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,11 @@ def test_a_headline_is_one_line_of_bounded_length(kind: str, cause: str, words: 
 
 
 def test_a_long_part_leaves_the_others_whole() -> None:
-    verdict = Verdict(kind="overflow", op="matmul", module="m" * 300, phase="forward", line="a.py:1 x", limit=65504.0)
+    verdict = Verdict(kind="overflow", op="m" * 300, module="x" * 99, phase="forward", line="a.py:1 x", limit=65504.0)
     what, where = verdict.headline.split(BETWEEN)
     assert what == "step 0: overflow of float16, largest input 0" and where.endswith("...")
+    named = dataclasses.replace(verdict, op="matmul", module="model.layers." + 9 * "deep." + "attn")
+    assert named.where == "matmul in ...ep.deep.deep.deep.deep.attn, forward, a.py:1"
 
 
 def test_the_report_tells_cause_place_numbers_and_cures_in_this_order() -> None:

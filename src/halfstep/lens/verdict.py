@@ -37,6 +37,9 @@ CAUSES = {
 WIDTH = 160
 """Characters of a headline."""
 
+MODULE = 30
+"""Characters of a module's name in a headline: its end."""
+
 BETWEEN, CUT = " | ", "..."
 
 NAMES = {
@@ -180,8 +183,10 @@ class Verdict:
         if not self.op:
             return f"in the {self.phase}" if self.phase == "update" else ""
         line = self.line.partition(" ")[0]
-        parts = [f"{self.op} in {self.module or 'the model'}", self.phase, line]
-        return ", ".join(part for part in parts if part)
+        module = self.module or "the model"
+        if len(module) > MODULE:
+            module = CUT + module[len(CUT) - MODULE :]
+        return ", ".join(part for part in (f"{self.op} in {module}", self.phase, line) if part)
 
     @property
     def remedy(self) -> str:
