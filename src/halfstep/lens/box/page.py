@@ -69,7 +69,15 @@ def _story(verdict: Verdict) -> Section:
         chart=HeatMap(x_label="magnitude", strips=tuple(map(_strip, verdict.story))),
     )
     rows = (
-        (row.op, row.module or "the model", row.phase, row.dtype, _size(row), f"{row.limit:.6g}", row.line)
+        (
+            row.op,
+            row.module or "the model",
+            row.phase,
+            row.dtype,
+            _size(row),
+            f"{row.limit:.6g}",
+            row.line.partition(" ")[0],
+        )
         for row in verdict.story
     )
     headers = ("operator", "module", "phase", "format", "largest", "limit", "line")
