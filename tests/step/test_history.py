@@ -65,20 +65,28 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(signals.read().weights) == len(signals.read().inputs) == SAMPLES
 
 
-def test_a_result_that_its_user_adds_to_is_not_known_and_not_wrong() -> None:
+def test_a_result_that_its_user_adds_to_is_remembered_as_it_was() -> None:
     step = step_of()
     total = step(torch.ones(2, 4)).loss
+    first = float(total)
     total += step(torch.ones(2, 4)).loss
-    found = step.record.signals.read()
-    assert math.isnan(found.losses[0]) and found.losses[1] > 0.0
+    assert step.record.signals.read().losses[0] == first
 
 
-def test_a_loss_that_is_part_of_a_large_tensor_does_not_keep_it() -> None:
+def test_a_reference_to_what_was_written_to_since_is_not_known() -> None:
+    signals, loss, norm = Signals(), torch.tensor(2.0), torch.tensor(3.0)  # as on a device whose values are not there
+    signals.recent.append((1, loss, norm, (loss._version, norm._version), torch.tensor(False), None))
+    assert signals.read().losses == (2.0,)
+    loss += 1
+    assert math.isnan(signals.read().losses[0]) and signals.read().gradients == (3.0,)
+
+
+def test_a_run_on_a_cpu_keeps_numbers_and_no_tensors() -> None:
     step = step_of(loss=lambda model, x: (model(x).float().square().mean() + torch.zeros(1 << 18))[0])
     result = step(torch.ones(2, 4))
     assert result.loss.untyped_storage().nbytes() == 1 << 20
-    ((_, kept, *_),) = step.record.signals.recent
-    assert kept is not None and kept.untyped_storage().nbytes() == 4 and float(kept) == float(result.loss)
+    ((_, loss, norm, *_, bad, _),) = step.record.signals.recent
+    assert (loss, norm, bad) == (float(result.loss), float(result.grad_norm), False)
 
 
 def test_the_batch_of_a_loss_far_above_those_before_is_sampled() -> None:

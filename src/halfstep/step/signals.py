@@ -34,10 +34,12 @@ SAMPLES = 64
 PLAIN = frozenset({Tensor, nn.Parameter})
 WITH_NORMS = frozenset({*POLICY_DTYPES, torch.float64})
 
-Update: TypeAlias = tuple[int, "Tensor | None", Tensor, tuple[int, int], "Tensor | None", "Tensor | None"]
+Update: TypeAlias = tuple[
+    int, "Tensor | float | None", "Tensor | float", "tuple[int, int] | None", "Tensor | bool | None", "Tensor | None"
+]
 """The number of its last micro-batch; the detached loss of that; norms of its gradients, of which the largest counts;
-versions of these two tensors, which are the user's, who may add to them in place; 0-dim bool: it was not applied (None:
-it was); what the norms are to be divided by (None: nothing)."""
+versions of these two tensors, which are the user's, who may add to them in place (None: both are numbers); 0-dim bool:
+it was not applied (None: it was); what the norms are to be divided by (None: nothing)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,9 +216,16 @@ def _largest(tensor: Tensor) -> Tensor | None:
 
 
 def _row(
-    loss: Tensor | None, gradient: Tensor, versions: tuple[int, int], bad: Tensor | None, scale: Tensor | None
+    loss: Tensor | float | None,
+    gradient: Tensor | float,
+    versions: tuple[int, int] | None,
+    bad: Tensor | bool | None,
+    scale: Tensor | None,
 ) -> tuple[float, float, bool]:
     """Return loss, gradient norm and whether the update was applied."""
+    if versions is None or isinstance(loss, float) or isinstance(gradient, float):
+        assert isinstance(loss, float) and isinstance(gradient, float)
+        return loss, gradient, not bad
     one = math.nan if loss is None or loss._version != versions[0] else _number(loss)
     other = math.nan if gradient._version != versions[1] else _number(gradient)
     return one, other / (1.0 if scale is None else _number(scale)), bad is None or not bool(bad)
