@@ -9,6 +9,7 @@ import pytest
 from tests.architecture.unused import EXCEPTIONS, findings
 
 
+@pytest.mark.hours  # `make lint` runs it
 def test_everything_is_used() -> None:
     assert findings() == []
     assert all(EXCEPTIONS.values())
