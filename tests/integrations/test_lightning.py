@@ -312,7 +312,7 @@ def test_a_black_box_of_the_users_explains_a_skipped_step() -> None:
         if bad is None:
             assert same_weights(model, by_hand(FP16, batches(), nothing))
     assert found[0] == (0, None) and found[1][0] == 1
-    assert found[1][1] is not None and "the batch" in str(found[1][1])
+    assert found[1][1] is not None and "bad batch" in str(found[1][1])
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
