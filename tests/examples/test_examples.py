@@ -327,7 +327,7 @@ def test_two_ranks_skip_together_and_stay_equal() -> None:
         pytest.param(
             "inductor",
             marks=[
-                pytest.mark.slow,  # a minute of compiling
+                pytest.mark.hours,  # a minute of compiling
                 pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),  # torch's own import
             ],
         ),

@@ -78,14 +78,14 @@ def noise(program: str) -> float:
     return SIGMAS * statistics.stdev(fp32(program, seed) for seed in range(SEEDS))
 
 
-@pytest.mark.slow
+@pytest.mark.hours
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_ends_within_the_seed_noise_of_fp32(program: str) -> None:
     for name, dtype in POLICIES:
         assert abs(mixed(program, name, dtype) - fp32(program)) < noise(program), (name, dtype, noise(program))
 
 
-@pytest.mark.slow
+@pytest.mark.hours
 def test_a_hidden_state_that_is_not_carried_ends_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seeded fault of the test above: a by-product that is lost shows."""
     model = load("loops/word_language_model").Model
