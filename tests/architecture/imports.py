@@ -16,7 +16,7 @@ LAYERS: Mapping[str, int] = {
     "cast": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,
     "lens": 4, "report": 4,
-    "cli": 5, "compat": 5, "integrations": 5, "tasks": 5, "testing": 5,
+    "advise": 5, "cli": 5, "compat": 5, "integrations": 5, "tasks": 5, "testing": 5,
 }  # fmt: skip
 """Part -> layer. An import points to a lower layer; parts of one layer do not see each other."""
 
@@ -30,6 +30,9 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("lens", "report"): "an audit is written as a page",
+    ("advise", "tasks"): "what is decided is decided for a task, and measured with its tools",
+    ("advise", "report"): "a decision, a plan and findings are written as pages",
+    ("cli", "advise"): "the command line shows what was decided, planned and found",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
     ("cli", "tasks"): "the command line works on tasks",
     ("cli", "report"): "the command line composes documents and has them rendered",
@@ -37,7 +40,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
 }
 """Part -> part that the layers forbid and the design allows, with the reason."""
 
-ROOT_IMPORTS = frozenset({*PUBLIC, "cast", "integrations", "optim", "scale", "tasks"}) - {"", "testing"}
+ROOT_IMPORTS = frozenset({*PUBLIC, "advise", "cast", "integrations", "optim", "scale", "tasks"}) - {"", "testing"}
 """Parts that `halfstep/__init__.py` imports or whose names it re-exports."""
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {

@@ -1,0 +1,1 @@
+"""Lint: find mistakes of mixed precision in a script or a task before it runs."""
