@@ -21,11 +21,12 @@ SOURCE = ROOT / "src" / "halfstep"
 PICTURE = ROOT / "docs" / "architecture.svg"
 
 PARTS: Mapping[str, tuple[int, str]] = {
-    "cli": (230, "halfstep compare, audit, run"),
-    "tasks": (390, "models to compare policies on"),
-    "testing": (550, "counts casts, bytes, waits"),
-    "compat": (710, "names of apex, torch.amp ..."),
-    "integrations": (870, "Trainer, accelerate, ..."),
+    "cli": (225, "the command halfstep"),
+    "advise": (385, "tune, plan, lint"),
+    "tasks": (545, "models to train"),
+    "testing": (705, "counts casts, bytes"),
+    "compat": (865, "names of apex ..."),
+    "integrations": (1025, "Trainer, accelerate"),
     "": (530, "import halfstep: the public names"),
     "report": (430, "pages in HTML"),
     "lens": (230, "black box, monitor, audit"),
@@ -54,7 +55,7 @@ ROWS: Mapping[int, tuple[str, str]] = {
 }
 """Layer -> its name, and what holds in it."""
 
-WIDTH, HEIGHT, TOP, BAR = 1000, 124, 108, 70
+WIDTH, HEIGHT, TOP, BAR = 1120, 124, 108, 70
 BOX = (152, 52)
 DARK, GREY = "#1f2933", "#5f6b7a"
 TITLE = "The parts of halfstep and their imports"
