@@ -183,6 +183,7 @@ def test_averages_are_taken_over_fp32_weights() -> None:
     assert out["O2 bf16"]["ema"] == pytest.approx(out["fp32"]["ema"], rel=0.05)
 
 
+@pytest.mark.hours  # 4 seconds and more
 def test_adapters_learn_and_the_frozen_base_stays() -> None:
     out = run("lora")
     for one in out.values():
@@ -226,6 +227,7 @@ def test_an_exported_model_is_plain_and_has_the_trained_weights() -> None:
 # ---------------------------------------------------------------------- models
 
 
+@pytest.mark.hours  # 4 seconds and more
 def test_checkpointing_changes_no_bit() -> None:
     out = run("checkpointing")
     assert len(out) == 4
@@ -242,6 +244,7 @@ def test_recurrent_layers_learn_in_every_format() -> None:
             assert out[kind][dtype] < 0.75 * out[kind]["first"]
 
 
+@pytest.mark.hours  # 4 seconds and more
 def test_a_unet_learns_in_every_format() -> None:
     out = run("unet")
     for one in out.values():
