@@ -321,8 +321,8 @@ def test_a_cure_is_tried_on_more_batches_if_they_are_given(made: list[Trials], k
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "too few": ((torch.ones(4, 8),), r"missing 1 required positional argument: 'y'. It holds float32 \[4, 8\]; that of"),
-    "too many": ((torch.ones(4, 8), torch.ones(4), None), "TypeError: .*takes 3 .* It holds .*, float32 .4., NoneType; "),
+    "too few": ((torch.ones(4, 8),), r"missing 1 required positional argument: 'y'. It holds float32 \[4, 8\]; that"),
+    "too many": ((torch.ones(4, 8), torch.ones(4), None), "takes 3 .* It holds .*, float32 .4., NoneType; "),
     "another shape": ((torch.ones(4, 7), torch.zeros(4).long()), r"RuntimeError: .*4x7 and 8x"),
     "labels out of range": ((torch.ones(4, 8), torch.full((4,), 9)), "Error: .*Target 9 is out of bounds. It holds"),
     "no tuple": (3, "TypeError: .* It holds int; that of the step holds float32 .4, 8., int64 .4."),
