@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.lens.box import stepbox, trials
+from halfstep.lens.box.advice import ADVICE, CAUSED, INVALID, OVERFLOW
 from halfstep.lens.box.trials import STEPS, Trial, Trials
 from tests.lens.broken import Body, explained, squared
 
@@ -452,6 +454,34 @@ def test_the_fix_in_the_program_is_named(name: str) -> None:
     after, expected = PLACES[name]
     verdict = explained(after, policy=FP16.replace(scale=1.0))
     assert re.search(expected, " ".join(cure.text for cure in verdict.cures)), verdict
+
+
+@pytest.mark.parametrize("text", [*ADVICE.values(), *CAUSED.values(), *OVERFLOW.values(), *INVALID.values()])
+def test_advice_begins_with_what_to_do(text: str) -> None:
+    """A headline has its first words alone."""
+    assert text.split()[0] not in {"a", "it", "its", "no", "the", "one", "some"}
+
+
+@pytest.mark.parametrize(
+    ("factor", "after", "remedy", "reason"),
+    [
+        (1.0, lambda m, h: h.float() * 1e30 * 1e30, "scale the values down, or take out a cast", "fp32 the step is"),
+        (2e4, lambda m, h: h, "initialise smaller weights, or normalise the inputs", "before any update"),
+        (1.0, lambda m, h: h * 7e4, "scale the value down where it is made", "no change of policy could be verified"),
+    ],
+    ids=["in fp32 too", "before any update", "no policy"],
+)
+def test_the_headline_has_the_remedy_and_the_report_its_reason(
+    monkeypatch: pytest.MonkeyPatch, factor: float, after: Any, remedy: str, reason: str
+) -> None:
+    if reason.startswith("no change"):  # which fp32 alone would train
+        monkeypatch.setattr(
+            Trials, "_judged", lambda self, policy, trial: replace(trial, trains=policy.dtype == "fp32")
+        )
+    x = torch.randn(4, 8) * factor
+    verdict = explained(after, x=x, change=lambda model: model.enter.weight.data.mul_(factor))
+    assert remedy in verdict.headline, verdict
+    assert reason in str(verdict) and reason not in verdict.headline
 
 
 def test_constants_that_the_format_holds_are_not_named() -> None:

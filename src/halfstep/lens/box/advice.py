@@ -22,7 +22,7 @@ from halfstep.lens.verdict import Cure, Verdict
 from halfstep.step.bind import binding_of
 from halfstep.step.wrappers import unwrap_optimizer
 
-__all__ = ["Around", "advice", "lost_eps"]
+__all__ = ["UNTRAINED", "Around", "advice", "lost_eps"]
 
 REACH = 12
 """So many calls before an operator are looked at."""
@@ -33,32 +33,36 @@ MASK = "mask last, after this operator: its gradient multiplies -inf by 0; or ma
 
 ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
 ROOT = "add an eps under the root, (x + eps).sqrt() and not x.sqrt() + eps: its gradient at 0 is infinite"
-SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
+SPREAD = "give it two values at least, or correction=0; and add an eps before a division by it"
 NO_LABELS = (
-    "no label counts, and the mean over none is 0/0: skip such a batch, or use reduction='sum' and divide by the "
-    "count, at least 1"
+    "skip such a batch, or use reduction='sum' and divide by the count, at least 1: no label counts, and the mean over "
+    "none is 0/0"
 )
 
 ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
     "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
-    "lost_eps": "a larger eps that the format holds, such as 1e-4; or fp32 weights behind the low ones, as O2 has them",
+    "lost_eps": "give it a larger eps that the format holds, such as 1e-4; or fp32 weights behind the low ones, as O2 "
+    "has them",
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
+
+UNTRAINED = "before any update"
+"""What the evidence of a verdict begins with where not even fp32 trains from the initial weights."""
 
 CAUSED = {
     "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "
     "rise: the weights are lost, and no format helps",
     "data": "mend or drop that sample where it is loaded; a batch without it trains",
+    UNTRAINED: "initialise smaller weights, or normalise the inputs: fp32 does not train from these either",
 }
-"""Cause -> what to do, whatever the place is."""
+"""Cause, or what its evidence begins with -> what to do, whatever the place is."""
 
 OVERFLOW = {
-    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
-    "low format by name (.half(), dtype=); scale them down, or take the cast out",
-    "else": "no change of policy was found under which training goes on; look at the value: scale it down where it is "
-    "made",
+    "": "scale the values down, or take out a cast by name (.half(), dtype=): with every rule in fp32 the step is not "
+    "finite either",
+    "else": "scale the value down where it is made: no change of policy could be verified",
     "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
 }
 
@@ -67,14 +71,15 @@ INVALID = {
     "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
     "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
     "sqrt": ROOT,
-    "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
-    "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
-    "something, scale queries and keys down, or normalise them",
+    "softmax": "leave one entry of each row, or use a large negative number instead of -inf: a row is masked out "
+    "entirely",
+    "scaled_dot_product_attention": "let each row attend to something, scale queries and keys down, or normalise them: "
+    "a row is masked out entirely, or its logits are far too large",
     "acos": ENDS,
     "asin": ENDS,
     "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
-    "ctc_loss": "a target is longer than its input lets it be (twice as long, if letters repeat): drop that sample, or "
-    "pass zero_infinity=True",
+    "ctc_loss": "drop that sample, or pass zero_infinity=True: a target is longer than its input lets it be (twice as "
+    "long, if letters repeat)",
     "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
     "std": SPREAD,
     "var": SPREAD,
@@ -170,6 +175,7 @@ def advice(
     if verdict.cause == "divergence":
         return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
     texts = [CAUSED["data"]] if verdict.cause == "data" and verdict.kind != "bad_batch" else []
+    texts += [CAUSED[UNTRAINED]] if verdict.because.startswith(UNTRAINED) else []
     texts += _specific(verdict, around)
     if (not texts and not cured) or (verdict.cause == "data" and verdict.kind == "invalid"):
         texts += [_general(verdict, everywhere=everywhere)]
@@ -212,8 +218,8 @@ def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
     after = {site.op for site in around.downstream}
     if verdict.op in {"div", "sqrt", "log", "pow"} and verdict.kind == "invalid" and MASKS & after:
         yield (
-            "torch.where after the operator leaves nan in the gradient: give it a harmless argument first, "
-            "x = torch.where(mask, x, 1.0), and mask its result"
+            "give it a harmless argument first, x = torch.where(mask, x, 1.0), and mask its result: torch.where after "
+            "the operator leaves nan in the gradient"
         )
     elif verdict.op == "exp" and "log1p" in after:
         yield "use F.softplus(x) in the place of log1p(exp(x))"

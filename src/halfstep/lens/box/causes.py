@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from halfstep.lens.box.advice import lost_eps
+from halfstep.lens.box.advice import UNTRAINED, lost_eps
 from halfstep.lens.box.data import suspects, wrong_target
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.divergence import poisoned, runaway
@@ -90,7 +90,7 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
         why = wide.outcome.partition(": ")[2]
         return "precision", f"in fp32 the step is finite, and training had not run away before; {why}", "likely"
     if not trials.before and not _updated(subject):
-        return "model", f"before any update, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
+        return "model", f"{UNTRAINED}, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
     return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
 
 
