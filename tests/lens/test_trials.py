@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
@@ -434,6 +435,10 @@ def zeros(h: Tensor) -> Tensor:
 PLACES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "eps": (lambda m, h: zeros(h) / (zeros(h) + 1e-15), "1e-15 is 0 in fp16"),
     "log of a softmax": (lambda m, h: (h * 1e3).float().softmax(-1).log(), "F.log_softmax"),
+    "a formula in a checkpoint": (
+        lambda m, h: checkpoint(lambda h: (h * 1e3).float().softmax(-1).log(), h, use_reentrant=True),
+        "F.log_softmax.* in the place of",
+    ),
     "log of a sigmoid": (lambda m, h: (-200 - h.float() * 0).sigmoid().log(), "F.logsigmoid"),
     "log of one minus": (lambda m, h: (1 - (zeros(h).float()).exp()).log(), "torch.expm1"),
     "log of a squashed value": (lambda m, h: (1 - (h.float() * 0 + 50).tanh().pow(2)).log(), r"F.softplus\(-2"),
@@ -479,7 +484,7 @@ def test_the_headline_has_the_remedy_and_the_report_its_reason(
             Trials, "_judged", lambda self, policy, trial: replace(trial, trains=policy.dtype == "fp32")
         )
     x = torch.randn(4, 8) * factor
-    verdict = explained(after, x=x, change=lambda model: model.enter.weight.data.mul_(factor))
+    verdict = explained(after, x=x, change=lambda model: model.get_parameter("enter.weight").data.mul_(factor))
     assert remedy in verdict.headline, verdict
     assert reason in str(verdict) and reason not in verdict.headline
 

@@ -1,23 +1,23 @@
 """Advice: what to change in the program itself, from the operator of a verdict and the operators around it.
 
 Input is a verdict and the trace of its replay; output are cures without a policy, which nothing has tried. `Around`
-reads the operators that made the inputs of the place, and those that read its result, from the autograd graph.
+has the operators that made the inputs of the place, and those that read its result, from the trace's dataflow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.diagnose import MASKED, WRITTEN
+from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import TAG, Site, pointwise
+from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.step.bind import binding_of
 from halfstep.step.wrappers import unwrap_optimizer
@@ -130,32 +130,16 @@ class Around:
 
     @classmethod
     def of(cls, trace: Trace | None, verdict: Verdict) -> Around:
-        """Read the autograd graph of a traced replay; empty where the place is in none, or the batch is the cause."""
+        """Read the calls that the loss depends on; empty where the place is none of them, or the batch is the cause."""
         if trace is None or trace.loss is None or not verdict.op or verdict.cause == "data":
             return cls()
-        here: list[Any] = []
-        readers: dict[Site, None] = {}
-        for node, reader in _edges(trace.loss):
-            site = _site(node)
-            if site is not None and _is_at(site, verdict):
-                here.append(node)
-                above = None if reader is None else _site(reader)
-                if above is not None and not _is_at(above, verdict):
-                    readers[above] = None
-        upstream: dict[Site, None] = {}
-        own: dict[Site, None] = {}
-        seen, todo = set(here), list(here)
-        while todo and len(upstream) < REACH:
-            node = todo.pop(0)
-            site = _site(node)
-            if site is not None:
-                (own if _is_at(site, verdict) else upstream)[site] = None
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    todo.append(following)
-        lost = [text for site in (*own, *upstream) for text in _lost(trace, site)]
-        return cls(tuple(upstream), tuple(readers), tuple(dict.fromkeys(lost)))
+        made, _ = trace.origins.made_by(trace.loss)
+        calls = list(upstream(made))
+        here = {call: call.site for call in calls if _is_at(call.site, verdict)}
+        before = _elsewhere(upstream(here), verdict)[:REACH]
+        after = _elsewhere((call for call in calls if not here.keys().isdisjoint(call.parents)), verdict)
+        lost = [text for site in (*here.values(), *before) for text in _lost(trace, site)]
+        return cls(before, after, tuple(dict.fromkeys(lost)))
 
 
 NOTHING = Around()
@@ -252,23 +236,8 @@ def _general(verdict: Verdict, *, everywhere: bool) -> str:
     return "" if verdict.kind == "not_reproducible" and verdict.detail else ADVICE.get(verdict.kind, "")
 
 
-def _edges(loss: Tensor) -> Iterator[tuple[Any, Any]]:
-    """Yield each node of the graph of `loss`, with one that reads it; a node once for each reader."""
-    seen: set[Any] = set()
-    todo: list[tuple[Any, Any]] = [(loss.grad_fn, None)]
-    while todo:
-        node, reader = todo.pop()
-        if node is None:
-            continue
-        yield node, reader
-        if node not in seen:
-            seen.add(node)
-            todo += [(following, node) for following, _ in node.next_functions]
-
-
-def _site(node: Any) -> Site | None:
-    found = node.metadata.get(TAG)
-    return found if isinstance(found, Site) else None
+def _elsewhere(calls: Iterable[CallRecord], verdict: Verdict) -> tuple[Site, ...]:
+    return tuple(dict.fromkeys(call.site for call in calls if not _is_at(call.site, verdict)))
 
 
 def _is_at(site: Site, verdict: Verdict) -> bool:
