@@ -425,7 +425,7 @@ def test_an_eps_that_is_zero_in_fp16_is_named_where_an_update_has_written_nan(ep
     verdict = box.explain()
     assert verdict.kind == "bad_state" and verdict.cause == "precision"
     assert "eps=1e-08 of Adam is 0 in fp16, in which weight is updated" in verdict.because
-    assert "a larger eps" in verdict.cures[0].text
+    assert "raise eps" in verdict.cures[0].text
 
 
 def zeros(h: Tensor) -> Tensor:

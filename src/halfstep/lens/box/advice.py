@@ -43,7 +43,7 @@ ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
     "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
-    "lost_eps": "give it a larger eps that the format holds, such as 1e-4; or fp32 weights behind the low ones, as O2 "
+    "lost_eps": "raise eps to what the format holds, such as 1e-4; or use fp32 weights behind the low ones, as O2 "
     "has them",
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
