@@ -16,7 +16,7 @@ from halfstep.lens.verdict import Verdict
 
 TRAINS = Trial(finite_once=True, trained=12, losses=(1.0, 0.9), trains=True, outcome="trained 12 steps")
 LOST = Trial(finite_once=True, trained=3, losses=(1.0, 9.0), outcome="finite once: not finite in step 4")
-UNTRIED = Trial(finite_once=True, losses=(1.0,), outcome="finite once: no optimizer is known")
+UNTRIED = Trial(finite_once=True, losses=(1.0,), outcome="finite once: not trained: no optimizer is known")
 NEVER = Trial(finite_once=False, outcome="not finite")
 ABSENT = Trial(finite_once=None, outcome="cannot run: TypeError")
 NOTHING = {"suspects": (), "wrong_target": "", "poisoned": "", "runaway": "", "lost_eps": ""}
@@ -47,6 +47,10 @@ def settled(
         ("overflow", TRAINS, [1.0], {}, "precision", "shown"),
         ("invalid", TRAINS, [1.0], {}, "precision", "shown"),
         ("overflow", UNTRIED, [1.0], {}, "precision", "likely"),
+        ("overflow", UNTRIED, [], {}, "", ""),  # weights may be too large for any format
+        ("overflow", UNTRIED, [1.0], {"runaway": "the loss rose"}, "divergence", "likely"),
+        ("overflow", UNTRIED, [1.0], {"suspects": ("input 0 holds 1e9",)}, "data", "likely"),
+        ("overflow", ABSENT, [1.0], {"runaway": "the loss rose"}, "divergence", "likely"),
         ("scale_too_high", TRAINS, [1.0], {}, "scale", "shown"),
         ("overflow", LOST, [1.0], {"runaway": "the loss rose"}, "divergence", "shown"),
         ("scale_too_high", LOST, [1.0], {"runaway": "the loss rose"}, "divergence", "shown"),

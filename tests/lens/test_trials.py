@@ -6,6 +6,8 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import StepError
 from halfstep.lens.box import stepbox, trials
+from halfstep.lens.box.advice import ADVICE, CAUSED, INVALID, OVERFLOW
 from halfstep.lens.box.trials import STEPS, Trial, Trials
 from tests.lens.broken import Body, explained, squared
 
@@ -306,8 +310,6 @@ def test_a_cure_is_tried_on_more_batches_if_they_are_given(made: list[Trials], k
     assert "not finite in step 2" in made[-1].of(policy.with_modules({"0": "fp32"})).outcome
     with pytest.raises(StepError, match="no batch of finite values: an iterator may be used up"):
         explain([(x * float("nan"), y)])
-    cures = explain(batches=[(x,)]).cures
-    assert not any(cure.verified for cure in cures) and "not trained: TypeError" in made[-1].wide.outcome
     with pytest.raises(StepError, match=r"iterable of batches and is a Tensor; for one batch write \[batch\]"):
         explain(x)
     if kind == "TrainStep":
@@ -319,6 +321,52 @@ def test_a_cure_is_tried_on_more_batches_if_they_are_given(made: list[Trials], k
     with pytest.raises(StepError, match="the step is not kept any more; call it before the next one"):
         explain(more)
     assert explain().cures
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "too few": ((torch.ones(4, 8),), r"missing 1 required positional argument: 'y'. It holds float32 \[4, 8\]; that"),
+    "too many": ((torch.ones(4, 8), torch.ones(4), None), "takes 3 .* It holds .*, float32 .4., NoneType; "),
+    "another shape": ((torch.ones(4, 7), torch.zeros(4).long()), r"RuntimeError: .*4x7 and 8x"),
+    "labels out of range": ((torch.ones(4, 8), torch.full((4,), 9)), "Error: .*Target 9 is out of bounds. It holds"),
+    "no tuple": (3, "TypeError: .* It holds int; that of the step holds float32 .4, 8., int64 .4."),
+    "another name": ({"x": torch.ones(4, 8), "z": 1}, "argument 'z'. It holds x=float32 .4, 8., z=int; "),
+    "no loss": ((torch.ones(4, 8), None), "returned NoneType"),
+}
+ANOTHER_SIZE = (torch.ones(2, 8), torch.zeros(2).long()), r"\[2\].*4\. It holds float32 \[2, 8\]"
+"""Wrong where a loss has one value for each sample, since the loop's sum of them is not known."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [*product(["TrainStep"], WRONG), *product(["BlackBox"], ["too few", "no tuple", "another number of losses"])],
+)
+def test_a_further_batch_that_the_loss_function_does_not_take_is_an_error(kind: str, wrong: str) -> None:
+    """It is none of the step, so no cause is drawn from it; nothing is changed."""
+    model, each = two_layers(), wrong == "another number of losses"
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        with nullcontext() if kind == "TrainStep" else torch.autocast("cpu", torch.float16):
+            return F.cross_entropy(model(x), y, reduction="none" if each else "mean") if y is not None else None
+
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-7)
+    x, y = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    step: Any = hs.TrainStep(model, optimizer, loss_fn, policy=FP16) if kind == "TrainStep" else None
+    box: Any = step or hs.BlackBox(model, loss_fn, optimizer)
+    for factor in (float("nan"), 1e5):  # the first has a verdict of its own
+        loss = box(x * factor, y)
+        if step is None:
+            loss.sum().backward()
+        if factor != 1e5:
+            assert box.explain().cause == "data"
+            optimizer.zero_grad()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict())), torch.get_rng_state()
+    batch, message = WRONG.get(wrong, ANOTHER_SIZE)
+    with pytest.raises(StepError, match=rf"explain\(batches=...\): batch 3 cannot be run.*{message}"):
+        box.explain([(x * float("nan"), y), (x, y), batch])
+    after = (model.state_dict(), optimizer.state_dict()), torch.get_rng_state()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    verdict = box.explain()
+    assert (verdict.step, verdict.cause, verdict.sure) == (2, "precision", "shown") and verdict.cures[0].verified
 
 
 # ------------------------------------------------------------------------------------------------ what cannot be tried
@@ -338,8 +386,9 @@ def test_without_the_optimizer_nothing_is_trained() -> None:
 
     box = hs.BlackBox(nn.Linear(8, 8), loss_fn)
     box(torch.randn(4, 8) * 1e5).backward()
-    cures = box.explain().cures
-    assert not any(cure.verified for cure in cures) and "pass optimizer=" in cures[-1].outcome
+    verdict = box.explain()
+    assert not any(cure.verified for cure in verdict.cures) and "pass optimizer=" in verdict.cures[-1].outcome
+    assert not verdict.cause  # fp32 may not train from these weights either
 
 
 # ------------------------------------------------------------------------------------------------------ smallest cures
@@ -376,7 +425,7 @@ def test_an_eps_that_is_zero_in_fp16_is_named_where_an_update_has_written_nan(ep
     verdict = box.explain()
     assert verdict.kind == "bad_state" and verdict.cause == "precision"
     assert "eps=1e-08 of Adam is 0 in fp16, in which weight is updated" in verdict.because
-    assert "a larger eps" in verdict.cures[0].text
+    assert "raise eps" in verdict.cures[0].text
 
 
 def zeros(h: Tensor) -> Tensor:
@@ -386,6 +435,10 @@ def zeros(h: Tensor) -> Tensor:
 PLACES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "eps": (lambda m, h: zeros(h) / (zeros(h) + 1e-15), "1e-15 is 0 in fp16"),
     "log of a softmax": (lambda m, h: (h * 1e3).float().softmax(-1).log(), "F.log_softmax"),
+    "a formula in a checkpoint": (
+        lambda m, h: checkpoint(lambda h: (h * 1e3).float().softmax(-1).log(), h, use_reentrant=True),
+        "F.log_softmax.* in the place of",
+    ),
     "log of a sigmoid": (lambda m, h: (-200 - h.float() * 0).sigmoid().log(), "F.logsigmoid"),
     "log of one minus": (lambda m, h: (1 - (zeros(h).float()).exp()).log(), "torch.expm1"),
     "log of a squashed value": (lambda m, h: (1 - (h.float() * 0 + 50).tanh().pow(2)).log(), r"F.softplus\(-2"),
@@ -406,6 +459,34 @@ def test_the_fix_in_the_program_is_named(name: str) -> None:
     after, expected = PLACES[name]
     verdict = explained(after, policy=FP16.replace(scale=1.0))
     assert re.search(expected, " ".join(cure.text for cure in verdict.cures)), verdict
+
+
+@pytest.mark.parametrize("text", [*ADVICE.values(), *CAUSED.values(), *OVERFLOW.values(), *INVALID.values()])
+def test_advice_begins_with_what_to_do(text: str) -> None:
+    """A headline has its first words alone."""
+    assert text.split()[0] not in {"a", "it", "its", "no", "the", "one", "some"}
+
+
+@pytest.mark.parametrize(
+    ("factor", "after", "remedy", "reason"),
+    [
+        (1.0, lambda m, h: h.float() * 1e30 * 1e30, "scale the values down, or take out a cast", "fp32 the step is"),
+        (2e4, lambda m, h: h, "initialise smaller weights, or normalise the inputs", "before any update"),
+        (1.0, lambda m, h: h * 7e4, "scale the value down where it is made", "no change of policy could be verified"),
+    ],
+    ids=["in fp32 too", "before any update", "no policy"],
+)
+def test_the_headline_has_the_remedy_and_the_report_its_reason(
+    monkeypatch: pytest.MonkeyPatch, factor: float, after: Any, remedy: str, reason: str
+) -> None:
+    if reason.startswith("no change"):  # which fp32 alone would train
+        monkeypatch.setattr(
+            Trials, "_judged", lambda self, policy, trial: replace(trial, trains=policy.dtype == "fp32")
+        )
+    x = torch.randn(4, 8) * factor
+    verdict = explained(after, x=x, change=lambda model: model.get_parameter("enter.weight").data.mul_(factor))
+    assert remedy in verdict.headline, verdict
+    assert reason in str(verdict) and reason not in verdict.headline
 
 
 def test_constants_that_the_format_holds_are_not_named() -> None:

@@ -1,28 +1,28 @@
 """Advice: what to change in the program itself, from the operator of a verdict and the operators around it.
 
 Input is a verdict and the trace of its replay; output are cures without a policy, which nothing has tried. `Around`
-reads the operators that made the inputs of the place, and those that read its result, from the autograd graph.
+has the operators that made the inputs of the place, and those that read its result, from the trace's dataflow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
 from halfstep.lens.box.diagnose import MASKED, WRITTEN
+from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.trace import Trace
-from halfstep.lens.calls import TAG, Site, pointwise
+from halfstep.lens.calls import Site, pointwise
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.step.bind import binding_of
 from halfstep.step.wrappers import unwrap_optimizer
 
-__all__ = ["Around", "advice", "lost_eps"]
+__all__ = ["UNTRAINED", "Around", "advice", "lost_eps"]
 
 REACH = 12
 """So many calls before an operator are looked at."""
@@ -33,32 +33,36 @@ MASK = "mask last, after this operator: its gradient multiplies -inf by 0; or ma
 
 ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
 ROOT = "add an eps under the root, (x + eps).sqrt() and not x.sqrt() + eps: its gradient at 0 is infinite"
-SPREAD = "it needs two values at least, or correction=0; and an eps before a division by it"
+SPREAD = "give it two values at least, or correction=0; and add an eps before a division by it"
 NO_LABELS = (
-    "no label counts, and the mean over none is 0/0: skip such a batch, or use reduction='sum' and divide by the "
-    "count, at least 1"
+    "skip such a batch, or use reduction='sum' and divide by the count, at least 1: no label counts, and the mean over "
+    "none is 0/0"
 )
 
 ADVICE = {
     "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
     "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
     "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
-    "lost_eps": "a larger eps that the format holds, such as 1e-4; or fp32 weights behind the low ones, as O2 has them",
+    "lost_eps": "raise eps to what the format holds, such as 1e-4; or use fp32 weights behind the low ones, as O2 "
+    "has them",
     "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
 }
+
+UNTRAINED = "before any update"
+"""What the evidence of a verdict begins with where not even fp32 trains from the initial weights."""
 
 CAUSED = {
     "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "
     "rise: the weights are lost, and no format helps",
     "data": "mend or drop that sample where it is loaded; a batch without it trains",
+    UNTRAINED: "initialise smaller weights, or normalise the inputs: fp32 does not train from these either",
 }
-"""Cause -> what to do, whatever the place is."""
+"""Cause, or what its evidence begins with -> what to do, whatever the place is."""
 
 OVERFLOW = {
-    "": "it is not finite with every rule in fp32 either: the values themselves are too large, or the code asks for a "
-    "low format by name (.half(), dtype=); scale them down, or take the cast out",
-    "else": "no change of policy was found under which training goes on; look at the value: scale it down where it is "
-    "made",
+    "": "scale the values down, or take out a cast by name (.half(), dtype=): with every rule in fp32 the step is not "
+    "finite either",
+    "else": "scale the value down where it is made: no change of policy could be verified",
     "exp": "subtract the maximum first (logsumexp, softmax and log_softmax do), or clamp the argument",
 }
 
@@ -67,14 +71,15 @@ INVALID = {
     "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
     "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
     "sqrt": ROOT,
-    "softmax": "a row is masked out entirely; leave one entry, or use a large negative number instead of -inf",
-    "scaled_dot_product_attention": "a row is masked out entirely, or its logits are far too large; let it attend to "
-    "something, scale queries and keys down, or normalise them",
+    "softmax": "leave one entry of each row, or use a large negative number instead of -inf: a row is masked out "
+    "entirely",
+    "scaled_dot_product_attention": "let each row attend to something, scale queries and keys down, or normalise them: "
+    "a row is masked out entirely, or its logits are far too large",
     "acos": ENDS,
     "asin": ENDS,
     "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
-    "ctc_loss": "a target is longer than its input lets it be (twice as long, if letters repeat): drop that sample, or "
-    "pass zero_infinity=True",
+    "ctc_loss": "drop that sample, or pass zero_infinity=True: a target is longer than its input lets it be (twice as "
+    "long, if letters repeat)",
     "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
     "std": SPREAD,
     "var": SPREAD,
@@ -125,32 +130,16 @@ class Around:
 
     @classmethod
     def of(cls, trace: Trace | None, verdict: Verdict) -> Around:
-        """Read the autograd graph of a traced replay; empty where the place is in none, or the batch is the cause."""
+        """Read the calls that the loss depends on; empty where the place is none of them, or the batch is the cause."""
         if trace is None or trace.loss is None or not verdict.op or verdict.cause == "data":
             return cls()
-        here: list[Any] = []
-        readers: dict[Site, None] = {}
-        for node, reader in _edges(trace.loss):
-            site = _site(node)
-            if site is not None and _is_at(site, verdict):
-                here.append(node)
-                above = None if reader is None else _site(reader)
-                if above is not None and not _is_at(above, verdict):
-                    readers[above] = None
-        upstream: dict[Site, None] = {}
-        own: dict[Site, None] = {}
-        seen, todo = set(here), list(here)
-        while todo and len(upstream) < REACH:
-            node = todo.pop(0)
-            site = _site(node)
-            if site is not None:
-                (own if _is_at(site, verdict) else upstream)[site] = None
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    todo.append(following)
-        lost = [text for site in (*own, *upstream) for text in _lost(trace, site)]
-        return cls(tuple(upstream), tuple(readers), tuple(dict.fromkeys(lost)))
+        made, _ = trace.origins.made_by(trace.loss)
+        calls = list(upstream(made))
+        here = {call: call.site for call in calls if _is_at(call.site, verdict)}
+        before = _elsewhere(upstream(here), verdict)[:REACH]
+        after = _elsewhere((call for call in calls if not here.keys().isdisjoint(call.parents)), verdict)
+        lost = [text for site in (*here.values(), *before) for text in _lost(trace, site)]
+        return cls(before, after, tuple(dict.fromkeys(lost)))
 
 
 NOTHING = Around()
@@ -170,6 +159,7 @@ def advice(
     if verdict.cause == "divergence":
         return (Cure(policy=None, text=CAUSED["divergence"], verified=False),)
     texts = [CAUSED["data"]] if verdict.cause == "data" and verdict.kind != "bad_batch" else []
+    texts += [CAUSED[UNTRAINED]] if verdict.because.startswith(UNTRAINED) else []
     texts += _specific(verdict, around)
     if (not texts and not cured) or (verdict.cause == "data" and verdict.kind == "invalid"):
         texts += [_general(verdict, everywhere=everywhere)]
@@ -212,8 +202,8 @@ def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
     after = {site.op for site in around.downstream}
     if verdict.op in {"div", "sqrt", "log", "pow"} and verdict.kind == "invalid" and MASKS & after:
         yield (
-            "torch.where after the operator leaves nan in the gradient: give it a harmless argument first, "
-            "x = torch.where(mask, x, 1.0), and mask its result"
+            "give it a harmless argument first, x = torch.where(mask, x, 1.0), and mask its result: torch.where after "
+            "the operator leaves nan in the gradient"
         )
     elif verdict.op == "exp" and "log1p" in after:
         yield "use F.softplus(x) in the place of log1p(exp(x))"
@@ -246,23 +236,8 @@ def _general(verdict: Verdict, *, everywhere: bool) -> str:
     return "" if verdict.kind == "not_reproducible" and verdict.detail else ADVICE.get(verdict.kind, "")
 
 
-def _edges(loss: Tensor) -> Iterator[tuple[Any, Any]]:
-    """Yield each node of the graph of `loss`, with one that reads it; a node once for each reader."""
-    seen: set[Any] = set()
-    todo: list[tuple[Any, Any]] = [(loss.grad_fn, None)]
-    while todo:
-        node, reader = todo.pop()
-        if node is None:
-            continue
-        yield node, reader
-        if node not in seen:
-            seen.add(node)
-            todo += [(following, node) for following, _ in node.next_functions]
-
-
-def _site(node: Any) -> Site | None:
-    found = node.metadata.get(TAG)
-    return found if isinstance(found, Site) else None
+def _elsewhere(calls: Iterable[CallRecord], verdict: Verdict) -> tuple[Site, ...]:
+    return tuple(dict.fromkeys(call.site for call in calls if not _is_at(call.site, verdict)))
 
 
 def _is_at(site: Site, verdict: Verdict) -> bool:

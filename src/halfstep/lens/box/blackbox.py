@@ -355,7 +355,6 @@ class BlackBox(Box):
 
     def _explained(self, place: str) -> Verdict:
         subject = self._subject()
-        self._explained_step = self.step
         if math.isinf(subject.scale):
             seed = self._memory.window.batches[0].seed
             name = "" if seed is None else str(seed.dtype).removeprefix("torch.")
@@ -364,8 +363,10 @@ class BlackBox(Box):
                 kind="scale_too_high", cause="scale", sure="shown", phase="backward", step=self.step, rank=rank(),
                 because=f"the loss is {name}, which cannot hold it once it is scaled", cures=(cure,),
             )  # fmt: skip
+            self._explained_step = self.step
             return self.verdict
         verdict = self.explain_subject(subject, self._topic(place))
+        self._explained_step = self.step
         notes = []
         if self._is_written():
             more = "" if self.optimizer is not None else "; pass optimizer="

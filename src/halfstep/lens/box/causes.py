@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from halfstep.lens.box.advice import lost_eps
+from halfstep.lens.box.advice import UNTRAINED, lost_eps
 from halfstep.lens.box.data import suspects, wrong_target
 from halfstep.lens.box.diagnose import Subject
 from halfstep.lens.box.divergence import poisoned, runaway
@@ -66,10 +66,11 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     if attempt is None or trials is None or verdict.kind == "bad_state":
         return ("divergence", away, "likely") if away else ("", "", "")
     wide = trials.wide
+    tried = wide.finite_once is False or wide.trained > 0  # a step that is not finite cannot be trained on
     if away and not (wide.trains and _is_back(trials)):
-        return "divergence", f"{away}; in fp32: {wide.outcome}", "shown"
+        return "divergence", f"{away}; in fp32: {wide.outcome}", "shown" if tried else "likely"
     if found:
-        return "data", found[0], "likely" if wide.trains else "shown"
+        return "data", found[0], "shown" if tried and not wide.trains else "likely"
     if verdict.kind == "scale_too_high":
         return "scale", f"at a lower loss scale the step is finite; {verdict.detail}", "shown"
     if wide.trains and _rises(trials):
@@ -83,10 +84,13 @@ def _cause(subject: Subject, verdict: Verdict, attempt: Attempt | None, trials: 
     if not wide.finite_once:
         value = "value" if verdict.kind == "invalid" else "finite value"
         return "model", f"fp32 has no {value} there either", "shown" if verdict.kind == "invalid" else "likely"
-    if not wide.trained:  # no training was tried
-        return "precision", f"in fp32 the step is finite; {wide.outcome.partition(': ')[2]}", "likely"
+    if not tried and not trials.before:  # the weights may be too large to train in any format
+        return "", "", ""
+    if not tried:
+        why = wide.outcome.partition(": ")[2]
+        return "precision", f"in fp32 the step is finite, and training had not run away before; {why}", "likely"
     if not trials.before and not _updated(subject):
-        return "model", f"before any update, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
+        return "model", f"{UNTRAINED}, in fp32: {wide.outcome}; initial weights or inputs are too large", "likely"
     return "divergence", f"in fp32 the step is finite and training does not go on: {wide.outcome}", "likely"
 
 

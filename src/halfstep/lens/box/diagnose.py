@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Subject:
         region: the name of what opens them.
         dropped: how many micro-batches of its window came before those of `replay`, and are not kept any more.
         gone: why none can be run again, in words; "" if one can.
-        more: further micro-batches, for trials of training.
+        more: further micro-batches, for trials of training, by their number in `explain(batches=)`.
         clip_norm: largest norm of the gradients of an update; None: not clipped, or not known.
         clip_value: largest magnitude of an element of them; None likewise.
         signals: the history of the run; None if there is none, as in a replay from a file.
@@ -103,7 +103,7 @@ class Subject:
     region: str = "torch.autocast"
     dropped: int = 0
     gone: str = ""
-    more: Sequence[MicroBatch] = ()
+    more: Mapping[int, MicroBatch] = field(default_factory=dict)
     clip_norm: float | None = None
     clip_value: float | None = None
     signals: Signals | None = None

@@ -13,7 +13,7 @@ nothing but those is, and its source names the masks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from halfstep.lens.calls import (
 )
 from halfstep.trees import tensors
 
-__all__ = ["Call", "CallRecord", "Origins", "Source"]
+__all__ = ["Call", "CallRecord", "Origins", "Source", "upstream"]
 
 SOURCES_EXAMINED = 32
 """So many of the first sources are computed again in float64."""
@@ -98,11 +98,17 @@ class CallRecord:
 
     def upstream(self) -> Iterator[CallRecord]:
         """Iterate over this call and all calls that its arguments depend on, the nearest first."""
-        seen, level = {self}, [self]
-        while level:
-            yield from level
-            level = [p for p in dict.fromkeys(p for call in level for p in call.parents) if p not in seen]
-            seen.update(level)
+        return upstream([self])
+
+
+def upstream(calls: Iterable[CallRecord]) -> Iterator[CallRecord]:
+    """Iterate over `calls` and all that their arguments depend on, the nearest first."""
+    level = list(dict.fromkeys(calls))
+    seen = set(level)
+    while level:
+        yield from level
+        level = [p for p in dict.fromkeys(p for call in level for p in call.parents) if p not in seen]
+        seen.update(level)
 
 
 @dataclass(eq=False, slots=True)

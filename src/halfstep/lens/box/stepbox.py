@@ -42,7 +42,7 @@ from halfstep.lens.box.diagnose import CURABLE, Subject, diagnose, helping_scale
 from halfstep.lens.box.evidence import save_evidence
 from halfstep.lens.box.replay import Attempt, Replay
 from halfstep.lens.box.sharded import bad_parts, has_room, unsharded
-from halfstep.lens.box.trials import Trials, more_batches
+from halfstep.lens.box.trials import Trials, more_batches, refuse_wrong
 from halfstep.lens.box.trouble import LOW_SCALE, SkippedStep, Trouble
 from halfstep.lens.calls import extremes, file_of, is_sharded
 from halfstep.lens.verdict import Verdict
@@ -136,7 +136,7 @@ class Box:
         self._mine: Verdict | None = None  # on the step that `verdict` is about, of this rank alone
         self._posted = ""  # the last topic that a verdict was posted about
         self._missing: tuple[int, ...] = ()  # ranks that posted none in time
-        self._more: tuple[MicroBatch, ...] = ()  # micro-batches for trials, given to explain()
+        self._more: dict[int, MicroBatch] = {}  # micro-batches for trials, given to explain()
 
     def explain(self, batches: Iterable[Any] | None = None) -> Verdict:
         """Return why the last step was not finite; ``print(box.explain())`` is a report.
@@ -145,17 +145,17 @@ class Box:
             batches: more batches, such as a data loader, of which the first are taken: cures are tried on them too.
 
         Raises:
-            StepError: the last step was finite, or nothing has run backward; `batches` is no iterable of batches, or
-                comes after later steps.
+            StepError: the last step was finite, or nothing has run backward; `batches` is no iterable of batches, has
+                one that the loss function does not take, or comes after later steps. Nothing is changed then.
         """
-        self._more = () if batches is None else more_batches(batches)
+        self._more = {} if batches is None else more_batches(batches)
         try:
             verdict = self._last()
             if self._more:  # nothing was tried
                 raise StepError("explain(batches=...): the step is not kept any more; call it before the next one")
             return verdict
         finally:
-            self._more = ()
+            self._more = {}
 
     def _last(self) -> Verdict:
         """Return the verdict on the last step that was not finite."""
@@ -169,9 +169,9 @@ class Box:
             topic: that of the step, if other ranks explain it too.
 
         Raises:
-            StepError: the replay failed, and the model is on this rank alone.
+            StepError: the replay failed, and the model is on this rank alone; or a further batch cannot be run.
         """
-        self._more = ()
+        self._more = {}
         with ExitStack() as whole:
             began = time.monotonic()
             sharded = is_sharded(subject.model)
@@ -188,6 +188,8 @@ class Box:
                 if topic is None and not sharded:
                     raise StepError(f"the replay of step {subject.step} failed: {why}") from error
                 verdict = inspect(subject, why)
+            if attempt is not None and not attempt.odd:  # the step itself can be run
+                refuse_wrong(subject)
             replays = REPLAYS * (time.monotonic() - began)
             if verdict.parameter in parts:
                 verdict = replace(verdict, notes=(*verdict.notes, f"in the part of it that rank {subject.rank} has"))

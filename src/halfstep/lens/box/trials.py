@@ -41,7 +41,7 @@ from halfstep.step.wrappers import unwrap_optimizer
 from halfstep.trees import tensors
 from halfstep.weights import WeightStore
 
-__all__ = ["FAILURES", "STEPS", "Trial", "Trials", "highest", "more_batches"]
+__all__ = ["FAILURES", "STEPS", "Trial", "Trials", "highest", "more_batches", "refuse_wrong"]
 
 STEPS = 12
 """Steps of a trial, the bad one included."""
@@ -242,10 +242,10 @@ class Trials:
         """
         own = list(self.subject.replay.window)
         yield own
-        following = cycle([*self.subject.more, *own])
+        following = cycle([*self.subject.more.values(), *own])
         for _ in range(STEPS - 1):
             taken = islice(following, len(own))
-            yield [replace(micro, random={}, seed=first.seed) for micro, first in zip(taken, own, strict=True)]
+            yield [_following(micro, first) for micro, first in zip(taken, own, strict=True)]
 
     def _scale(self, policy: Policy | None) -> float:
         """Return the loss scale that a trial of `policy` begins with."""
@@ -347,8 +347,11 @@ class Trials:
         return max((extremes(t)[0] for t in found), default=0.0)
 
 
-def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
+def more_batches(batches: Iterable[Any]) -> dict[int, MicroBatch]:
     """Return batches as micro-batches: as many as a trial can use, without those that are not finite themselves.
+
+    Returns:
+        Number in `batches`, from 1 -> micro-batch.
 
     Raises:
         StepError: they are no iterable of batches, or none is left.
@@ -357,15 +360,58 @@ def more_batches(batches: Iterable[Any]) -> tuple[MicroBatch, ...]:
         raise StepError(
             f"batches must be an iterable of batches and is a {type(batches).__name__}; for one batch write [batch]"
         )
-    found = []
-    for batch in islice(batches, MOST_BATCHES):
+    found = {}
+    for number, batch in enumerate(islice(batches, MOST_BATCHES), 1):
         args = tuple(batch) if isinstance(batch, (tuple, list)) else () if isinstance(batch, Mapping) else (batch,)
         named = dict(batch) if isinstance(batch, Mapping) else {}
         if all(extremes(tensor)[1] for tensor in tensors((args, named))):
-            found.append(MicroBatch(args, named, {}, versions_of((args, named))))
+            found[number] = MicroBatch(args, named, {}, versions_of((args, named)))
     if not found:
         raise StepError("batches gave no batch of finite values: an iterator may be used up; pass a list, or a new one")
-    return tuple(found)
+    return found
+
+
+def refuse_wrong(subject: Subject) -> None:
+    """Run each further batch of a step once, as the step was run; nothing is changed.
+
+    Args:
+        subject: a step that could be replayed.
+
+    Raises:
+        StepError: the loss function does not take one of them.
+    """
+    own = subject.replay.window[0]
+    for number, micro in subject.more.items():
+        why = ""
+        cause: Exception | None = None
+        try:
+            with subject.replay.windows() as windows:
+                why = windows([_following(micro, own)]).odd
+        except Exception as error:  # of the loss function
+            why, cause = _first_line(error).rstrip("."), error
+        if why:
+            raise StepError(
+                f"explain(batches=...): batch {number} cannot be run as the batch of the step was: {why}. It holds "
+                f"{_contents(micro)}; that of the step holds {_contents(own)}. Give batches like that one, each as a "
+                "tuple of the positional arguments of the loss function after the model, or as a dict of named ones"
+            ) from cause
+
+
+def _following(micro: MicroBatch, first: MicroBatch) -> MicroBatch:
+    """Return a batch as it runs after `first` or in its place: with its seed, from the present random numbers."""
+    return replace(micro, random={}, seed=first.seed)
+
+
+def _contents(micro: MicroBatch) -> str:
+    """Return the arguments of a batch in words."""
+    words = [*map(_form, micro.batch), *(f"{name}={_form(value)}" for name, value in micro.named.items())]
+    return ", ".join(words) or "nothing"
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def highest(finite: Callable[[float], bool], scale: float, floor: float) -> float:
