@@ -1,0 +1,178 @@
+"""Traffic: what a device sends in a step. In: the collectives of a traced step, or parameters under DDP. Out: `Sent`.
+
+Bytes of a collective are those that a device puts in. What it sends follows from a ring, the algorithm of NCCL for large
+messages: each of n devices passes on n - 1 parts of the result (https://docs.nvidia.com/deeplearning/nccl/, "bus
+bandwidth" in nccl-tests/doc/PERFORMANCE.md). A tree sends as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.formats import DTYPES
+from halfstep.policy import Policy
+from halfstep.trees import tensors
+
+__all__ = ["Collectives", "DdpBytes", "Sent", "ddp_bytes", "sent"]
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "_allgather_base_": "all-gather",
+        "allgather_": "all-gather",
+        "all_gather_into_tensor": "all-gather",
+        "_reduce_scatter_base_": "reduce-scatter",
+        "reduce_scatter_tensor": "reduce-scatter",
+        "allreduce_": "all-reduce",
+        "all_reduce": "all-reduce",
+        "broadcast_": "broadcast",
+    }
+)
+"""Operator of torch.distributed -> the collective it is."""
+
+FIRST, CAP = 2**20, 25 * 2**20
+"""Bytes of DistributedDataParallel's first bucket and of the others: torch's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """Collectives of one kind in a step.
+
+    Attributes:
+        collective: "all-gather", "reduce-scatter", "all-reduce" or "broadcast".
+        number: how many.
+        put_in: bytes that a device gives to them.
+        ring: bytes that a device sends, if they run in a ring.
+    """
+
+    collective: str
+    number: int
+    put_in: int
+    ring: int
+
+
+def sent(seen: Iterable[tuple[str, int]], devices: int) -> tuple[Sent, ...]:
+    """Return the collectives of a step, summed by kind.
+
+    Args:
+        seen: (operator of torch.distributed or collective, bytes that a device puts in).
+        devices: how many take part.
+    """
+    kinds: dict[str, list[int]] = {}
+    for operator, size in seen:
+        kinds.setdefault(NAMES.get(operator, operator), []).append(size)
+    return tuple(
+        Sent(collective=kind, number=len(sizes), put_in=sum(sizes), ring=sum(_ring(kind, s, devices) for s in sizes))
+        for kind, sizes in kinds.items()
+    )
+
+
+def _ring(kind: str, size: int, devices: int) -> int:
+    """Return the bytes that a device sends if it puts in `size` bytes."""
+    if kind == "all-gather":  # of which it puts in its part
+        return (devices - 1) * size
+    if kind == "all-reduce":  # a reduce-scatter, then an all-gather
+        return math.ceil(2 * (devices - 1) * size / devices)
+    if kind == "reduce-scatter":
+        return math.ceil((devices - 1) * size / devices)
+    return size
+
+
+class Collectives(TorchDispatchMode):
+    """A context that lists collectives as they are dispatched.
+
+    Attributes:
+        seen: (operator, bytes that this rank puts in), in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # its own dispatch comes first, and calls the collectives
+        self.note(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Add an operator to the list if it is a collective."""
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in {"c10d", "_c10d_functional"} and name in NAMES:
+            names = [argument.name for argument in func._schema.arguments]
+            place = next((i for i, n in enumerate(names[: len(args)]) if n.startswith("input")), 0)
+            self.seen.append((name, sum(t.numel() * t.element_size() for t in tensors(args[place]))))
+
+
+# ------------------------------------------------------------------ DistributedDataParallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpBytes:
+    """What DistributedDataParallel adds to one device's step.
+
+    Attributes:
+        buckets: bytes of the buckets, which stay from the first step on: as many as the gradients have.
+        sending: bytes of the low or fp32 copy that is sent, of the largest bucket; 0 where buckets are sent themselves.
+        seen: (collective, bytes that a device puts in), in order.
+    """
+
+    buckets: int
+    sending: int
+    seen: tuple[tuple[str, int], ...]
+
+
+def ddp_bytes(model: nn.Module, policy: Policy) -> DdpBytes:
+    """Return what DDP with torch's defaults keeps and sends for a prepared `model`.
+
+    Args:
+        model: its parameters have the formats that they are stored in; on any device, also meta.
+        policy: resolved.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    stored = sum(p.numel() * p.element_size() for p in trained)
+    low = DTYPES.get(policy.dtype, torch.float32)
+    own = policy.reduce == "fp32" or (policy.params == "low" and policy.grads == "fp32")
+    seen: list[tuple[str, int]] = []
+    sizes: list[tuple[torch.dtype, int]] = []  # what is sent of each parameter
+    for parameter in reversed(trained):  # gradients arrive from the last layer on
+        there = parameter.dtype
+        if policy.reduce == "fp32":
+            there = torch.float32
+        elif policy.reduce == "low":
+            there = low
+        elif own and there is low:
+            there = torch.float32  # accumulated in fp32
+        sizes.append((there, parameter.numel() * there.itemsize))
+    if own:
+        seen.append(("all-reduce", 4 * len(trained)))  # which gradients there are
+    buckets = [size for dtype in dict.fromkeys(d for d, _ in sizes) for size in _buckets(sizes, dtype, own=own)]
+    seen += [("all-reduce", size) for size in buckets]
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    if buffers:
+        seen.append(("broadcast", buffers))
+    copies = own or (policy.reduce == "low" and any(p.dtype is not low for p in trained))
+    return DdpBytes(buckets=stored, sending=max(buckets, default=0) if copies else 0, seen=tuple(seen))
+
+
+def _buckets(sizes: Sequence[tuple[torch.dtype, int]], dtype: torch.dtype, *, own: bool) -> list[int]:
+    """Return the bytes of the buckets of one format: full when a gradient reaches the cap, as torch's are."""
+    found: list[int] = []
+    filled = 0
+    for there, size in sizes:
+        if there is not dtype:
+            continue
+        filled += size
+        if filled >= (CAP if own or found else FIRST):
+            found.append(filled)
+            filled = 0
+    return [*found, filled] if filled else found
