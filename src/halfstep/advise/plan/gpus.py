@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from halfstep.errors import HalfstepError, did_you_mean
+from halfstep.advise.plan.memory import PlanError
+from halfstep.errors import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["GIB", "Gpu", "PlanError", "gpu_named", "gpu_names"]
+__all__ = ["GIB", "Gpu", "gpu_named", "gpu_names"]
 
 GIB = 2**30
 
@@ -28,10 +29,6 @@ RTX PRO 6000 (https://github.com/ggml-org/llama.cpp/pull/23604), 0.6 GiB in logs
 
 ALIASES = {"a100": "a100-80", "v100": "v100-32", "a10": "a10g"}
 """What a card of several sizes means without one: the larger; a verdict names the card."""
-
-
-class PlanError(HalfstepError, ValueError):
-    """A plan that cannot be made: an unknown GPU, a way of sharding without devices, a step that cannot be traced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,13 +16,14 @@ import halfstep as hs
 __all__ = ["PARTS", "PHASES", "MemoryPlan", "Moment", "PlanError", "Row"]
 
 PARTS = (
-    "parameters", "precise values", "buffers", "optimizer state", "low copies", "gradients", "saved for backward",
-    "batch", "temporaries",
+    "parameters", "precise values", "buffers", "optimizer state", "low copies", "gathered parameters", "gradients",
+    "saved for backward", "communication", "batch", "temporaries",
 )  # fmt: skip
 """What memory is for.
 
 parameters: as the model holds them, low ones under `params="low"`; precise values: what is kept behind low parameters;
 buffers: of the model, with the copies that a step makes to restore them; low copies: casts of parameters;
+gathered parameters: whole ones, while a sharded model computes with them; communication: what collectives read and write;
 gradients: of parameters; saved for backward: made in a forward pass and alive when the backward pass begins, or made
 again by checkpointing; batch: the step's inputs; temporaries: the rest.
 """

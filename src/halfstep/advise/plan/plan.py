@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.advise.plan.memory import MemoryPlan, PlanError
+from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.advise.plan.run import plan_step
 from halfstep.tasks import Task, load_task
 
@@ -30,6 +32,8 @@ def plan(
     *,
     policy: hs.Policy | str | Path = "mixed",
     device: str = "",
+    devices: int = 1,
+    shard: str = "none",
     **options: Any,
 ) -> MemoryPlan:
     """Return the memory of a training step of `what` under `policy`; nothing of it is allocated or computed.
@@ -64,10 +68,15 @@ def plan(
     if batch is None or loss_fn is None or optimizer is None:
         raise PlanError("a plan of a model needs batch=, loss_fn= and optimizer=, a function of the model")
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    return plan_step(
-        make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=hs.Policy.of(policy),
-        options=options,
-    )  # fmt: skip
+    with ExitStack() as stack:
+        sharded = None
+        if shard == "fsdp2":
+            mesh = stack.enter_context(fake_ranks(devices, device or "cpu"))
+            sharded = lambda model: hs.shard(model, policy, mesh=mesh)  # noqa: E731
+        return plan_step(
+            make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu",
+            policy=hs.Policy.of(policy), options=options, shard=sharded,
+        )  # fmt: skip
 
 
 def _on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

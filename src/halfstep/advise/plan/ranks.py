@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from halfstep.advise.plan.gpus import PlanError
+from halfstep.advise.plan.memory import PlanError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

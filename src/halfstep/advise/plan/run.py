@@ -40,8 +40,9 @@ def plan_step(
     device: str,
     policy: hs.Policy,
     options: dict[str, Any],
+    shard: Callable[[nn.Module], nn.Module] | None = None,
 ) -> MemoryPlan:
-    """Trace two updates; the arguments are those of `plan`, checked."""
+    """Trace two updates; the arguments are those of `plan`, checked. `shard` shards a model over ranks."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
     with mode, Tracer(ledger) as tracer:
@@ -52,6 +53,8 @@ def plan_step(
                 block.part = "batch"
         with torch.device(device):
             model = make()
+        if shard is not None:
+            model = shard(model)
         tracer.watch(model)
         before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
         optimizer = make_optimizer(model)

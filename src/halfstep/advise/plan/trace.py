@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.advise.plan.gathered import Gathered
 from halfstep.advise.plan.ledger import Ledger
 from halfstep.advise.plan.memory import PlanError
 from halfstep.advise.plan.workspace import workspace
@@ -36,6 +37,9 @@ __all__ = ["Tracer"]
 READ = "aten::_local_scalar_dense"
 CAST = "aten::_to_copy"
 COPIES = frozenset({"aten::clone", CAST})
+RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})
+"""Namespaces of operators that only sharded models run."""
+
 OUTSIDE = (str(Path(torch.__file__).parent), str(Path(hs.__file__).parent), "<")
 """Where files begin whose lines are not named."""
 
@@ -47,6 +51,7 @@ class Tracer(TorchDispatchMode):
         ledger: what it found.
         phase: set by `begin`; "backward" is found by itself.
         names: id of a module -> its dotted name.
+        gathered: what sharding allocates and sends.
         weights: blocks of parameters, by id.
         buffers: blocks of buffers, by id.
     """
@@ -56,6 +61,7 @@ class Tracer(TorchDispatchMode):
         self.ledger = ledger
         self.phase, self.step = "setup", -1
         self.names: dict[int, str] = {}
+        self.gathered = Gathered(ledger)
         self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
         self._running: list[str] = []  # names of modules whose forward runs
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
@@ -127,6 +133,7 @@ class Tracer(TorchDispatchMode):
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a tensor out of others: its operators on these come here
         ledger = self.ledger
+        self.gathered.settle()
         ledger.operators += 1
         backward = torch._C._current_graph_task_id() >= 0
         if backward:
@@ -164,6 +171,8 @@ class Tracer(TorchDispatchMode):
             for item in result:
                 if isinstance(item, Tensor):
                     self._note(item, module, name, args, backward)
+        if func.namespace in RANKS:
+            self.gathered.note(func, args, kwargs, result, self.step)
         if name.startswith("aten::resize") or name == "aten::set_":
             ledger.resized(args[0])
         return result

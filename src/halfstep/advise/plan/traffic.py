@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.formats import DTYPES
 from halfstep.policy import Policy
 from halfstep.trees import tensors
 
-__all__ = ["Collectives", "DdpBytes", "Sent", "ddp_bytes", "sent"]
+__all__ = ["DdpBytes", "Sent", "collective", "ddp_bytes", "sent"]
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -36,6 +35,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Operator of torch.distributed -> the collective it is."""
+
+SPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 FIRST, CAP = 2**20, 25 * 2**20
 """Bytes of DistributedDataParallel's first bucket and of the others: torch's defaults."""
@@ -85,32 +86,16 @@ def _ring(kind: str, size: int, devices: int) -> int:
     return size
 
 
-class Collectives(TorchDispatchMode):
-    """A context that lists collectives as they are dispatched.
-
-    Attributes:
-        seen: (operator, bytes that this rank puts in), in order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # its own dispatch comes first, and calls the collectives
-        self.note(func, args)
-        return func(*args, **(kwargs or {}))
-
-    def note(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Add an operator to the list if it is a collective."""
-        name = func._schema.name.partition("::")[2]
-        if func.namespace in {"c10d", "_c10d_functional"} and name in NAMES:
-            names = [argument.name for argument in func._schema.arguments]
-            place = next((i for i, n in enumerate(names[: len(args)]) if n.startswith("input")), 0)
-            self.seen.append((name, sum(t.numel() * t.element_size() for t in tensors(args[place]))))
+def collective(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
+    """Return (name, bytes that this rank puts in) of an operator that is a collective; None of any other."""
+    if func.namespace not in SPACES:
+        return None
+    name = func._schema.name.partition("::")[2]
+    if name not in NAMES:
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    place = next((n for n, argument in enumerate(names[: len(args)]) if argument.startswith("input")), 0)
+    return name, sum(t.numel() * t.element_size() for t in tensors(args[place]))
 
 
 # ------------------------------------------------------------------ DistributedDataParallel
