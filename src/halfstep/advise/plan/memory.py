@@ -9,9 +9,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import halfstep as hs
+
+if TYPE_CHECKING:
+    from halfstep.advise.plan.fit import Fit
+    from halfstep.advise.plan.traffic import Sent
 
 __all__ = ["PARTS", "PHASES", "MemoryPlan", "Moment", "PlanError", "Row"]
 
@@ -95,6 +100,11 @@ class MemoryPlan:
         setup_peak: bytes of the highest point before the first step, when model and optimizer are prepared.
         timeline: highest points of equally long stretches of a step after the first, in order.
         notes: what the plan does not include, one sentence each.
+        devices: how many train together; the bytes are those of the first, which has the most.
+        shard: "none", "ddp" or "fsdp2".
+        batch_size: the first dimension of the batch; 0 if it has none.
+        sent: the collectives of a step.
+        fit: whether it fits a GPU; None if none was named.
     """
 
     name: str
@@ -109,6 +119,11 @@ class MemoryPlan:
     setup_peak: int
     timeline: tuple[Moment, ...]
     notes: tuple[str, ...] = ()
+    devices: int = 1
+    shard: str = "none"
+    batch_size: int = 0
+    sent: tuple[Sent, ...] = ()
+    fit: Fit | None = None
 
     @property
     def persistent_bytes(self) -> int:
@@ -145,6 +160,29 @@ class MemoryPlan:
         """
         rows = self._rows(peak=peak)
         return _largest(_sums((".".join(row.module.split(".")[:depth]), row.bytes) for row in rows))
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the parts as rows of text: headers first, then bytes between steps and at the peak, and the share."""
+        from halfstep.advise.plan.words import PART_HEADERS, part_rows
+
+        return [PART_HEADERS, *part_rows(self)]
+
+    def __str__(self) -> str:
+        """Return the answer, the parts and the drawing of the peak as text."""
+        from halfstep.advise.plan.words import plan_text
+
+        return plan_text(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the plan as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
+
+        Raises:
+            MissingExtraError: jinja2 or matplotlib is not installed.
+        """
+        from halfstep.advise.plan.page import plan_page
+        from halfstep.report import render
+
+        Path(path).write_text(render(plan_page([self])), encoding="utf-8")
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain values for JSON, with the sums under "summary"."""

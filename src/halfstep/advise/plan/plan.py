@@ -6,8 +6,10 @@ Input: a task, or a model with batch, loss function and optimizer; output: a `Me
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 import halfstep as hs
+from halfstep.advise.plan.batches import batch_size as size_of
+from halfstep.advise.plan.batches import with_size
+from halfstep.advise.plan.fit import fit_of
+from halfstep.advise.plan.gpus import gpu_named
 from halfstep.advise.plan.memory import MemoryPlan, PlanError
 from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.advise.plan.run import plan_step
+from halfstep.errors import did_you_mean
 from halfstep.tasks import Task, load_task
 
 __all__ = ["plan"]
+
+WAYS = ("none", "ddp", "fsdp2")
 
 
 def plan(
@@ -34,6 +43,9 @@ def plan(
     device: str = "",
     devices: int = 1,
     shard: str = "none",
+    units: Iterable[str | nn.Module] | None = None,
+    gpu: str = "",
+    batch_size: int | None = None,
     **options: Any,
 ) -> MemoryPlan:
     """Return the memory of a training step of `what` under `policy`; nothing of it is allocated or computed.
@@ -46,13 +58,21 @@ def plan(
         optimizer: returns a torch optimizer over the parameters of the model it is given; a task has its own.
         policy: preset name, TOML path or Policy.
         device: "cpu" or "cuda", whose operators are planned; default: "cpu".
+        devices: how many train together; bytes are those of the first, which has the largest part.
+        shard: how: "ddp" (`DistributedDataParallel`, torch's defaults) or "fsdp2" (`hs.shard`); "none" for one device.
+        units: as `hs.shard` takes them: the modules that are gathered one after the other.
+        gpu: name of a GPU ("h200", "a100-80", "t4", ... or a size as "96GiB"): the plan's `fit` says whether it fits.
+        batch_size: a size for the batch in the place of its own; each device has one.
         **options: arguments of hs.TrainStep that change its memory: `accumulate`, `clip_norm`, `clip_value`,
             `update_in_backward`, ...
 
     Raises:
-        PlanError: the step needs values, or arguments that do not fit.
+        PlanError: the step needs values, an unknown GPU, devices without `shard` or the other way round, a process group
+            where `shard="fsdp2"` needs its own, or arguments that do not fit.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
     """
+    _check(devices, shard)
+    card = gpu_named(gpu) if gpu else None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     name = getattr(what, "__name__", type(what).__name__)
     if isinstance(what, str):
@@ -68,15 +88,29 @@ def plan(
     if batch is None or loss_fn is None or optimizer is None:
         raise PlanError("a plan of a model needs batch=, loss_fn= and optimizer=, a function of the model")
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    args, named = (args, named) if batch_size is None else with_size((args, named), batch_size)
     with ExitStack() as stack:
         sharded = None
         if shard == "fsdp2":
             mesh = stack.enter_context(fake_ranks(devices, device or "cpu"))
-            sharded = lambda model: hs.shard(model, policy, mesh=mesh)  # noqa: E731
-        return plan_step(
+            sharded = partial(hs.shard, policy=policy, mesh=mesh, units=units)
+        made = plan_step(
             make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu",
-            policy=hs.Policy.of(policy), options=options, shard=sharded,
+            policy=hs.Policy.of(policy), options=options, shard=sharded, ddp=devices if shard == "ddp" else 0,
         )  # fmt: skip
+    made = replace(made, devices=devices, shard=shard, batch_size=size_of((args, named)))
+    return replace(made, fit=fit_of(made, card)) if card is not None else made
+
+
+def _check(devices: int, shard: str) -> None:
+    if shard not in WAYS:
+        raise PlanError(f"unknown shard={shard!r}{did_you_mean(shard, WAYS)}; expected one of {', '.join(WAYS)}")
+    if not isinstance(devices, int) or devices < 1:
+        raise PlanError(f"devices must be a whole number from 1 and is {devices!r}")
+    if devices == 1 and shard != "none":
+        raise PlanError(f"shard={shard!r} needs devices=2 or more; it is 1")
+    if devices > 1 and shard == "none":
+        raise PlanError(f"devices={devices} needs a way to share the work: shard='ddp' or shard='fsdp2'")
 
 
 def _on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

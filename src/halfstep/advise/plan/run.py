@@ -41,8 +41,12 @@ def plan_step(
     policy: hs.Policy,
     options: dict[str, Any],
     shard: Callable[[nn.Module], nn.Module] | None = None,
+    ddp: int = 0,
 ) -> MemoryPlan:
-    """Trace two updates; the arguments are those of `plan`, checked. `shard` shards a model over ranks."""
+    """Trace two updates; the arguments are those of `plan`, checked.
+
+    `shard` shards a model over ranks; `ddp` is the number of devices under DistributedDataParallel, else 0.
+    """
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
     with mode, Tracer(ledger) as tracer:
@@ -55,6 +59,8 @@ def plan_step(
             model = make()
         if shard is not None:
             model = shard(model)
+            ledger.marks[0] = replace(ledger.marks[0], step=-2)  # a large model is made on the meta device: Note [order]
+            ledger.mark(-1, "setup")
         tracer.watch(model)
         before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
         optimizer = make_optimizer(model)
@@ -65,6 +71,10 @@ def plan_step(
 
         step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
         tracer.watch(model)
+        around = ddp_bytes(model, step.policy) if ddp else None
+        kept = [] if around is None else around.buckets(device)
+        for bucket in kept:
+            ledger.name(bucket, "communication")
         for number in range(2):
             tracer.step = number
             tracer.begin("forward")
