@@ -64,8 +64,9 @@ def plan(
     if batch is None or loss_fn is None or optimizer is None:
         raise PlanError("a plan of a model needs batch=, loss_fn= and optimizer=, a function of the model")
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    chosen = hs.Policy.of(policy)
     return plan_step(
-        make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=hs.Policy.of(policy),
+        make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=chosen,
         options=options,
     )  # fmt: skip
 
