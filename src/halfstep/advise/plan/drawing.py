@@ -48,15 +48,14 @@ def drawing(plan: MemoryPlan, width: int = WIDTH, height: int = HEIGHT) -> list[
         return []
     top = max(moment.total for moment in columns)
     peak = next(n for n, moment in enumerate(columns) if moment.total == top)
-    order = _order(plan.timeline)
-    stacks = [_stack(moment, order, top, height) for moment in columns]
+    stacks = [_stack(moment, top, height) for moment in columns]
     label = gib(top).rjust(10)
     lines = [f"{label if line == height - 1 else ' ' * 10} |{''.join(s[line] for s in stacks).rstrip()}"
              for line in reversed(range(height))]  # fmt: skip
     lines.append(f"{'0'.rjust(10)} +{'-' * len(columns)}")
     lines.append(f"{' ' * 12}{_axis(columns)}")
     lines.append(f"{' ' * 12}{' ' * peak}^ peak: {place(plan.peak_at)}")
-    used = [part for part in order if any(moment.bytes[PARTS.index(part)] for moment in columns)]
+    used = [part for part in PARTS if any(moment.bytes[PARTS.index(part)] for moment in columns)]
     lines.append(f"{' ' * 12}{', '.join(f'{LETTERS[part]} {part}' for part in used)}")
     return lines
 
@@ -75,7 +74,7 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> Figure:
         limit: bytes of a GPU, drawn as a line; 0 for none.
         label: that GPU's name.
     """
-    parts = [part for part in _order(plan.timeline) if any(m.bytes[PARTS.index(part)] for m in plan.timeline)]
+    parts = [part for part in PARTS if any(m.bytes[PARTS.index(part)] for m in plan.timeline)]
     at = tuple(float(moment.operator) for moment in plan.timeline)
     series = tuple(
         Series(label=part, x=at, y=tuple(m.bytes[PARTS.index(part)] / 2**30 for m in plan.timeline), key=key)
@@ -96,15 +95,6 @@ def keys(parts: Sequence[str]) -> list[Key]:
     return [Key(colour=n % 6 + 1, light=n >= 6) for n, _ in enumerate(parts)]
 
 
-def _order(timeline: Sequence[Moment]) -> list[str]:
-    """Return the parts from bottom to top: those that change least over the step are below."""
-    spans: dict[str, int] = {}
-    for n, part in enumerate(PARTS):
-        sizes = [moment.bytes[n] for moment in timeline] or [0]
-        spans[part] = max(sizes) - min(sizes)
-    return sorted(PARTS, key=lambda part: spans[part])
-
-
 def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
     """Return the highest moment of each of `width` stretches, of every phase at least one."""
     if len(timeline) <= width:
@@ -119,13 +109,13 @@ def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
     return found
 
 
-def _stack(moment: Moment, order: Sequence[str], top: int, height: int) -> str:
+def _stack(moment: Moment, top: int, height: int) -> str:
     """Return a column from bottom to top; a line shows the part that is at its middle."""
     letters = []
     for line in range(height):
         middle, below, letter = (line + 0.5) / height * top, 0, " "
-        for part in order:
-            below += moment.bytes[PARTS.index(part)]
+        for part, size in zip(PARTS, moment.bytes, strict=True):
+            below += size
             if middle <= below:
                 letter = LETTERS[part]
                 break

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from halfstep.advise.plan.drawing import figure, keys
-from halfstep.advise.plan.fit import TOLERANCE, Fit, Largest, gib
+from halfstep.advise.plan.fit import TOLERANCE, Largest, gib
 from halfstep.advise.plan.memory import MemoryPlan
 from halfstep.advise.plan.words import (
+    MODULE_HEADERS,
+    PART_HEADERS,
     PRESET_HEADERS,
+    SENT_HEADERS,
     gpus_line,
     label,
     module_rows,
@@ -52,15 +55,18 @@ METHOD = (
 )
 
 
-def plan_page(
-    plans: Sequence[MemoryPlan], fits: Sequence[Fit | None], largest: Sequence[Largest | None]
-) -> Document:
-    """Return the report of plans of one task under several policies; the first is shown in full."""
-    plan, fit = plans[0], fits[0]
-    sections = [_answer(plan, fit, largest[0])]
+def plan_page(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None] = ()) -> Document:
+    """Return the report of plans of one task under several policies; the first is shown in full.
+
+    Args:
+        plans: of one task and one GPU.
+        largest: the largest batch of each; empty: not looked for.
+    """
+    plan, largest = plans[0], largest or [None] * len(plans)
+    sections = [_answer(plan, largest[0])]
     if len(plans) > 1:
-        sections.append(_policies(plans, fits, largest))
-    sections += [_drawing(plan, fit), _tables(plan), _method(plan)]
+        sections.append(_policies(plans, largest))
+    sections += [_drawing(plan), _tables(plan), _method(plan)]
     where = f" on {plan.devices} devices, {plan.shard}" if plan.devices > 1 else ""
     return Document(
         title=f"halfstep plan: {plan.name}, {label(plan)}",
@@ -70,8 +76,8 @@ def plan_page(
     )
 
 
-def _answer(plan: MemoryPlan, fit: Fit | None, largest: Largest | None) -> Section:
-    text = verdict(plan, fit, largest)
+def _answer(plan: MemoryPlan, largest: Largest | None) -> Section:
+    text, fit = verdict(plan, largest), plan.fit
     more = () if fit is not None else (f"{gpus_line(plan)}.",)
     tone = "" if fit is None else TONES[fit.verdict]
     fact = Fact(heading=label(plan), text=f"{text[0].upper()}{text[1:]}.", more=more, tone=tone)
@@ -81,10 +87,11 @@ def _answer(plan: MemoryPlan, fit: Fit | None, largest: Largest | None) -> Secti
     return Section(heading="Answer", blocks=tuple(blocks))
 
 
-def _policies(plans: Sequence[MemoryPlan], fits: Sequence[Fit | None], largest: Sequence[Largest | None]) -> Section:
-    headers = PRESET_HEADERS if fits[0] is not None else PRESET_HEADERS[:7]
-    table = _table("Every policy, bytes of a device", headers, preset_rows(plans, fits, largest))
-    line = None if fits[0] is None else fits[0].usable / 2**30
+def _policies(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) -> Section:
+    fit = plans[0].fit
+    headers = PRESET_HEADERS if fit is not None else PRESET_HEADERS[:7]
+    table = _table("Every policy, bytes of a device", headers, preset_rows(plans, largest))
+    line = None if fit is None else fit.usable / 2**30
     bars = tuple(
         Bar(label=label(plan), text=gib(plan.peak_bytes), value=plan.peak_bytes / 2**30, key=Key(colour=1))
         for plan in plans
@@ -98,7 +105,8 @@ def _policies(plans: Sequence[MemoryPlan], fits: Sequence[Fit | None], largest: 
     return Section(heading="Policies", blocks=(table, Gallery(figures=(picture,))))
 
 
-def _drawing(plan: MemoryPlan, fit: Fit | None) -> Section:
+def _drawing(plan: MemoryPlan) -> Section:
+    fit = plan.fit
     near = fit is not None and fit.usable < 3 * plan.peak_bytes  # a line far above would flatten the picture
     made = figure(plan, fit.usable if fit is not None and near else 0, fit.gpu if fit is not None else "")
     series: tuple[Series, ...] = made.chart.series  # type: ignore[union-attr]
@@ -109,14 +117,12 @@ def _drawing(plan: MemoryPlan, fit: Fit | None) -> Section:
 def _tables(plan: MemoryPlan) -> Section:
     formats = [(name, gib(size)) for name, size in plan.by_format().items()]
     blocks: list[Block] = [
-        _table("By part", ("part", "between steps", "at the peak", "share"), part_rows(plan)),
-        _table("Modules that weigh most at the peak", ("modules", "number", "most of it", "at the peak", "share"),
-               module_rows(plan, MODULES)),
+        _table("By part", PART_HEADERS, part_rows(plan)),
+        _table("Modules that weigh most at the peak", MODULE_HEADERS, module_rows(plan, MODULES)),
         _table("By format, at the peak", ("format", "bytes"), formats),
-    ]  # fmt: skip
+    ]
     if plan.sent:
-        headers = ("collective", "number", "a device puts in", "it sends, in a ring")
-        blocks.append(_table("Communication of a step", headers, sent_rows(plan.sent)))
+        blocks.append(_table("Communication of a step", SENT_HEADERS, sent_rows(plan.sent)))
     return Section(heading="What it is made of", blocks=tuple(blocks))
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,11 @@ from halfstep.advise.plan.batches import with_size
 from halfstep.advise.plan.fit import fit_of
 from halfstep.advise.plan.gpus import gpu_named
 from halfstep.advise.plan.memory import MemoryPlan, PlanError
-from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.advise.plan.run import plan_step
-from halfstep.errors import did_you_mean
+from halfstep.advise.plan.ways import way_of
 from halfstep.tasks import Task, load_task
 
 __all__ = ["plan"]
-
-WAYS = ("none", "ddp", "fsdp2")
 
 
 def plan(
@@ -71,8 +66,6 @@ def plan(
             where `shard="fsdp2"` needs its own, or arguments that do not fit.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
     """
-    _check(devices, shard)
-    card = gpu_named(gpu) if gpu else None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     name = getattr(what, "__name__", type(what).__name__)
     if isinstance(what, str):
@@ -89,28 +82,15 @@ def plan(
         raise PlanError("a plan of a model needs batch=, loss_fn= and optimizer=, a function of the model")
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     args, named = (args, named) if batch_size is None else with_size((args, named), batch_size)
-    with ExitStack() as stack:
-        sharded = None
-        if shard == "fsdp2":
-            mesh = stack.enter_context(fake_ranks(devices, device or "cpu"))
-            sharded = partial(hs.shard, policy=policy, mesh=mesh, units=units)
+    chosen = hs.Policy.of(policy)
+    card = gpu_named(gpu) if gpu else None
+    with way_of(shard, devices, device or "cpu", units) as way:
         made = plan_step(
-            make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu",
-            policy=hs.Policy.of(policy), options=options, shard=sharded, ddp=devices if shard == "ddp" else 0,
+            make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=chosen,
+            options=options, way=way,
         )  # fmt: skip
     made = replace(made, devices=devices, shard=shard, batch_size=size_of((args, named)))
-    return replace(made, fit=fit_of(made, card)) if card is not None else made
-
-
-def _check(devices: int, shard: str) -> None:
-    if shard not in WAYS:
-        raise PlanError(f"unknown shard={shard!r}{did_you_mean(shard, WAYS)}; expected one of {', '.join(WAYS)}")
-    if not isinstance(devices, int) or devices < 1:
-        raise PlanError(f"devices must be a whole number from 1 and is {devices!r}")
-    if devices == 1 and shard != "none":
-        raise PlanError(f"shard={shard!r} needs devices=2 or more; it is 1")
-    if devices > 1 and shard == "none":
-        raise PlanError(f"devices={devices} needs a way to share the work: shard='ddp' or shard='fsdp2'")
+    return made if card is None else replace(made, fit=fit_of(made, card))
 
 
 def _on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

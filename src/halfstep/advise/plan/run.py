@@ -6,6 +6,7 @@ The first step makes the optimizer's state and the low copies; the second is lik
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import halfstep as hs
 from halfstep.advise.plan.ledger import Block, Ledger
 from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, Row
 from halfstep.advise.plan.trace import Tracer, local
+from halfstep.advise.plan.ways import Way
 from halfstep.formats import format_of
 
 __all__ = ["plan_step"]
@@ -40,13 +42,9 @@ def plan_step(
     device: str,
     policy: hs.Policy,
     options: dict[str, Any],
-    shard: Callable[[nn.Module], nn.Module] | None = None,
-    ddp: int = 0,
+    way: Way,
 ) -> MemoryPlan:
-    """Trace two updates; the arguments are those of `plan`, checked.
-
-    `shard` shards a model over ranks; `ddp` is the number of devices under DistributedDataParallel, else 0.
-    """
+    """Trace two updates; the arguments are those of `plan`, checked."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
     with mode, Tracer(ledger) as tracer:
@@ -57,10 +55,7 @@ def plan_step(
                 block.part = "batch"
         with torch.device(device):
             model = make()
-        if shard is not None:
-            model = shard(model)
-            ledger.marks[0] = replace(ledger.marks[0], step=-2)  # a large model is made on the meta device: Note [order]
-            ledger.mark(-1, "setup")
+        model = way.model(model, policy)
         tracer.watch(model)
         before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
         optimizer = make_optimizer(model)
@@ -71,10 +66,7 @@ def plan_step(
 
         step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
         tracer.watch(model)
-        around = ddp_bytes(model, step.policy) if ddp else None
-        kept = [] if around is None else around.buckets(device)
-        for bucket in kept:
-            ledger.name(bucket, "communication")
+        way.ready(model, step.policy, ledger, device)
         for number in range(2):
             tracer.step = number
             tracer.begin("forward")
@@ -82,13 +74,15 @@ def plan_step(
                 step(*inputs[0], **inputs[1])
                 if tracer.phase == "backward":
                     tracer.begin("update")
+            way.sums(ledger)
         ledger.mark(2, "setup")
         _name_parts(ledger, model, optimizer, before)
         live = list(ledger.live())
         count = sum(p.numel() for p in model.parameters())
-        resolved = step.policy
+        resolved, sent = step.policy, way.sent(tracer.gathered.seen.get(1, ()))
         ledger.close()
-    return _made(ledger, live, name=name, device=device, policy=resolved, parameters=count)
+    made = _made(ledger, live, name=name, device=device, policy=resolved, parameters=count)
+    return replace(made, sent=sent)
 
 
 def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, before: list[Block]) -> None:

@@ -17,6 +17,7 @@ import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from halfstep.advise.plan.workspace import workspace
 __all__ = ["Tracer"]
 
 READ = "aten::_local_scalar_dense"
+DEVICE = torch.ops.prim.device.default
 CAST = "aten::_to_copy"
 COPIES = frozenset({"aten::clone", CAST})
 RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})
@@ -63,6 +65,7 @@ class Tracer(TorchDispatchMode):
         self.names: dict[int, str] = {}
         self.gathered = Gathered(ledger)
         self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
+        self._parameters: list[nn.Parameter] = []
         self._running: list[str] = []  # names of modules whose forward runs
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
         self._made: list[Any] = []  # blocks made since the outermost module that runs again in backward began
@@ -85,6 +88,7 @@ class Tracer(TorchDispatchMode):
         """Take the names, parameters and buffers of `model`; again after any have been replaced."""
         self.names = {id(module): name for name, module in model.named_modules()}
         self._kinds = {}
+        self._parameters = list(model.parameters())
         for kind, tensors in (("parameters", model.parameters()), ("buffers", model.buffers())):
             for tensor in map(local, tensors):
                 if (block := self.ledger.of(tensor)) is not None:
@@ -128,6 +132,8 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and note the memory it leaves."""
+        if func is DEVICE and type(args[0]) is FakeTensor:  # two of three calls: autograd asks for devices
+            return args[0].fake_device
         kwargs = kwargs or {}
         for kind in types:
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
@@ -147,18 +153,24 @@ class Tracer(TorchDispatchMode):
         else:
             if self.phase == "backward":
                 self.begin("update")
+                for parameter in self._parameters:
+                    if parameter.grad is not None:
+                        self._is_gradient(parameter.grad)
             module = self._running[-1] if self._running else ""
             if module:
                 self._made_by[torch._C._autograd._get_sequence_nr() - 1] = module
         name = func._schema.name
+        for place in _gradients(func):
+            for tensor in args[place] if len(args) > place else ():
+                self._is_gradient(tensor)
         if name == READ:
             return self._read(func, args[0])
         try:
             result = func(*args, **kwargs)
         except DynamicOutputShapeException as error:
             raise PlanError(
-                f"the shape of what {name} returns depends on values ({line_outside()}), and a plan has none; replace it "
-                "by an operator with a fixed shape, such as torch.where"
+                f"the shape of what {name} returns depends on values ({line_outside()}), and a plan has none; replace "
+                "it by an operator with a fixed shape, such as torch.where"
             ) from error
         except DataDependentOutputException as error:
             raise PlanError(f"{name} needs values ({line_outside()}), and a plan has none") from error
@@ -192,6 +204,11 @@ class Tracer(TorchDispatchMode):
             elif kind == "buffers" and self.step >= 0:
                 block.part = "buffers"
 
+    def _is_gradient(self, tensor: Tensor) -> None:
+        block = self.ledger.of(local(tensor))
+        if block is not None and block.part == "":
+            block.part = "gradients"
+
     def _read(self, func: Any, tensor: Tensor) -> Any:
         """Answer a read of a value: of constants their own, of the step's flags and counters what a good step has."""
         try:
@@ -204,6 +221,12 @@ class Tracer(TorchDispatchMode):
                 ) from error
         value = 0 if tensor.dtype is torch.bool else 1
         return bool(value) if tensor.dtype is torch.bool else float(value) if tensor.is_floating_point() else value
+
+
+@cache
+def _gradients(func: Any) -> tuple[int, ...]:
+    """Return the places of the arguments that are lists of gradients: of an update that is fused into one operator."""
+    return tuple(n for n, argument in enumerate(func._schema.arguments) if argument.name in ("gradients", "grads"))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -106,13 +106,15 @@ class DdpBytes:
     """What DistributedDataParallel adds to one device's step.
 
     Attributes:
-        buckets: bytes of the buckets, which stay from the first step on: as many as the gradients have.
-        sending: bytes of the low or fp32 copy that is sent, of the largest bucket; 0 where buckets are sent themselves.
+        buckets: format -> bytes of its buckets, which stay from the first step on: as many as the gradients have.
+        sending: bytes of the copy that is sent in another format, of the largest bucket; 0 if buckets are sent.
+        format: of that copy.
         seen: (collective, bytes that a device puts in), in order.
     """
 
-    buckets: int
+    buckets: Mapping[torch.dtype, int]
     sending: int
+    format: torch.dtype
     seen: tuple[tuple[str, int], ...]
 
 
@@ -124,7 +126,9 @@ def ddp_bytes(model: nn.Module, policy: Policy) -> DdpBytes:
         policy: resolved.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    stored = sum(p.numel() * p.element_size() for p in trained)
+    stored: dict[torch.dtype, int] = {}
+    for parameter in trained:
+        stored[parameter.dtype] = stored.get(parameter.dtype, 0) + parameter.numel() * parameter.element_size()
     low = DTYPES.get(policy.dtype, torch.float32)
     own = policy.reduce == "fp32" or (policy.params == "low" and policy.grads == "fp32")
     seen: list[tuple[str, int]] = []
@@ -146,7 +150,12 @@ def ddp_bytes(model: nn.Module, policy: Policy) -> DdpBytes:
     if buffers:
         seen.append(("broadcast", buffers))
     copies = own or (policy.reduce == "low" and any(p.dtype is not low for p in trained))
-    return DdpBytes(buckets=stored, sending=max(buckets, default=0) if copies else 0, seen=tuple(seen))
+    return DdpBytes(
+        buckets=stored,
+        sending=max(buckets, default=0) if copies else 0,
+        format=torch.float32 if own else low,
+        seen=tuple(seen),
+    )
 
 
 def _buckets(sizes: Sequence[tuple[torch.dtype, int]], dtype: torch.dtype, *, own: bool) -> list[int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from halfstep.advise.plan.fit import TOLERANCE, Fit, Largest, fit_of, gib
+from halfstep.advise.plan.fit import TOLERANCE, Largest, fit_of, gib
 from halfstep.advise.plan.gpus import gpu_names
 from halfstep.advise.plan.memory import PARTS, MemoryPlan
 from halfstep.advise.plan.traffic import Sent
 
-__all__ = ["gpus_line", "label", "module_rows", "part_rows", "preset_rows", "sent_rows", "verdict"]
+__all__ = [
+    "MODULE_HEADERS", "PART_HEADERS", "PRESET_HEADERS", "SENT_HEADERS", "gpus_line", "label", "module_rows",
+    "part_rows", "plan_text", "preset_rows", "sent_rows", "verdict",
+]  # fmt: skip
 
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -23,8 +26,9 @@ def label(plan: MemoryPlan) -> str:
     return policy.name if policy.dtype == "fp32" else f"{policy.name} {policy.dtype}"
 
 
-def verdict(plan: MemoryPlan, fit: Fit | None, largest: Largest | None = None) -> str:
+def verdict(plan: MemoryPlan, largest: Largest | None = None) -> str:
     """Return the answer in one sentence."""
+    fit = plan.fit
     each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
     if fit is None:
         return f"needs {gib(plan.peak_bytes)} at its peak and {gib(plan.persistent_bytes)} between steps{each}"
@@ -104,26 +108,43 @@ def sent_rows(found: Sequence[Sent]) -> Rows:
     return rows
 
 
-def preset_rows(plans: Sequence[MemoryPlan], fits: Sequence[Fit | None], largest: Sequence[Largest | None]) -> Rows:
+def preset_rows(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) -> Rows:
     """Return a row for each plan: policy, parameters to temporaries at the peak, peak, verdict, largest batch."""
     rows: Rows = []
-    for plan, fit, most in zip(plans, fits, largest, strict=True):
+    for plan, most in zip(plans, largest, strict=True):
         peak = plan.by_part()
         kept = sum(peak.get(part, 0) for part in ("parameters", "precise values", "low copies", "gathered parameters"))
         state, saved = peak.get("optimizer state", 0), peak.get("saved for backward", 0)
         rest = plan.peak_bytes - kept - state - saved
         row = [label(plan), gib(plan.persistent_bytes), gib(kept), gib(state), gib(saved), gib(rest), gib(plan.peak_bytes)]
-        if fit is not None:
-            row.append(fit.verdict)
+        if plan.fit is not None:
+            row.append(plan.fit.verdict)
             row.append("" if most is None else _batch(most))
         rows.append(tuple(row))
     return rows
 
 
+PART_HEADERS = ("part", "between steps", "at the peak", "share")
+MODULE_HEADERS = ("modules", "number", "most of it", "at the peak", "share")
+SENT_HEADERS = ("collective", "number", "a device puts in", "it sends, in a ring")
 PRESET_HEADERS = (
     "policy", "between steps", "weights at the peak", "optimizer state", "saved for backward", "the rest", "peak",
     "verdict", "largest batch",
 )  # fmt: skip
+
+
+def plan_text(plan: MemoryPlan) -> str:
+    """Return a plan as text: the answer, its parts, the drawing of the peak."""
+    from halfstep.advise.plan.drawing import drawing
+
+    rows = [PART_HEADERS, *part_rows(plan)]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(PART_HEADERS))]
+    table = [
+        "  ".join([row[0].ljust(widths[0]), *(word.rjust(width) for word, width in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    head = f"{plan.name}, {label(plan)}: {verdict(plan)}"
+    return "\n".join([head, "", *table, "", *drawing(plan)])
 
 
 def _batch(largest: Largest) -> str:
