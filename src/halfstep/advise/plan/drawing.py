@@ -5,7 +5,7 @@ Each column of the text is a stretch of the step at its highest point; a letter 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from halfstep.advise.plan.fit import gib
@@ -124,12 +124,10 @@ def _stack(moment: Moment, top: int, height: int) -> str:
 
 
 def _axis(columns: Sequence[Moment]) -> str:
-    """Return the names of the phases, each at the column where it begins."""
-    return "".join(text for text, _ in _names(columns))
-
-
-def _names(columns: Sequence[Moment]) -> Iterator[tuple[str, int]]:
+    """Return the names of the phases, each at the column where it begins; only the last may be longer than its phase."""
+    line = ""
     for phase in PHASES:
-        count = sum(moment.phase == phase for moment in columns)
-        if count:
-            yield f"{phase:<{count}}"[: max(count, 1)], count
+        first = next((n for n, moment in enumerate(columns) if moment.phase == phase), None)
+        if first is not None:
+            line = f"{line[: max(first - 1, 0)]:<{first}}{phase}"
+    return line
