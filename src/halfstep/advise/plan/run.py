@@ -59,6 +59,7 @@ def plan_step(
         tracer.watch(model)
         before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
         optimizer = make_optimizer(model)
+        way.prepare(model, optimizer, policy)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             with tracer.forward():

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.formats import DTYPES
 from halfstep.policy import Policy
@@ -107,8 +107,8 @@ class DdpBytes:
 
     Attributes:
         buckets: format -> bytes of its buckets, which stay from the first step on: as many as the gradients have.
-        sending: bytes of the copy that is sent in another format, of the largest bucket; 0 if buckets are sent.
-        format: of that copy.
+        sending: bytes of what is made to send gradients in another format, when the last bucket is sent.
+        format: of that.
         seen: (collective, bytes that a device puts in), in order.
     """
 
@@ -121,52 +121,56 @@ class DdpBytes:
 def ddp_bytes(model: nn.Module, policy: Policy) -> DdpBytes:
     """Return what DDP with torch's defaults keeps and sends for a prepared `model`.
 
+    Under ``reduce="low"`` a bucket is sent as a low copy. What DDP does not average, ``reduce="fp32"`` and
+    ``grads="fp32"`` of low parameters, `hs.TrainStep` averages after the backward pass: gradients in the format of the
+    sum, their copy in one piece, and fp32 gradients in the place of low ones.
+
     Args:
         model: its parameters have the formats that they are stored in; on any device, also meta.
         policy: resolved.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    low, lowered = DTYPES.get(policy.dtype, torch.float32), policy.params == "low"
+    hooked = policy.reduce == "low" and not (lowered and policy.grads == "fp32")
+    own = lowered and (policy.grads == "fp32" or policy.reduce == "fp32")
     stored: dict[torch.dtype, int] = {}
     for parameter in trained:
-        stored[parameter.dtype] = stored.get(parameter.dtype, 0) + parameter.numel() * parameter.element_size()
-    low = DTYPES.get(policy.dtype, torch.float32)
-    own = policy.reduce == "fp32" or (policy.params == "low" and policy.grads == "fp32")
-    seen: list[tuple[str, int]] = []
-    sizes: list[tuple[torch.dtype, int]] = []  # what is sent of each parameter
-    for parameter in reversed(trained):  # gradients arrive from the last layer on
-        there = parameter.dtype
-        if policy.reduce == "fp32":
-            there = torch.float32
-        elif policy.reduce == "low":
-            there = low
-        elif own and there is low:
-            there = torch.float32  # accumulated in fp32
-        sizes.append((there, parameter.numel() * there.itemsize))
+        stored[parameter.dtype] = stored.get(parameter.dtype, 0) + _bytes(parameter, parameter.dtype)
     if own:
-        seen.append(("all-reduce", 4 * len(trained)))  # which gradients there are
-    buckets = [size for dtype in dict.fromkeys(d for d, _ in sizes) for size in _buckets(sizes, dtype, own=own)]
+        wide = low if policy.reduce == "low" else torch.float32
+        buckets = _buckets([_bytes(p, wide) for p in trained], CAP)
+        seen = [("all-reduce", 4 * len(trained))]  # which gradients there are, as int32
+        grown = sum(_bytes(p, wide) for p in trained) - sum(stored.values())
+        sending = max(0, grown) + 2 * max(buckets, default=0)
+    else:
+        wide = low if hooked else torch.float32
+        kinds = [wide] if hooked else list(stored)
+        backwards = trained[::-1]  # gradients arrive from the last layer on
+        buckets = [
+            size
+            for kind in kinds
+            for size in _buckets([_bytes(p, kind) for p in backwards if hooked or p.dtype is kind], FIRST, CAP)
+        ]
+        seen = []
+        sending = max(buckets, default=0) if hooked and any(p.dtype is not low for p in trained) else 0
     seen += [("all-reduce", size) for size in buckets]
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    buffers = sum(_bytes(b, b.dtype) for b in model.buffers())
     if buffers:
         seen.append(("broadcast", buffers))
-    copies = own or (policy.reduce == "low" and any(p.dtype is not low for p in trained))
-    return DdpBytes(
-        buckets=stored,
-        sending=max(buckets, default=0) if copies else 0,
-        format=torch.float32 if own else low,
-        seen=tuple(seen),
-    )
+    return DdpBytes(buckets=stored, sending=sending, format=wide, seen=tuple(seen))
 
 
-def _buckets(sizes: Sequence[tuple[torch.dtype, int]], dtype: torch.dtype, *, own: bool) -> list[int]:
-    """Return the bytes of the buckets of one format: full when a gradient reaches the cap, as torch's are."""
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * dtype.itemsize
+
+
+def _buckets(sizes: Sequence[int], *caps: int) -> list[int]:
+    """Return the bytes of buckets that are sent when a gradient reaches the cap: the first one, then the last."""
     found: list[int] = []
     filled = 0
-    for there, size in sizes:
-        if there is not dtype:
-            continue
+    for size in sizes:
         filled += size
-        if filled >= (CAP if own or found else FIRST):
+        if filled >= caps[min(len(found), len(caps) - 1)]:
             found.append(filled)
             filled = 0
     return [*found, filled] if filled else found

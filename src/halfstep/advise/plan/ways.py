@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.advise.plan.ledger import Ledger
@@ -42,6 +43,9 @@ class Way:
         """Return the model that this device trains, before it is prepared."""
         return model
 
+    def prepare(self, model: nn.Module, optimizer: Optimizer, policy: hs.Policy) -> None:
+        """Prepare the model, where that comes before the training step."""
+
     def ready(self, model: nn.Module, policy: hs.Policy, ledger: Ledger, device: str) -> None:
         """Allocate what is there from the first step on; `model` is prepared, and `policy` resolved."""
 
@@ -54,7 +58,11 @@ class Way:
 
 
 class Ddp(Way):
-    """DistributedDataParallel with torch's defaults: buckets beside the gradients."""
+    """DistributedDataParallel with torch's defaults around a prepared model: buckets beside the gradients."""
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, policy: hs.Policy) -> None:
+        """Prepare the model, before it is wrapped."""
+        hs.prepare(model, optimizer, policy=policy)
 
     def ready(self, model: nn.Module, policy: hs.Policy, ledger: Ledger, device: str) -> None:
         """Allocate the buckets."""
@@ -68,7 +76,7 @@ class Ddp(Way):
             self._buckets.append(bucket)
 
     def sums(self, ledger: Ledger) -> None:
-        """Note the copy of the largest bucket that is sent in another format."""
+        """Note what is made to send gradients in another format."""
         if self._bytes.sending:
             ledger.passing(self._bytes.sending, self._bytes.format, "(DistributedDataParallel)", "average", "update")
 
