@@ -69,7 +69,10 @@ def run_plan(
         "plan", task, policy=policy, policies=",".join(policies), devices=devices if devices > 1 else None,
         shard=shard, gpu=gpu, batch=batch, device=device,
     )  # fmt: skip
-    rows = [{**plan.record(), "largest_batch": None if found is None else asdict(found)} for plan, found in zip(plans, most, strict=True)]
+    rows = [
+        {**plan.record(), "largest_batch": None if found is None else asdict(found)}
+        for plan, found in zip(plans, most, strict=True)
+    ]
     write_json(out, json_path, {"command": words, "halfstep": hs.__version__, "plans": rows})
     if html_path is not None:
         html_path.write_text(render(plan_page(plans, most)), encoding="utf-8")
@@ -84,7 +87,9 @@ def _policies(labels: Sequence[str], low: str) -> list[hs.Policy]:
     for name in wanted:
         candidate = policy_candidate(f"{name}:{low}" if name in hs.policy.PRESETS and name != "O0" else name, "cpu")
         if candidate is None or candidate.policy is None:
-            raise TaskError(f"{name!r} is a loop without halfstep; plan a preset: 'O0' is fp32, 'torch' torch.amp's lists")
+            raise TaskError(
+                f"{name!r} is a loop without halfstep; plan a preset: 'O0' is fp32, 'torch' torch.amp's lists"
+            )
         if candidate.policy not in found:
             found.append(candidate.policy)
     return found

@@ -7,6 +7,6 @@ from halfstep.advise.plan.plan import plan
 from halfstep.advise.plan.traffic import Sent
 
 __all__ = [
-    "PARTS", "PHASES", "Fit", "Gpu", "Largest", "MemoryPlan", "Moment", "PlanError", "Row", "Sent", "fit_of", "gpu_named",
-    "gpu_names", "largest_batch", "plan",
+    "PARTS", "PHASES", "Fit", "Gpu", "Largest", "MemoryPlan", "Moment", "PlanError", "Row", "Sent", "fit_of",
+    "gpu_named", "gpu_names", "largest_batch", "plan",
 ]  # fmt: skip

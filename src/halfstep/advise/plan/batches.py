@@ -26,7 +26,9 @@ def with_size(batch: Any, size: int) -> Any:
     """
     old = batch_size(batch)
     if not old:
-        raise PlanError(f"the batch cannot be given size {size}: none of its tensors has a dimension; give a batch of it")
+        raise PlanError(
+            f"the batch cannot be given size {size}: none of its tensors has a dimension; give a batch of it"
+        )
     if size < 1:
         raise PlanError(f"a batch has 1 sample or more, not {size}")
 

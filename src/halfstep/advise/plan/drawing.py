@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from halfstep.advise.plan.fit import gib
+from halfstep.advise.plan.fit import gib, unit_of
 from halfstep.advise.plan.memory import PARTS, PHASES, MemoryPlan, Moment
 from halfstep.report import AreaChart, Figure, Key, Series
 
@@ -76,17 +76,19 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> Figure:
     """
     parts = [part for part in PARTS if any(m.bytes[PARTS.index(part)] for m in plan.timeline)]
     at = tuple(float(moment.operator) for moment in plan.timeline)
+    unit, one = unit_of(plan.peak_at.total)
     series = tuple(
-        Series(label=part, x=at, y=tuple(m.bytes[PARTS.index(part)] / 2**30 for m in plan.timeline), key=key)
+        Series(label=part, x=at, y=tuple(m.bytes[PARTS.index(part)] / one for m in plan.timeline), key=key)
         for part, key in zip(parts, keys(parts), strict=True)
     )
     line = f" The dashed line is what torch can allocate on an {label}." if limit else ""
     return Figure(
         heading="Memory of a step",
-        caption="From left to right the operators of one step after the first: forward, backward, update; GiB alive, by "
+        caption="From left to right the operators of one step after the first: forward, backward, update; "
+        f"{unit} alive, by "
         f"part. Its highest point, {gib(plan.peak_at.total)}, is in {place(plan.peak_at)}.{line}",
         alt=f"Memory over a step; highest point {gib(plan.peak_at.total)} in {place(plan.peak_at)}.",
-        chart=AreaChart(x_label="operators run", series=series, line=limit / 2**30 if limit else None),
+        chart=AreaChart(x_label="operators run", series=series, line=limit / one if limit else None),
     )
 
 

@@ -128,10 +128,17 @@ def _guess(need: dict[int, int], room: float) -> int | None:
     return None if slope <= 0 else int(small + (room - need[small]) / slope)
 
 
+UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """Return name and bytes of the unit that suits `size`: GiB as torch prints a GPU's memory, or less."""
+    return next((unit for unit in UNITS if abs(size) >= unit[1]), ("B", 1))
+
+
 def gib(size: float) -> str:
-    """Return bytes for readers, with three digits: GiB as torch prints a GPU's memory, or MiB, KiB, B below it."""
-    for unit, one in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= one:
-            digits = 2 if abs(size) < 10 * one else 1 if abs(size) < 100 * one else 0
-            return f"{size / one:,.{digits}f} {unit}"
-    return f"{size:.0f} B"
+    """Return bytes for readers, with three digits."""
+    unit, one = unit_of(size)
+    number = size / one
+    digits = 0 if one == 1 or abs(number) >= 100 else 2 if abs(number) < 10 else 1
+    return f"{number:,.{digits}f} {unit}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from halfstep.advise.plan.drawing import figure, keys
-from halfstep.advise.plan.fit import TOLERANCE, Largest, gib
+from halfstep.advise.plan.drawing import figure
+from halfstep.advise.plan.fit import TOLERANCE, Largest, gib, unit_of
 from halfstep.advise.plan.memory import MemoryPlan
 from halfstep.advise.plan.words import (
     MODULE_HEADERS,
@@ -66,7 +66,7 @@ def plan_page(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None] = (
     sections = [_answer(plan, largest[0])]
     if len(plans) > 1:
         sections.append(_policies(plans, largest))
-    sections += [_drawing(plan), _tables(plan), _method(plan)]
+    sections += [_pictures(plans), _tables(plan), _method(plan)]
     where = f" on {plan.devices} devices, {plan.shard}" if plan.devices > 1 else ""
     return Document(
         title=f"halfstep plan: {plan.name}, {label(plan)}",
@@ -91,27 +91,33 @@ def _policies(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) ->
     fit = plans[0].fit
     headers = PRESET_HEADERS if fit is not None else PRESET_HEADERS[:7]
     table = _table("Every policy, bytes of a device", headers, preset_rows(plans, largest))
-    line = None if fit is None else fit.usable / 2**30
+    return Section(heading="Policies", blocks=(table,))
+
+
+def _pictures(plans: Sequence[MemoryPlan]) -> Section:
+    """Return the step of the first plan as a picture, and the peaks of several beside it."""
+    plan = plans[0]
+    limit = plan.fit.usable if plan.fit is not None else 0
+    near = limit < 3 * max(one.peak_bytes for one in plans)  # a line far above would flatten the pictures
+    made = figure(plan, limit if near else 0, plan.fit.gpu if plan.fit is not None else "")
+    series: tuple[Series, ...] = made.chart.series  # type: ignore[union-attr]  # an AreaChart
+    legend = tuple((one.label, one.key) for one in series)
+    figures = (made, _peaks(plans, limit if near else 0)) if len(plans) > 1 else (made,)
+    return Section(heading="Where the peak is", blocks=(Gallery(figures=figures, legend=legend),))
+
+
+def _peaks(plans: Sequence[MemoryPlan], limit: int) -> Figure:
+    unit, one = unit_of(max(plan.peak_bytes for plan in plans))
     bars = tuple(
-        Bar(label=label(plan), text=gib(plan.peak_bytes), value=plan.peak_bytes / 2**30, key=Key(colour=1))
+        Bar(label=label(plan), text=gib(plan.peak_bytes), value=plan.peak_bytes / one, key=Key(colour=1))
         for plan in plans
     )
-    picture = Figure(
-        heading="Peak of a step",
-        caption="GiB on a device." + ("" if line is None else " Dashed: what torch can allocate."),
+    return Figure(
+        heading="Peak of a step under each policy",
+        caption="On one device." + (" Dashed: what torch can allocate." if limit else ""),
         alt="Peaks: " + ", ".join(f"{bar.label} {bar.text}" for bar in bars),
-        chart=BarChart(x_label="GiB", bars=bars, line=line),
+        chart=BarChart(x_label=unit, bars=bars, line=limit / one if limit else None),
     )
-    return Section(heading="Policies", blocks=(table, Gallery(figures=(picture,))))
-
-
-def _drawing(plan: MemoryPlan) -> Section:
-    fit = plan.fit
-    near = fit is not None and fit.usable < 3 * plan.peak_bytes  # a line far above would flatten the picture
-    made = figure(plan, fit.usable if fit is not None and near else 0, fit.gpu if fit is not None else "")
-    series: tuple[Series, ...] = made.chart.series  # type: ignore[union-attr]
-    legend = tuple((one.label, key) for one, key in zip(series, keys([s.label for s in series]), strict=True))
-    return Section(heading="Where the peak is", blocks=(Gallery(figures=(made,), legend=legend),))
 
 
 def _tables(plan: MemoryPlan) -> Section:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def plan_step(
         step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
         tracer.watch(model)
         way.ready(model, step.policy, ledger, device)
+        tracer.after_backward = partial(way.sums, ledger)
         for number in range(2):
             tracer.step = number
             tracer.begin("forward")
@@ -75,7 +77,6 @@ def plan_step(
                 step(*inputs[0], **inputs[1])
                 if tracer.phase == "backward":
                     tracer.begin("update")
-            way.sums(ledger)
         ledger.mark(2, "setup")
         _name_parts(ledger, model, optimizer, before)
         live = list(ledger.live())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -54,6 +54,7 @@ class Tracer(TorchDispatchMode):
         phase: set by `begin`; "backward" is found by itself.
         names: id of a module -> its dotted name.
         gathered: what sharding allocates and sends.
+        after_backward: called between a backward pass and its update.
         weights: blocks of parameters, by id.
         buffers: blocks of buffers, by id.
     """
@@ -64,6 +65,7 @@ class Tracer(TorchDispatchMode):
         self.phase, self.step = "setup", -1
         self.names: dict[int, str] = {}
         self.gathered = Gathered(ledger)
+        self.after_backward: Callable[[], object] = lambda: None
         self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
         self._parameters: list[nn.Parameter] = []
         self._running: list[str] = []  # names of modules whose forward runs
@@ -153,6 +155,7 @@ class Tracer(TorchDispatchMode):
         else:
             if self.phase == "backward":
                 self.begin("update")
+                self.after_backward()
                 for parameter in self._parameters:
                     if parameter.grad is not None:
                         self._is_gradient(parameter.grad)

@@ -104,9 +104,7 @@ class Sharded(Way):
 
 
 @contextmanager
-def way_of(
-    shard: str, devices: int, device: str, units: Iterable[str | nn.Module] | None = None
-) -> Iterator[Way]:
+def way_of(shard: str, devices: int, device: str, units: Iterable[str | nn.Module] | None = None) -> Iterator[Way]:
     """Give the way called `shard`.
 
     Raises:

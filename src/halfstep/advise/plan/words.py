@@ -93,9 +93,7 @@ def module_rows(plan: MemoryPlan, count: int) -> Rows:
     for name in order[:count]:
         most, size = max(sums[name].items(), key=lambda item: item[1])
         total = sum(sums[name].values())
-        rows.append(
-            (name, str(len(members[name])), f"{most} {gib(size)}", gib(total), _share(total, plan.peak_bytes))
-        )
+        rows.append((name, str(len(members[name])), f"{most} {gib(size)}", gib(total), _share(total, plan.peak_bytes)))
     return rows
 
 
@@ -116,7 +114,15 @@ def preset_rows(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) 
         kept = sum(peak.get(part, 0) for part in ("parameters", "precise values", "low copies", "gathered parameters"))
         state, saved = peak.get("optimizer state", 0), peak.get("saved for backward", 0)
         rest = plan.peak_bytes - kept - state - saved
-        row = [label(plan), gib(plan.persistent_bytes), gib(kept), gib(state), gib(saved), gib(rest), gib(plan.peak_bytes)]
+        row = [
+            label(plan),
+            gib(plan.persistent_bytes),
+            gib(kept),
+            gib(state),
+            gib(saved),
+            gib(rest),
+            gib(plan.peak_bytes),
+        ]
         if plan.fit is not None:
             row.append(plan.fit.verdict)
             row.append("" if most is None else _batch(most))
@@ -140,7 +146,9 @@ def plan_text(plan: MemoryPlan) -> str:
     rows = [PART_HEADERS, *part_rows(plan)]
     widths = [max(len(row[n]) for row in rows) for n in range(len(PART_HEADERS))]
     table = [
-        "  ".join([row[0].ljust(widths[0]), *(word.rjust(width) for word, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [row[0].ljust(widths[0]), *(word.rjust(width) for word, width in zip(row[1:], widths[1:], strict=True))]
+        )
         for row in rows
     ]
     head = f"{plan.name}, {label(plan)}: {verdict(plan)}"
