@@ -103,8 +103,13 @@ def llama() -> nn.Module:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8,
-            num_key_value_heads=4, use_cache=False,
+            vocab_size=1000,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            use_cache=False,
         )  # fmt: skip
     )
 
@@ -114,9 +119,7 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
-        BertConfig(
-            vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
-        )
+        BertConfig(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)
     )
 
 
@@ -126,8 +129,13 @@ def vit() -> nn.Module:
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=3, image_size=64,
-            patch_size=8, num_labels=10,
+            hidden_size=192,
+            intermediate_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=3,
+            image_size=64,
+            patch_size=8,
+            num_labels=10,
         )  # fmt: skip
     )
 
@@ -138,7 +146,13 @@ def t5() -> nn.Module:
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=1000, d_model=256, d_kv=32, d_ff=1024, num_layers=3, num_heads=8, decoder_start_token_id=0,
+            vocab_size=1000,
+            d_model=256,
+            d_kv=32,
+            d_ff=1024,
+            num_layers=3,
+            num_heads=8,
+            decoder_start_token_id=0,
             use_cache=False,
         )  # fmt: skip
     )
@@ -244,7 +258,9 @@ def main() -> None:
                 f"{found['peak_module']}  {found['seconds']:.2f} s",
                 flush=True,
             )
-    ratios = [(abs(f["persistent_ratio"] - 1), abs(f["peak_ratio"] - 1)) for rows in results.values() for f in rows.values()]
+    ratios = [
+        (abs(f["persistent_ratio"] - 1), abs(f["peak_ratio"] - 1)) for rows in results.values() for f in rows.values()
+    ]
     worst = [max(column) for column in zip(*ratios, strict=True)]
     print(f"largest error: persistent {worst[0]:.2%} (bound {PERSISTENT:.0%}), peak {worst[1]:.2%} (bound {PEAK:.0%})")
     if given.json is not None:

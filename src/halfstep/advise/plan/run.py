@@ -48,7 +48,7 @@ def plan_step(
     """Trace two updates; the arguments are those of `plan`, checked."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
-    with mode, Tracer(ledger) as tracer:
+    with mode, Tracer(ledger, device) as tracer:
         ledger.mark(-1, "setup")
         inputs = tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), (batch, named))
         for tensor in tree_leaves(inputs):

@@ -31,7 +31,7 @@ import halfstep as hs
 from halfstep.advise.plan.gathered import Gathered
 from halfstep.advise.plan.ledger import Ledger
 from halfstep.advise.plan.memory import PlanError
-from halfstep.advise.plan.workspace import workspace
+from halfstep.advise.plan.workspace import KERNELS
 
 __all__ = ["Tracer"]
 
@@ -59,9 +59,9 @@ class Tracer(TorchDispatchMode):
         buffers: blocks of buffers, by id.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates its modes in part
-        self.ledger = ledger
+        self.ledger, self.device = ledger, device
         self.phase, self.step = "setup", -1
         self.names: dict[int, str] = {}
         self.gathered = Gathered(ledger)
@@ -177,9 +177,8 @@ class Tracer(TorchDispatchMode):
             ) from error
         except DataDependentOutputException as error:
             raise PlanError(f"{name} needs values ({line_outside()}), and a plan has none") from error
-        taken = workspace(name, args, kwargs, result)
-        if taken is not None:
-            ledger.passing(*taken, module, name, self.phase)
+        if name in KERNELS and self.device == "cpu":
+            ledger.passing(KERNELS[name](args, result), args[0].dtype, module, name, self.phase)
         if isinstance(result, Tensor):
             self._note(result, module, name, args, backward)
         elif isinstance(result, (tuple, list)):
