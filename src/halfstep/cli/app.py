@@ -262,7 +262,7 @@ def plan(
 
     labels = [label for group in policies or () for label in group.split(",") if label.strip()]
     code = run_plan(
-        task=task, policy=policy, policies=labels, devices=devices, shard=shard, units=units or (), gpu=gpu, batch=batch,
-        largest=largest, device=device, json_path=json, html_path=html,
+        task=task, policy=policy, policies=labels, devices=devices, shard=shard, units=units or (), gpu=gpu,
+        batch=batch, largest=largest, device=device, json_path=json, html_path=html,
     )  # fmt: skip
     raise typer.Exit(code)

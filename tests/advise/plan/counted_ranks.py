@@ -85,7 +85,7 @@ def trained(way: str, name: str, steps: int) -> tuple[hs.TrainStep, tuple[Tensor
         hs.prepare(net, made, policy=wanted)
         net = DistributedDataParallel(net)
     step = hs.TrainStep(net, made, loss_fn, policy=wanted, blackbox=False)
-    for number in range(steps):
+    for _ in range(steps):
         torch.empty(MARK, dtype=torch.uint8)
         step(*data)
     dist.barrier()

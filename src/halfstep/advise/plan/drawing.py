@@ -85,8 +85,7 @@ def figure(plan: MemoryPlan, limit: int = 0, label: str = "") -> Figure:
     return Figure(
         heading="Memory of a step",
         caption="From left to right the operators of one step after the first: forward, backward, update; "
-        f"{unit} alive, by "
-        f"part. Its highest point, {gib(plan.peak_at.total)}, is in {place(plan.peak_at)}.{line}",
+        f"{unit} alive, by part. Its highest point, {gib(plan.peak_at.total)}, is in {place(plan.peak_at)}.{line}",
         alt=f"Memory over a step; highest point {gib(plan.peak_at.total)} in {place(plan.peak_at)}.",
         chart=AreaChart(x_label="operators run", series=series, line=limit / one if limit else None),
     )
@@ -126,7 +125,7 @@ def _stack(moment: Moment, top: int, height: int) -> str:
 
 
 def _axis(columns: Sequence[Moment]) -> str:
-    """Return the names of the phases, each at the column where it begins; only the last may be longer than its phase."""
+    """Return the names of the phases, each at the column where it begins; the last may be longer than its phase."""
     line = ""
     for phase in PHASES:
         first = next((n for n, moment in enumerate(columns) if moment.phase == phase), None)

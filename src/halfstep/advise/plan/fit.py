@@ -1,4 +1,4 @@
-"""Fit: whether a plan fits a GPU, and the largest batch that does. In: plans and a GPU's name. Out: `Fit`, `Largest`."""
+"""Fit: whether a plan fits a GPU, and the largest batch that does. In: plans and a GPU. Out: `Fit`, `Largest`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ CONTEXT = 0.6
 """GiB that a process takes besides what torch allocates: the driver's context and loaded kernels.
 
 Seen: 0.25 GiB for a bare context on an RTX 3090 (https://github.com/invoke-ai/InvokeAI/issues/9413), 0.54 GiB on an
-RTX PRO 6000 (https://github.com/ggml-org/llama.cpp/pull/23604), 0.6 GiB in logs of an H200. Buffers of NCCL come on top.
+RTX PRO 6000 (https://github.com/ggml-org/llama.cpp/pull/23604), 0.6 GiB in logs of an H200. NCCL's buffers come on top.
 """
 
 ALIASES = {"a100": "a100-80", "v100": "v100-32", "a10": "a10g"}

@@ -28,7 +28,7 @@ PARTS = (
 
 parameters: as the model holds them, low ones under `params="low"`; precise values: what is kept behind low parameters;
 buffers: of the model, with the copies that a step makes to restore them; low copies: casts of parameters;
-gathered parameters: whole ones, while a sharded model computes with them; communication: what collectives read and write;
+gathered parameters: whole ones, while a sharded model computes with them; communication: buffers of collectives;
 gradients: of parameters; saved for backward: made in a forward pass and alive when the backward pass begins, or made
 again by checkpointing; batch: the step's inputs; temporaries: the rest.
 """

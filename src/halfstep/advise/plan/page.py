@@ -46,7 +46,7 @@ TONES = {"fits": "good", "undecided": "open", "does not fit": "bad"}
 MODULES = 20
 
 METHOD = (
-    "The step ran on tensors without memory: every operator of forward pass, backward pass and update, under the policy, "
+    "The step ran on tensors without memory: every operator of forward and backward pass and update, under the policy, "
     "with the shapes and formats that it would have. Each block of memory was followed from its allocation to its end.",
     f"Plans are within {TOLERANCE:.0%} of what is counted in real steps, and what persists within 3 %. A verdict holds "
     "for a peak that much higher or lower, else it is undecided.",

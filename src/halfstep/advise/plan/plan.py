@@ -62,8 +62,8 @@ def plan(
             `update_in_backward`, ...
 
     Raises:
-        PlanError: the step needs values, an unknown GPU, devices without `shard` or the other way round, a process group
-            where `shard="fsdp2"` needs its own, or arguments that do not fit.
+        PlanError: the step needs values, an unknown GPU, devices without `shard` or the other way round, a process
+            group where `shard="fsdp2"` needs its own, or arguments that do not fit.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)

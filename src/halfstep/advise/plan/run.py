@@ -49,7 +49,7 @@ def plan_step(
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
     with mode, Tracer(ledger, device) as tracer:
-        ledger.mark(-1, "setup")
+        ledger.mark(-2 if way.in_parts else -1, "setup")
         inputs = tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), (batch, named))
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, Tensor) and (block := ledger.of(tensor)) is not None:
@@ -57,6 +57,7 @@ def plan_step(
         with torch.device(device):
             model = make()
         model = way.model(model, policy)
+        ledger.mark(-1, "setup")
         tracer.watch(model)
         before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
         optimizer = make_optimizer(model)
@@ -145,7 +146,7 @@ def _made(
     begin, end = starts[1].operators, starts[2].operators
     stretch = max(1, -(-(end - begin) // STRETCHES))
     highest: dict[tuple[str, int], tuple[int, int, tuple[int, ...]]] = {}  # phase, stretch -> total, event, parts
-    peaks = {-1: (0, 0), 0: (0, 0), 1: (0, 0)}  # step -> total, event
+    peaks = {-2: (0, 0), -1: (0, 0), 0: (0, 0), 1: (0, 0)}  # step -> total, event
     sums, total = [0] * len(PARTS), 0
     marks, mark = iter(ledger.marks), ledger.marks[0]
     following = next(marks)

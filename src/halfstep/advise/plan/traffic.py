@@ -1,8 +1,8 @@
 """Traffic: what a device sends in a step. In: the collectives of a traced step, or parameters under DDP. Out: `Sent`.
 
-Bytes of a collective are those that a device puts in. What it sends follows from a ring, the algorithm of NCCL for large
-messages: each of n devices passes on n - 1 parts of the result (https://docs.nvidia.com/deeplearning/nccl/, "bus
-bandwidth" in nccl-tests/doc/PERFORMANCE.md). A tree sends as much.
+Bytes of a collective are those that a device puts in. What it sends follows from a ring, what NCCL does for large
+messages: each of n devices passes on n - 1 parts of the result ("bus bandwidth" in
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations

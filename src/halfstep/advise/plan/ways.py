@@ -39,6 +39,9 @@ class Way:
     def __init__(self, devices: int) -> None:
         self.devices = devices
 
+    in_parts = False
+    """Whether no device ever holds the whole model: it is made on the meta device, and gets memory for its part."""
+
     def model(self, model: nn.Module, policy: hs.Policy) -> nn.Module:
         """Return the model that this device trains, before it is prepared."""
         return model
@@ -93,6 +96,8 @@ class Sharded(Way):
         mesh: of them.
         units: as `hs.shard` takes them.
     """
+
+    in_parts = True
 
     def __init__(self, devices: int, mesh: Any, units: Iterable[str | nn.Module] | None) -> None:
         super().__init__(devices)

@@ -1,4 +1,4 @@
-"""Words: what a plan says, as a sentence and as rows of text. In: plans. Out: strings for terminal, page and `print`."""
+"""Words: a plan as a sentence and as rows of text. In: plans. Out: strings for terminal, page and `print`."""
 
 from __future__ import annotations
 
