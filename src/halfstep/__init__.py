@@ -37,6 +37,7 @@ from halfstep.tasks import Task
 if TYPE_CHECKING:
     from halfstep import integrations as integrations
     from halfstep import lens as lens
+    from halfstep.advise.plan import plan
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
 
@@ -63,6 +64,7 @@ __all__ = [
     "lowered",
     "on_preemption",
     "operator",
+    "plan",
     "prepare",
     "prepared_policy",
     "resolve",
@@ -78,6 +80,7 @@ _LATER = {
     "Monitor": "lens",
     "SketchWriter": "lens",
     "audit": "lens.audit.audit",
+    "plan": "advise.plan",
 }
 """Name -> the module that is imported when the name is first used; training alone needs none of them."""
 

@@ -225,3 +225,44 @@ def run(
     raise typer.Exit(
         run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)
     )
+
+
+@app.command()
+def plan(
+    task: Annotated[
+        str, typer.Argument(help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.")
+    ],
+    policy: PolicyLabel = "mixed",
+    policies: Annotated[
+        list[str] | None,
+        typer.Option("--policies", help="More of them, side by side, with commas between; 'all': every preset."),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="How many devices train together.")] = 1,
+    shard: Annotated[str, typer.Option("--shard", help="How they share the work: ddp or fsdp2.")] = "",
+    units: Annotated[
+        list[str] | None,
+        typer.Option("--units", help="fsdp2: pattern of modules that are gathered one after the other. As hs.shard."),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?")
+    ] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch of a device. Default: the task's.")] = None,
+    largest: Annotated[
+        bool, typer.Option("--largest/--no-largest", help="With --gpu: look for the largest batch that fits.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda: whose operators are planned.")] = "",
+    json: Json = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures: one file.")] = None,
+) -> None:
+    """Plan the memory of a training step, before training and without that memory.
+
+    Prints whether it fits a GPU, what the bytes are for, which modules weigh most, and where the peak is.
+    """
+    from halfstep.cli.plan import run_plan
+
+    labels = [label for group in policies or () for label in group.split(",") if label.strip()]
+    code = run_plan(
+        task=task, policy=policy, policies=labels, devices=devices, shard=shard, units=units or (), gpu=gpu,
+        batch=batch, largest=largest, device=device, json_path=json, html_path=html,
+    )  # fmt: skip
+    raise typer.Exit(code)

@@ -1,10 +1,13 @@
-"""Charts: what a picture shows, as data: curves, bars from zero, and dots with their intervals."""
+"""Charts: what a picture shows, as data: curves, areas, bars from zero, and dots with their intervals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COLOURS", "Bar", "BarChart", "Chart", "Dot", "DotChart", "HeatMap", "Key", "LineChart", "Series", "Strip"]
+__all__ = [
+    "COLOURS", "AreaChart", "Bar", "BarChart", "Chart", "Dot", "DotChart", "HeatMap", "Key", "LineChart", "Series",
+    "Strip",
+]  # fmt: skip
 
 COLOURS = 6  # hues that stay apart for colour-blind readers; colour 0 is the text's own, for the reference
 
@@ -41,6 +44,15 @@ class LineChart:
     series: tuple[Series, ...]
     log: bool = False
     zero_line: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AreaChart:
+    """Amounts on top of each other over a common axis: all series have the same `x`; the first lies at the bottom."""
+
+    x_label: str
+    series: tuple[Series, ...]
+    line: float | None = None  # a height to compare the sum with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,4 +116,4 @@ class HeatMap:
     strips: tuple[Strip, ...]
 
 
-Chart = LineChart | BarChart | DotChart | HeatMap
+Chart = LineChart | AreaChart | BarChart | DotChart | HeatMap

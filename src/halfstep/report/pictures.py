@@ -22,7 +22,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from halfstep.report.charts import COLOURS, Bar, BarChart, Chart, Dot, DotChart, HeatMap, Key, LineChart, Series, Strip
+from halfstep.report.charts import (
+    COLOURS,
+    AreaChart,
+    Bar,
+    BarChart,
+    Chart,
+    Dot,
+    DotChart,
+    HeatMap,
+    Key,
+    LineChart,
+    Series,
+    Strip,
+)
 
 __all__ = ["PAINT", "Drawing", "draw"]
 
@@ -86,6 +99,8 @@ def draw(chart: Chart) -> Drawing:
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         if isinstance(chart, LineChart):
             return _drawn(LINES_HEIGHT, lambda figure: _lines(figure, chart))
+        if isinstance(chart, AreaChart):
+            return _drawn(LINES_HEIGHT, lambda figure: _areas(figure, chart))
         if isinstance(chart, BarChart):
             return _drawn(_height(len(chart.bars)), lambda figure: _bars(figure, chart))
         if isinstance(chart, HeatMap):
@@ -158,6 +173,27 @@ def _lines(figure: Figure, chart: LineChart) -> None:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no finite value", color=MUTED, ha="center", transform=axes.transAxes)
     axes.margins(x=0.01)
+    axes.set_xlabel(_printable(chart.x_label), fontsize=FONT)
+
+
+def _areas(figure: Figure, chart: AreaChart) -> None:
+    axes = _axes(figure, left=58, right=10, top=24, bottom=FOOT)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.grid(axis="y", color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    below = [0.0] * len(chart.series[0].x if chart.series else ())
+    for series in chart.series:
+        above = [low + y for low, y in zip(below, series.y, strict=True)]
+        strength = 0.45 if series.key.light else 1.0
+        axes.fill_between(series.x, below, above, step="post", color=_colour(series.key), alpha=strength, linewidth=0)
+        below = above
+    if chart.line is not None:
+        axes.axhline(chart.line, color=INK, linewidth=1.2, dashes=(4, 2))
+    axes.set_ylim(0, 1.04 * max([*below, chart.line or 0.0], default=1.0) or 1.0)
+    axes.margins(x=0.0)
     axes.set_xlabel(_printable(chart.x_label), fontsize=FONT)
 
 

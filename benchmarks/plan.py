@@ -1,0 +1,277 @@
+"""``python -m benchmarks.plan``: the memory that `hs.plan` plans beside what a step allocates, counted on this CPU.
+
+Every allocation of torch's CPU allocator is counted by torch.profiler (``profile_memory=True``) from before the model
+exists to after the third step. Planned is what persists between steps, to be within `PERSISTENT` of the count, and the
+peak, within `PEAK`; both bounds were stated before anything was counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep.tasks import load_task, machine
+from halfstep.testing.models import GPT, ResNet18
+
+PERSISTENT, PEAK = 0.03, 0.10
+"""Largest relative error of what persists, and of the peak."""
+
+POLICIES = ("fp32", "torch", "mixed", "O2", "pure", "lean")
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and its batch.
+
+    Attributes:
+        model: returns the model.
+        batch: returns the arguments of `loss_fn`.
+        loss_fn: of the model and them.
+        optimizer: of the model.
+        options: of hs.TrainStep.
+        policies: under which it is planned.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Any, ...]]
+    loss_fn: Callable[..., Tensor]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(default_factory=lambda: {"clip_norm": 1.0})
+    policies: tuple[str, ...] = POLICIES
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW over the parameters of `model`."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def scores_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean cross-entropy of scores."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def own_loss(model: nn.Module, *args: Tensor) -> Tensor:
+    """Return the loss of a transformers model that is given its labels last."""
+    *inputs, labels = args
+    loss: Tensor = model(*inputs, labels=labels).loss
+    return loss
+
+
+def words(batch: int, length: int, vocabulary: int = 1000) -> tuple[Tensor, Tensor]:
+    """Return two batches of word numbers."""
+    return torch.randint(vocabulary, (batch, length)), torch.randint(vocabulary, (batch, length))
+
+
+def task_case(name: str) -> Case:
+    """Return a bundled task as a case."""
+    task = load_task(name)
+    options = {"clip_norm": task.clip_norm}
+    return Case(
+        model=task.model, batch=lambda: task.batches(0, 0), loss_fn=task.loss_fn, optimizer=task.optimizer,
+        options=options,
+    )  # fmt: skip
+
+
+class CheckpointedGPT(GPT):
+    """The GPT with every block under activation checkpointing."""
+
+    def hidden(self, words: Tensor) -> Tensor:
+        """As GPT."""
+        x = self.word(words) + self.position(torch.arange(words.shape[1], device=words.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def llama() -> nn.Module:
+    """Return a small Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=1000,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            use_cache=False,
+        )  # fmt: skip
+    )
+
+
+def bert() -> nn.Module:
+    """Return a small BERT."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)
+    )
+
+
+def vit() -> nn.Module:
+    """Return a small ViT."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=192,
+            intermediate_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=3,
+            image_size=64,
+            patch_size=8,
+            num_labels=10,
+        )  # fmt: skip
+    )
+
+
+def t5() -> nn.Module:
+    """Return a small T5."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=1000,
+            d_model=256,
+            d_kv=32,
+            d_ff=1024,
+            num_layers=3,
+            num_heads=8,
+            decoder_start_token_id=0,
+            use_cache=False,
+        )  # fmt: skip
+    )
+
+
+def t5_loss(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of a T5."""
+    loss: Tensor = model(input_ids=source, labels=target).loss
+    return loss
+
+
+def cases() -> dict[str, Case]:
+    """Return the models by name."""
+
+    def pictures() -> tuple[Tensor, Tensor]:
+        return torch.randn(16, 3, 32, 32), torch.randint(100, (16,))
+
+    def patches() -> tuple[Tensor, Tensor]:
+        return torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+
+    gpt = Case(model=GPT, batch=lambda: words(4, 128), loss_fn=scores_loss, optimizer=adamw)
+    return {
+        "lenet5": task_case("lenet5"),
+        "gpt": task_case("gpt"),
+        "resnet18": Case(model=ResNet18, batch=pictures, loss_fn=scores_loss, optimizer=momentum),
+        "gpt-5m": gpt,
+        "llama": Case(model=llama, batch=lambda: words(4, 128), loss_fn=own_loss, optimizer=adamw),
+        "bert": Case(model=bert, batch=lambda: words(4, 128), loss_fn=own_loss, optimizer=adamw),
+        "vit": Case(model=vit, batch=patches, loss_fn=own_loss, optimizer=adamw),
+        "t5": Case(model=t5, batch=lambda: words(4, 64), loss_fn=t5_loss, optimizer=adamw),
+    }
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with momentum over the parameters of `model`."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def policy_of(label: str) -> hs.Policy:
+    """Return a policy by label: "fp32", or a preset in bf16."""
+    return hs.Policy.of("O0") if label == "fp32" else hs.Policy.of(label, dtype="bf16")
+
+
+def trained(case: Case, policy: hs.Policy) -> object:
+    """Train a new model for some steps; return what persists."""
+    torch.manual_seed(0)
+    batch = case.batch()
+    model = case.model()
+    optimizer = case.optimizer(model)
+    step = hs.TrainStep(model, optimizer, case.loss_fn, policy=policy, **case.options)
+    for _ in range(STEPS * int(case.options.get("accumulate", 1))):
+        step(*batch)
+    return step, batch
+
+
+def counted(call: Callable[[], object]) -> tuple[int, int]:
+    """Return what `call` has allocated and not freed when it returns, and the most that it had at one time, bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: int(event.start_ns())):
+        total += event.nbytes()
+        peak = max(peak, total)
+    del kept
+    return total, peak
+
+
+def compare(case: Case, label: str) -> dict[str, Any]:
+    """Return what is planned and counted of one model under one policy."""
+    policy = policy_of(label)
+    trained(case, policy)  # kernels compile and caches fill, whose memory is not a step's
+    persistent, peak = counted(lambda: trained(case, policy))
+    begin = time.perf_counter()
+    plan = hs.plan(case.model, case.batch(), case.loss_fn, case.optimizer, policy=policy, **case.options)
+    seconds = time.perf_counter() - begin
+    return {
+        "planned_persistent": plan.persistent_bytes, "counted_persistent": persistent,
+        "persistent_ratio": plan.persistent_bytes / persistent,
+        "planned_peak": plan.peak_bytes, "counted_peak": peak, "peak_ratio": plan.peak_bytes / peak,
+        "peak_phase": plan.peak_at.phase, "peak_operator": plan.peak_at.name, "peak_module": plan.peak_at.module,
+        "parts": plan.by_part(), "operators": plan.operators, "seconds": round(seconds, 3),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--only", nargs="*", default=[], help="names of models")
+    parser.add_argument("--policies", nargs="*", default=[], help="labels of policies")
+    given = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    for name, case in cases().items():
+        if given.only and name not in given.only:
+            continue
+        results[name] = {}
+        for label in given.policies or case.policies:
+            found = results[name][label] = compare(case, label)
+            print(
+                f"{name:10} {label:6} persistent {found['persistent_ratio']:.4f}  peak {found['peak_ratio']:.4f}  "
+                f"{found['counted_peak'] / 2**20:8.1f} MiB  {found['peak_phase']} {found['peak_operator']} "
+                f"{found['peak_module']}  {found['seconds']:.2f} s",
+                flush=True,
+            )
+    ratios = [
+        (abs(f["persistent_ratio"] - 1), abs(f["peak_ratio"] - 1)) for rows in results.values() for f in rows.values()
+    ]
+    worst = [max(column) for column in zip(*ratios, strict=True)]
+    print(f"largest error: persistent {worst[0]:.2%} (bound {PERSISTENT:.0%}), peak {worst[1]:.2%} (bound {PEAK:.0%})")
+    if given.json is not None:
+        report = {
+            "command": "python -m benchmarks.plan --json benchmarks/results/plan.json", "machine": machine("cpu"),
+            "threads": torch.get_num_threads(), "bounds": {"persistent": PERSISTENT, "peak": PEAK},
+            "largest_error": {"persistent": worst[0], "peak": worst[1]}, "cases": results,
+        }  # fmt: skip
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    main()

@@ -1,0 +1,144 @@
+"""Fit: whether a plan fits a GPU, and the largest batch that does. In: plans and a GPU. Out: `Fit`, `Largest`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from halfstep.advise.plan.gpus import GIB, Gpu, gpu_named
+from halfstep.advise.plan.memory import MemoryPlan
+
+__all__ = ["TOLERANCE", "Fit", "Largest", "fit_of", "largest_batch"]
+
+TOLERANCE = 0.1
+"""Share of a planned peak by which the real one may differ; `tests/advise/plan` holds plans to it."""
+
+MOST_PLANS = 10
+"""Plans made in the search for the largest batch; three are enough where bytes are affine in the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A plan beside a GPU.
+
+    Attributes:
+        gpu: the GPU's name.
+        title: the maker's name of it.
+        usable: bytes that torch can allocate on it.
+        need: bytes of the plan's highest point, preparation and first step included.
+        when: that point: "step", "first step" or "preparation".
+        verdict: "fits" or "does not fit", if that also holds for a peak that is a tenth higher or lower; else
+            "undecided".
+    """
+
+    gpu: str
+    title: str
+    usable: int
+    need: int
+    when: str
+    verdict: str
+
+    @property
+    def spare(self) -> int:
+        """Return the bytes left at the highest point; negative if they are missing."""
+        return self.usable - self.need
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Largest:
+    """The largest batch that fits.
+
+    Attributes:
+        batch: its size; 0 if a batch of one does not fit; None if none was found: the peak does not grow with it.
+        need: bytes of its highest point; 0 without one.
+        plans: how many plans were made to find it; both `batch` and `batch` + 1 were planned.
+        proved: whether `batch` + 1 was planned and does not fit. The search ends after 10 plans.
+    """
+
+    batch: int | None
+    need: int
+    plans: int
+    proved: bool
+
+
+def fit_of(plan: MemoryPlan, gpu: Gpu | str) -> Fit:
+    """Return whether `plan` fits `gpu`.
+
+    Raises:
+        PlanError: unknown GPU.
+    """
+    card = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    points = {"step": plan.peak_bytes, "first step": plan.first_peak, "preparation": plan.setup_peak}
+    when, need = max(points.items(), key=lambda item: item[1])  # of equal ones the first
+    verdict = "undecided"
+    if need * (1 + TOLERANCE) <= card.usable:
+        verdict = "fits"
+    elif need * (1 - TOLERANCE) > card.usable:
+        verdict = "does not fit"
+    return Fit(gpu=card.name, title=card.title, usable=card.usable, need=need, when=when, verdict=verdict)
+
+
+def largest_batch(plan_of: Callable[[int], MemoryPlan], first: MemoryPlan, batch: int, gpu: Gpu | str) -> Largest:
+    """Return the largest batch that `fits`, planned and not extrapolated.
+
+    The bytes of two batches give a line, the line a guess, and the guess is planned, until a batch fits and the next
+    one does not. Where shapes decide all bytes that takes three plans besides `first`.
+
+    Args:
+        plan_of: returns the plan of a batch size.
+        first: the plan of `batch`.
+        batch: a size to start from.
+        gpu: its name.
+    """
+    need = {batch: fit_of(first, gpu).need}
+    room = fit_of(first, gpu).usable / (1 + TOLERANCE)
+
+    def fits(size: int) -> bool:
+        if size not in need:
+            need[size] = fit_of(plan_of(size), gpu).need
+        return need[size] <= room
+
+    low, high = (batch, None) if fits(batch) else (0, batch)
+    if high == 1:
+        return Largest(batch=0, need=0, plans=1, proved=True)
+    other = 2 * batch if high is None else max(1, batch // 2)
+    while high is None or high - low > 1:
+        if len(need) >= MOST_PLANS:
+            break
+        if fits(other):
+            low = max(low, other)
+        else:
+            high = other if high is None else min(high, other)
+        guess = _guess(need, room)
+        if guess is None:
+            return Largest(batch=None, need=need[low] if low else 0, plans=len(need), proved=False)
+        top = 2**31 if high is None else high - 1
+        other = min(max(guess if guess > low else low + 1, 1), top)
+    found = low
+    return Largest(
+        batch=found, need=need[found] if found else 0, plans=len(need), proved=high is not None and high == low + 1
+    )
+
+
+def _guess(need: dict[int, int], room: float) -> int | None:
+    """Return the largest batch that should fit by the line through the two nearest known sizes; None: no growth."""
+    near = sorted(need, key=lambda size: abs(need[size] - room))[:2]
+    small, large = min(near), max(near)
+    slope = (need[large] - need[small]) / (large - small)
+    return None if slope <= 0 else int(small + (room - need[small]) / slope)
+
+
+UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """Return name and bytes of the unit that suits `size`: GiB as torch prints a GPU's memory, or less."""
+    return next((unit for unit in UNITS if abs(size) >= unit[1]), ("B", 1))
+
+
+def gib(size: float) -> str:
+    """Return bytes for readers, with three digits."""
+    unit, one = unit_of(size)
+    number = size / one
+    digits = 0 if one == 1 or abs(number) >= 100 else 2 if abs(number) < 10 else 1
+    return f"{number:,.{digits}f} {unit}"

@@ -1,0 +1,214 @@
+"""MemoryPlan: the bytes of a training step as plain values: what persists, what is alive at the peak, the timeline.
+
+Input is what a trace found (`trace.py`); output are frozen rows of plain values, their sums and a record for JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from halfstep.advise.plan.fit import Fit
+    from halfstep.advise.plan.traffic import Sent
+
+__all__ = ["PARTS", "PHASES", "MemoryPlan", "Moment", "PlanError", "Row"]
+
+PARTS = (
+    "parameters", "precise values", "buffers", "optimizer state", "low copies", "gathered parameters", "gradients",
+    "saved for backward", "communication", "batch", "temporaries",
+)  # fmt: skip
+"""What memory is for.
+
+parameters: as the model holds them, low ones under `params="low"`; precise values: what is kept behind low parameters;
+buffers: of the model, with the copies that a step makes to restore them; low copies: casts of parameters;
+gathered parameters: whole ones, while a sharded model computes with them; communication: buffers of collectives;
+gradients: of parameters; saved for backward: made in a forward pass and alive when the backward pass begins, or made
+again by checkpointing; batch: the step's inputs; temporaries: the rest.
+"""
+
+PHASES = ("forward", "backward", "update")
+
+
+class PlanError(hs.HalfstepError, RuntimeError):
+    """A step that cannot be planned: it needs values, which a plan has none of, or its arguments do not fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Memory of one part, module and format.
+
+    Attributes:
+        part: one of `PARTS`.
+        module: dotted name of the module that owns it or whose operator made it; "" for none or the model itself.
+        format: number format, as "fp32", "bf16", "int64".
+        bytes: sum over its tensors' memory; memory shared by tensors counts once.
+        tensors: blocks of memory.
+    """
+
+    part: str
+    module: str
+    format: str
+    bytes: int
+    tensors: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The highest point of one stretch of a step.
+
+    Attributes:
+        phase: one of `PHASES`.
+        operator: number of operators run before it in this step.
+        name: the operator that made the last block before it, such as "aten::mm".
+        module: dotted name of the module that was running, or whose backward pass was.
+        bytes: of each part, in the order of `PARTS`.
+    """
+
+    phase: str
+    operator: int
+    name: str
+    module: str
+    bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """The memory of one training step, planned without it.
+
+    Attributes:
+        name: of the task or model.
+        policy: the policy as it was resolved for the device.
+        device: "cpu" or "cuda", whose operators and kernels were planned.
+        parameters: elements of the model's parameters.
+        operators: how many operators one step runs.
+        persistent: what is there between two steps, batch included.
+        peak: what is alive at the highest point of the steps.
+        peak_at: when that is; in the first step only where `first_peak` is higher than the peak of the others.
+        first_peak: bytes of the highest point of the first step, which makes the optimizer's state.
+        setup_peak: bytes of the highest point before the first step, when model and optimizer are prepared.
+        timeline: highest points of equally long stretches of a step after the first, in order.
+        notes: what the plan does not include, one sentence each.
+        devices: how many train together; the bytes are those of the first, which has the most.
+        shard: "none", "ddp" or "fsdp2".
+        batch_size: the first dimension of the batch; 0 if it has none.
+        sent: the collectives of a step.
+        fit: whether it fits a GPU; None if none was named.
+    """
+
+    name: str
+    policy: hs.Policy
+    device: str
+    parameters: int
+    operators: int
+    persistent: tuple[Row, ...]
+    peak: tuple[Row, ...]
+    peak_at: Moment
+    first_peak: int
+    setup_peak: int
+    timeline: tuple[Moment, ...]
+    notes: tuple[str, ...] = ()
+    devices: int = 1
+    shard: str = "none"
+    batch_size: int = 0
+    sent: tuple[Sent, ...] = ()
+    fit: Fit | None = None
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes between two steps."""
+        return sum(row.bytes for row in self.persistent)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the highest point of a step."""
+        return sum(row.bytes for row in self.peak)
+
+    def phase_peaks(self) -> dict[str, int]:
+        """Return the highest point of each phase of a step after the first, bytes."""
+        found = dict.fromkeys(PHASES, 0)
+        for moment in self.timeline:
+            found[moment.phase] = max(found[moment.phase], moment.total)
+        return found
+
+    def by_part(self, *, peak: bool = True) -> dict[str, int]:
+        """Return the bytes of each of `PARTS` at the peak, or of what persists."""
+        found = _sums((row.part, row.bytes) for row in self._rows(peak=peak))
+        return {part: found[part] for part in PARTS if part in found}
+
+    def by_format(self, *, peak: bool = True) -> dict[str, int]:
+        """Return the bytes of each format, largest first."""
+        return _largest(_sums((row.format, row.bytes) for row in self._rows(peak=peak)))
+
+    def by_module(self, depth: int | None = None, *, peak: bool = True) -> dict[str, int]:
+        """Return the bytes of each module, largest first.
+
+        Args:
+            depth: how many words of a module's dotted name to keep; None: all.
+            peak: whether at the peak, or of what persists.
+        """
+        rows = self._rows(peak=peak)
+        return _largest(_sums((".".join(row.module.split(".")[:depth]), row.bytes) for row in rows))
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the parts as rows of text: headers first, then bytes between steps and at the peak, and the share."""
+        from halfstep.advise.plan.words import PART_HEADERS, part_rows
+
+        return [PART_HEADERS, *part_rows(self)]
+
+    def __str__(self) -> str:
+        """Return the answer, the parts and the drawing of the peak as text."""
+        from halfstep.advise.plan.words import plan_text
+
+        return plan_text(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the plan as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
+
+        Raises:
+            MissingExtraError: jinja2 or matplotlib is not installed.
+        """
+        from halfstep.advise.plan.page import plan_page
+        from halfstep.report import render
+
+        Path(path).write_text(render(plan_page([self])), encoding="utf-8")
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as plain values for JSON, with the sums under "summary"."""
+        return {
+            "summary": {
+                "persistent_bytes": self.persistent_bytes,
+                "peak_bytes": self.peak_bytes,
+                "persistent": self.by_part(peak=False),
+                "peak": self.by_part(),
+                "peak_formats": self.by_format(),
+                "phase_peaks": self.phase_peaks(),
+            },
+            **dataclasses.asdict(self),
+            "policy": self.policy.to_toml(),
+        }
+
+    def _rows(self, *, peak: bool) -> tuple[Row, ...]:
+        return self.peak if peak else self.persistent
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name, amount in pairs:
+        found[name] += amount
+    return found
+
+
+def _largest(sums: Counter[str]) -> dict[str, int]:
+    return dict(sums.most_common())

@@ -1,0 +1,197 @@
+"""Run: train two steps of a model on fake tensors under a policy, and make a `MemoryPlan` of what they leave.
+
+The first step makes the optimizer's state and the low copies; the second is like all later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import halfstep as hs
+from halfstep.advise.plan.ledger import Block, Ledger
+from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, Row
+from halfstep.advise.plan.trace import Tracer, local
+from halfstep.advise.plan.ways import Way
+from halfstep.formats import format_of
+
+__all__ = ["plan_step"]
+
+GRANULE = {"cpu": 1, "cuda": 512}
+"""Bytes to whose multiples the device's allocator rounds."""
+
+STRETCHES = 400  # of a timeline, at most
+
+
+def plan_step(
+    make: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...],
+    named: dict[str, Any],
+    *,
+    mode: FakeTensorMode,
+    name: str,
+    device: str,
+    policy: hs.Policy,
+    options: dict[str, Any],
+    way: Way,
+) -> MemoryPlan:
+    """Trace two updates; the arguments are those of `plan`, checked."""
+    ledger = Ledger(GRANULE[device])
+    windows = int(options.get("accumulate", 1))
+    with mode, Tracer(ledger, device) as tracer:
+        ledger.mark(-2 if way.in_parts else -1, "setup")
+        inputs = tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), (batch, named))
+        for tensor in tree_leaves(inputs):
+            if isinstance(tensor, Tensor) and (block := ledger.of(tensor)) is not None:
+                block.part = "batch"
+        with torch.device(device):
+            model = make()
+        model = way.model(model, policy)
+        ledger.mark(-1, "setup")
+        tracer.watch(model)
+        before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
+        optimizer = make_optimizer(model)
+        way.prepare(model, optimizer, policy)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with tracer.forward():
+                return loss_fn(*args, **kwargs)
+
+        step = hs.TrainStep(model, optimizer, traced, policy=policy, blackbox=False, **options)
+        tracer.watch(model)
+        way.ready(model, step.policy, ledger, device)
+        tracer.after_backward = partial(way.sums, ledger)
+        for number in range(2):
+            tracer.step = number
+            tracer.begin("forward")
+            for _ in range(windows):
+                step(*inputs[0], **inputs[1])
+                if tracer.phase == "backward":
+                    tracer.begin("update")
+        ledger.mark(2, "setup")
+        _name_parts(ledger, model, optimizer, before)
+        live = list(ledger.live())
+        count = sum(p.numel() for p in model.parameters())
+        resolved, sent = step.policy, way.sent(tracer.gathered.seen.get(1, ()))
+        ledger.close()
+    made = _made(ledger, live, name=name, device=device, policy=resolved, parameters=count)
+    return replace(made, sent=sent)
+
+
+def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, before: list[Block]) -> None:
+    """Say of every block what it was for; what lives on and has no name is a precise value or the model's own."""
+    names: dict[int, str] = {}
+    for module_name, module in model.named_modules():
+        for tensors, part in ((module._parameters, "parameters"), (module._buffers, "buffers")):
+            for tensor in tensors.values():
+                if tensor is not None and (block := ledger.of(local(tensor))) is not None:
+                    block.part, block.module = part, module_name
+                if isinstance(tensor, nn.Parameter):
+                    names[id(tensor)] = module_name
+    for parameter, state in optimizer.state.items():
+        for tensor in _tensors(state):
+            if (block := ledger.of(local(tensor))) is not None and block.part not in ("parameters", "buffers"):
+                block.part, block.module = "optimizer state", names.get(id(parameter), "")
+    for block in ledger.live():
+        if not block.part or block.part == "temporaries":
+            block.part = "precise values" if block.phase == "setup" else "temporaries"
+    for block in before:
+        if block.alive and block.part == "":
+            block.part = "precise values"
+    for block in ledger.blocks:
+        if not block.part:
+            block.part = "temporaries"
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _rows(blocks: Iterable[Block]) -> tuple[Row, ...]:
+    """Return blocks summed by part, module and format: parts in their order, largest first."""
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for block in blocks:
+        entry = sums.setdefault((block.part, block.module, _format(block.dtype)), [0, 0])
+        entry[0] += block.bytes
+        entry[1] += 1
+    rows = [
+        Row(part=part, module=module, format=form, bytes=amount, tensors=count)
+        for (part, module, form), (amount, count) in sums.items()
+        if amount
+    ]
+    return tuple(sorted(rows, key=lambda row: (PARTS.index(row.part), -row.bytes, row.module, row.format)))
+
+
+def _format(dtype: torch.dtype) -> str:
+    return format_of(dtype).name if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+
+
+def _made(
+    ledger: Ledger, live: list[Block], *, name: str, device: str, policy: hs.Policy, parameters: int
+) -> MemoryPlan:
+    """Walk the events once for the peaks and the timeline, and once more to the peak."""
+    blocks, parts = ledger.blocks, {part: n for n, part in enumerate(PARTS)}
+    starts = {step: next(m for m in ledger.marks if m.step == step) for step in (0, 1, 2)}
+    places = [parts[block.part] for block in blocks]
+    begin, end = starts[1].operators, starts[2].operators
+    stretch = max(1, -(-(end - begin) // STRETCHES))
+    highest: dict[tuple[str, int], tuple[int, int, tuple[int, ...]]] = {}  # phase, stretch -> total, event, parts
+    peaks = {-2: (0, 0), -1: (0, 0), 0: (0, 0), 1: (0, 0)}  # step -> total, event
+    sums, total = [0] * len(PARTS), 0
+    marks, mark = iter(ledger.marks), ledger.marks[0]
+    following = next(marks)
+    for number, event in enumerate(ledger.events):
+        while following is not None and following.event <= number:
+            mark, following = following, next(marks, None)  # type: ignore[assignment]
+        block = event if event >= 0 else ~event
+        amount = blocks[block].bytes if event >= 0 else -blocks[block].bytes
+        total += amount
+        sums[places[block]] += amount
+        if mark.step > 1:
+            break
+        if total > peaks[mark.step][0]:
+            peaks[mark.step] = total, number
+        if mark.step == 1:
+            key = mark.phase, (ledger.times[number] - begin) // stretch
+            if key not in highest or total > highest[key][0]:
+                highest[key] = total, number, tuple(sums)
+    step = 0 if peaks[0][0] > peaks[1][0] else 1
+    at = peaks[step][1]
+    alive: dict[int, Block] = {}
+    for event in ledger.events[: at + 1]:
+        if event >= 0:
+            alive[event] = blocks[event]
+        else:
+            alive.pop(~event, None)
+    timeline = [_moment(ledger, event, begin, sums_) for _, event, sums_ in highest.values()]
+    peak = [0] * len(PARTS)
+    for block_ in alive.values():
+        peak[parts[block_.part]] += block_.bytes
+    return MemoryPlan(
+        name=name, policy=policy, device=device, parameters=parameters, operators=end - begin,
+        persistent=_rows(live), peak=_rows(alive.values()),
+        peak_at=_moment(ledger, at, starts[step].operators, tuple(peak)),
+        first_peak=peaks[0][0], setup_peak=peaks[-1][0], timeline=tuple(timeline),
+    )  # fmt: skip
+
+
+def _moment(ledger: Ledger, event: int, begin: int, sums: tuple[int, ...]) -> Moment:
+    """Return the point after an event; `begin` is the number of operators before its step."""
+    phase = next(mark.phase for mark in reversed(ledger.marks) if mark.event <= event)
+    made = event
+    while made > 0 and ledger.events[made] < 0:
+        made -= 1
+    block = ledger.blocks[max(ledger.events[made], 0)]
+    return Moment(
+        phase=phase, operator=ledger.times[event] - begin, name=block.operator, module=block.module, bytes=sums
+    )

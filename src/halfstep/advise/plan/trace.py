@@ -1,0 +1,248 @@
+"""Trace: follow the memory of training steps that run on fake tensors.
+
+`Tracer` is a mode above torch's fake tensors: it is shown every operator, notes the memory of what it returns in a
+`Ledger`, with the phase and the module it belongs to, and answers the few reads of values that a step itself makes.
+
+Note [modules in backward]: an operator of the backward pass belongs to the module whose forward made its autograd node.
+Nodes are numbered in the order of their creation; the number is noted when an operator runs forward. The backward pass
+runs in the calling thread (`set_multithreading_enabled(False)`), so that numbers are unique.
+
+Note [sums in place]: where several gradients reach one tensor, autograd adds them in place on real tensors, and out of
+place on fake ones. Such a sum is counted as the memory of its first argument, which dies.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep as hs
+from halfstep.advise.plan.gathered import Gathered
+from halfstep.advise.plan.ledger import Ledger
+from halfstep.advise.plan.memory import PlanError
+from halfstep.advise.plan.workspace import KERNELS
+
+__all__ = ["Tracer"]
+
+READ = "aten::_local_scalar_dense"
+DEVICE = torch.ops.prim.device.default
+CAST = "aten::_to_copy"
+COPIES = frozenset({"aten::clone", CAST})
+RANKS = frozenset({"fsdp", "c10d", "_c10d_functional"})
+"""Namespaces of operators that only sharded models run."""
+
+OUTSIDE = (str(Path(torch.__file__).parent), str(Path(hs.__file__).parent), "<")
+"""Where files begin whose lines are not named."""
+
+
+class Tracer(TorchDispatchMode):
+    """Follows memory while it is open.
+
+    Attributes:
+        ledger: what it found.
+        phase: set by `begin`; "backward" is found by itself.
+        names: id of a module -> its dotted name.
+        gathered: what sharding allocates and sends.
+        after_backward: called between a backward pass and its update.
+        weights: blocks of parameters, by id.
+        buffers: blocks of buffers, by id.
+    """
+
+    def __init__(self, ledger: Ledger, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates its modes in part
+        self.ledger, self.device = ledger, device
+        self.phase, self.step = "setup", -1
+        self.names: dict[int, str] = {}
+        self.gathered = Gathered(ledger)
+        self.after_backward: Callable[[], object] = lambda: None
+        self._kinds: dict[int, str] = {}  # id of a block -> "parameters" or "buffers"
+        self._parameters: list[nn.Parameter] = []
+        self._running: list[str] = []  # names of modules whose forward runs
+        self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
+        self._made: list[Any] = []  # blocks made since the outermost module that runs again in backward began
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Tracer:
+        """Begin to follow."""
+        self._exits.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self._exits.callback(register_module_forward_pre_hook(self._enters).remove)
+        self._exits.callback(register_module_forward_hook(self._leaves, always_call=True).remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop."""
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._exits.close()
+
+    def watch(self, model: nn.Module) -> None:
+        """Take the names, parameters and buffers of `model`; again after any have been replaced."""
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self._kinds = {}
+        self._parameters = list(model.parameters())
+        for kind, tensors in (("parameters", model.parameters()), ("buffers", model.buffers())):
+            for tensor in map(local, tensors):
+                if (block := self.ledger.of(tensor)) is not None:
+                    self._kinds.setdefault(id(block), kind)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Follow a forward pass; what it made and is alive at its end is saved for backward."""
+        self.begin("forward")
+        first = len(self.ledger.blocks)
+        yield
+        for block in self.ledger.blocks[first:]:
+            if block.alive and not block.part:
+                block.part = "saved for backward"
+        self.phase = "update"
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self.ledger.mark(self.step, phase)
+
+    # ------------------------------------------------------------------ modules
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        if not self._running:
+            self._made = []
+        self._running.append(self.names.get(id(module), self._running[-1] if self._running else ""))
+
+    def _leaves(self, module: nn.Module, args: Any, result: Any) -> None:
+        if self._running:
+            self._running.pop()
+        if not self._running and self._made:
+            for block in self._made:
+                if block.alive and not block.part:
+                    block.part = "saved for backward"
+            self._made = []
+
+    # ------------------------------------------------------------------ operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and note the memory it leaves."""
+        if func is DEVICE and type(args[0]) is FakeTensor:  # two of three calls: autograd asks for devices
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        for kind in types:
+            if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # a tensor out of others: its operators on these come here
+        ledger = self.ledger
+        self.gathered.settle()
+        ledger.operators += 1
+        backward = torch._C._current_graph_task_id() >= 0
+        if backward:
+            if self.phase != "backward":
+                self.begin("backward")
+            if self._running:
+                module = self._running[-1]
+            else:
+                node = torch._C._current_autograd_node()
+                module = "" if node is None else self._made_by.get(node._sequence_nr(), "")
+        else:
+            if self.phase == "backward":
+                self.begin("update")
+                self.after_backward()
+                for parameter in self._parameters:
+                    if parameter.grad is not None:
+                        self._is_gradient(parameter.grad)
+            module = self._running[-1] if self._running else ""
+            if module:
+                self._made_by[torch._C._autograd._get_sequence_nr() - 1] = module
+        name = func._schema.name
+        for place in _gradients(func):
+            for tensor in args[place] if len(args) > place else ():
+                self._is_gradient(tensor)
+        if name == READ:
+            return self._read(func, args[0])
+        try:
+            result = func(*args, **kwargs)
+        except DynamicOutputShapeException as error:
+            raise PlanError(
+                f"the shape of what {name} returns depends on values ({line_outside()}), and a plan has none; replace "
+                "it by an operator with a fixed shape, such as torch.where"
+            ) from error
+        except DataDependentOutputException as error:
+            raise PlanError(f"{name} needs values ({line_outside()}), and a plan has none") from error
+        if name in KERNELS and self.device == "cpu":
+            ledger.passing(KERNELS[name](args, result), args[0].dtype, module, name, self.phase)
+        if isinstance(result, Tensor):
+            self._note(result, module, name, args, backward)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._note(item, module, name, args, backward)
+        if func.namespace in RANKS:
+            self.gathered.note(func, args, kwargs, result, self.step)
+        if name.startswith("aten::resize") or name == "aten::set_":
+            ledger.resized(args[0])
+        return result
+
+    def _note(self, tensor: Tensor, module: str, name: str, args: tuple[Any, ...], backward: bool) -> None:
+        ledger = self.ledger
+        block = ledger.note(tensor, module, name, self.phase)
+        if block is None:
+            return
+        if backward and self._running:
+            self._made.append(block)
+        if name in COPIES and isinstance(args[0], Tensor):
+            source = ledger.of(args[0])
+            kind = self._kinds.get(id(source))
+            if kind == "parameters" and self.step >= 0:
+                block.part = "low copies"
+            elif kind == "buffers" and self.step >= 0:
+                block.part = "buffers"
+
+    def _is_gradient(self, tensor: Tensor) -> None:
+        block = self.ledger.of(local(tensor))
+        if block is not None and block.part == "":
+            block.part = "gradients"
+
+    def _read(self, func: Any, tensor: Tensor) -> Any:
+        """Answer a read of a value: of constants their own, of the step's flags and counters what a good step has."""
+        try:
+            return func(tensor)
+        except DataDependentOutputException as error:
+            if self.phase == "forward":
+                raise PlanError(
+                    f"the model reads a value ({line_outside()}), and a plan has none; compute with tensors instead, "
+                    "such as torch.where for `if`"
+                ) from error
+        value = 0 if tensor.dtype is torch.bool else 1
+        return bool(value) if tensor.dtype is torch.bool else float(value) if tensor.is_floating_point() else value
+
+
+@cache
+def _gradients(func: Any) -> tuple[int, ...]:
+    """Return the places of the arguments that are lists of gradients: of an update that is fused into one operator."""
+    return tuple(n for n, argument in enumerate(func._schema.arguments) if argument.name in ("gradients", "grads"))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor; any other as it is."""
+    part = getattr(tensor, "_local_tensor", None)
+    return tensor if part is None else part
+
+
+def line_outside() -> str:
+    """Return ``file.py:12 text`` of the innermost line that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(OUTSIDE):
+        if frame.f_back is None:
+            return "in torch"
+        frame = frame.f_back
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(path).name}:{line} {linecache.getline(path, line).strip()}"

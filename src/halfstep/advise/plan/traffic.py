@@ -1,0 +1,176 @@
+"""Traffic: what a device sends in a step. In: the collectives of a traced step, or parameters under DDP. Out: `Sent`.
+
+Bytes of a collective are those that a device puts in. What it sends follows from a ring, what NCCL does for large
+messages: each of n devices passes on n - 1 parts of the result ("bus bandwidth" in
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.formats import DTYPES
+from halfstep.policy import Policy
+from halfstep.trees import tensors
+
+__all__ = ["DdpBytes", "Sent", "collective", "ddp_bytes", "sent"]
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "_allgather_base_": "all-gather",
+        "allgather_": "all-gather",
+        "all_gather_into_tensor": "all-gather",
+        "_reduce_scatter_base_": "reduce-scatter",
+        "reduce_scatter_tensor": "reduce-scatter",
+        "allreduce_": "all-reduce",
+        "all_reduce": "all-reduce",
+        "broadcast_": "broadcast",
+    }
+)
+"""Operator of torch.distributed -> the collective it is."""
+
+SPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+
+FIRST, CAP = 2**20, 25 * 2**20
+"""Bytes of DistributedDataParallel's first bucket and of the others: torch's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """Collectives of one kind in a step.
+
+    Attributes:
+        collective: "all-gather", "reduce-scatter", "all-reduce" or "broadcast".
+        number: how many.
+        put_in: bytes that a device gives to them.
+        ring: bytes that a device sends, if they run in a ring.
+    """
+
+    collective: str
+    number: int
+    put_in: int
+    ring: int
+
+
+def sent(seen: Iterable[tuple[str, int]], devices: int) -> tuple[Sent, ...]:
+    """Return the collectives of a step, summed by kind.
+
+    Args:
+        seen: (operator of torch.distributed or collective, bytes that a device puts in).
+        devices: how many take part.
+    """
+    kinds: dict[str, list[int]] = {}
+    for operator, size in seen:
+        kinds.setdefault(NAMES.get(operator, operator), []).append(size)
+    return tuple(
+        Sent(collective=kind, number=len(sizes), put_in=sum(sizes), ring=sum(_ring(kind, s, devices) for s in sizes))
+        for kind, sizes in kinds.items()
+    )
+
+
+def _ring(kind: str, size: int, devices: int) -> int:
+    """Return the bytes that a device sends if it puts in `size` bytes."""
+    if kind == "all-gather":  # of which it puts in its part
+        return (devices - 1) * size
+    if kind == "all-reduce":  # a reduce-scatter, then an all-gather
+        return math.ceil(2 * (devices - 1) * size / devices)
+    if kind == "reduce-scatter":
+        return math.ceil((devices - 1) * size / devices)
+    return size
+
+
+def collective(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
+    """Return (name, bytes that this rank puts in) of an operator that is a collective; None of any other."""
+    if func.namespace not in SPACES:
+        return None
+    name = func._schema.name.partition("::")[2]
+    if name not in NAMES:
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    place = next((n for n, argument in enumerate(names[: len(args)]) if argument.startswith("input")), 0)
+    return name, sum(t.numel() * t.element_size() for t in tensors(args[place]))
+
+
+# ------------------------------------------------------------------ DistributedDataParallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpBytes:
+    """What DistributedDataParallel adds to one device's step.
+
+    Attributes:
+        buckets: format -> bytes of its buckets, which stay from the first step on: as many as the gradients have.
+        sending: bytes of what is made to send gradients in another format, when the last bucket is sent.
+        format: of that.
+        seen: (collective, bytes that a device puts in), in order.
+    """
+
+    buckets: Mapping[torch.dtype, int]
+    sending: int
+    format: torch.dtype
+    seen: tuple[tuple[str, int], ...]
+
+
+def ddp_bytes(model: nn.Module, policy: Policy) -> DdpBytes:
+    """Return what DDP with torch's defaults keeps and sends for a prepared `model`.
+
+    Under ``reduce="low"`` a bucket is sent as a low copy. What DDP does not average, ``reduce="fp32"`` and
+    ``grads="fp32"`` of low parameters, `hs.TrainStep` averages after the backward pass: gradients in the format of the
+    sum, their copy in one piece, and fp32 gradients in the place of low ones.
+
+    Args:
+        model: its parameters have the formats that they are stored in; on any device, also meta.
+        policy: resolved.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    low, lowered = DTYPES.get(policy.dtype, torch.float32), policy.params == "low"
+    hooked = policy.reduce == "low" and not (lowered and policy.grads == "fp32")
+    own = lowered and (policy.grads == "fp32" or policy.reduce == "fp32")
+    stored: dict[torch.dtype, int] = {}
+    for parameter in trained:
+        stored[parameter.dtype] = stored.get(parameter.dtype, 0) + _bytes(parameter, parameter.dtype)
+    if own:
+        wide = low if policy.reduce == "low" else torch.float32
+        buckets = _buckets([_bytes(p, wide) for p in trained], CAP)
+        seen = [("all-reduce", 4 * len(trained))]  # which gradients there are, as int32
+        grown = sum(_bytes(p, wide) for p in trained) - sum(stored.values())
+        sending = max(0, grown) + 2 * max(buckets, default=0)
+    else:
+        wide = low if hooked else torch.float32
+        kinds = [wide] if hooked else list(stored)
+        backwards = trained[::-1]  # gradients arrive from the last layer on
+        buckets = [
+            size
+            for kind in kinds
+            for size in _buckets([_bytes(p, kind) for p in backwards if hooked or p.dtype is kind], FIRST, CAP)
+        ]
+        seen = []
+        sending = max(buckets, default=0) if hooked and any(p.dtype is not low for p in trained) else 0
+    seen += [("all-reduce", size) for size in buckets]
+    buffers = sum(_bytes(b, b.dtype) for b in model.buffers())
+    if buffers:
+        seen.append(("broadcast", buffers))
+    return DdpBytes(buckets=stored, sending=sending, format=wide, seen=tuple(seen))
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * dtype.itemsize
+
+
+def _buckets(sizes: Sequence[int], *caps: int) -> list[int]:
+    """Return the bytes of buckets that are sent when a gradient reaches the cap: the first one, then the last."""
+    found: list[int] = []
+    filled = 0
+    for size in sizes:
+        filled += size
+        if filled >= caps[min(len(found), len(caps) - 1)]:
+            found.append(filled)
+            filled = 0
+    return [*found, filled] if filled else found
