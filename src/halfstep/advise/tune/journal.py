@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,16 @@ class Journal:
     Args:
         path: the file; None: nothing is written.
         about: what the measurements belong to: task, weights, device, versions. A file about something else is refused.
-        read: whether to use what the file has, if it exists; else it is replaced by the first measurement.
 
     Raises:
         TuneError: the file cannot be read, or belongs to another task or machine.
     """
 
-    def __init__(self, path: Path | None, about: dict[str, Any], *, read: bool) -> None:
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self.path, self.about = path, about
         self.entries: dict[str, Any] = {}
         self.seconds = 0.0  # that measuring took before this process
-        if read and path is not None and path.exists():
+        if path is not None and path.exists():
             self._read(path)
 
     def _read(self, path: Path) -> None:
@@ -45,23 +43,17 @@ class Journal:
             self.entries, self.seconds = dict(values["entries"]), float(values["seconds"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TuneError(
-                f"{str(path)!r} holds no measurements of a search ({type(error).__name__}: {error}); delete it or search "
-                "without --resume"
+                f"{str(path)!r} holds no measurements of a search ({type(error).__name__}: {error}); delete it, or "
+                "search without resuming"
             ) from error
         wanted = json.loads(json.dumps(self.about))
         if version != VERSION or about != wanted:
             other = [key for key in wanted if about.get(key) != wanted[key]] if isinstance(about, dict) else []
             differs = "; ".join(f"{key}: {about.get(key)!r} there, {wanted[key]!r} here" for key in other)
             raise TuneError(
-                f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); delete it or search "
-                "without --resume"
+                f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); delete it, or "
+                "search without resuming"
             )
-
-    def remember(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return the value kept under `key`, or make it and keep it: a tree of dicts, lists and plain values."""
-        if key not in self.entries:
-            self.keep(key, make())
-        return self.entries[key]
 
     def keep(self, key: str, value: Any) -> None:
         """Keep a value and write the file; a kill leaves the last one whole."""

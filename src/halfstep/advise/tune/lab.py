@@ -32,7 +32,7 @@ from halfstep.tasks.measure import student_quantile
 from halfstep.tasks.task import Task, TaskError
 from halfstep.trees import tensors
 
-__all__ = ["Lab", "Progress", "Reference"]
+__all__ = ["SEEDS", "Lab", "Progress", "Reference", "refuse"]
 
 SEEDS = 3
 """Trainings of fp32 that show whether its loss falls, and how far apart it ends by chance."""
@@ -95,7 +95,6 @@ class Lab:
         seed: of all trainings.
         seconds: the time there is for new measurements.
         path: file of the journal; None: no file.
-        read: whether to use what it has.
         clock: seconds; the budget and all timings read it.
         on_progress: called after each round and with each result.
 
@@ -105,14 +104,14 @@ class Lab:
     """
 
     def __init__(
-        self, task: Task, device: str, *, seed: int, seconds: float, path: Path | None = None, read: bool = False,
+        self, task: Task, device: str, *, seed: int, seconds: float, path: Path | None = None,
         clock: Callable[[], float] = time.perf_counter, on_progress: Callable[[Progress], None] = lambda p: None,
     ) -> None:  # fmt: skip
         self.task, self.device, self.seed, self.seconds = task, device, seed, seconds
         self.clock, self.on_progress = clock, on_progress
         self.begun = clock()
         self.deadline = self.begun + seconds
-        self.journal = Journal(path, _about(task, device, seed), read=read)
+        self.journal = Journal(path, _about(task, device, seed))
         self.before = self.journal.seconds
         self._trained: Fp32Loop | None = None
 
@@ -127,10 +126,6 @@ class Lab:
     def spent(self) -> float:
         """Seconds that were spent, those before an interruption included."""
         return self.before + self.clock() - self.begun
-
-    def fits(self, candidates: int, steps: int, *, reserve: float = 0.0) -> bool:
-        """Return whether a race fits into the time left, with `reserve` seconds after it."""
-        return (candidates + 2) * steps * self.pace() < self.left - reserve
 
     def say(self, note: str, phase: str = "") -> None:
         """Report a result."""
@@ -150,9 +145,14 @@ class Lab:
         """Return how many steps a short training has: those of the task's excerpt, or fewer if time is short."""
         return max(FEWEST, min(self.task.excerpt_steps, int(self.seconds / (SHARE * max(self.pace(), 1e-9)))))
 
-    def reference(self, steps: int) -> Reference:
-        """Train fp32 with `SEEDS` seeds."""
-        races = [self.race((), steps, seed=self.seed + n, phase="fp32, the reference") for n in range(SEEDS)]
+    def reference(self, steps: int) -> Reference | None:
+        """Train fp32 with `SEEDS` seeds; None if the time is too short."""
+        races = []
+        for n in range(SEEDS):
+            found = self.race((), steps, seed=self.seed + n, phase="fp32, the reference")
+            if found is None or not found.finished:
+                return None
+            races.append(found)
         laps = [found.laps[FP32] for found in races]
         return Reference(
             start=tuple(lap.start for lap in laps), end=tuple(lap.end for lap in laps),
@@ -161,13 +161,15 @@ class Lab:
 
     def race(
         self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
-        seed: int | None = None, phase: str = "",
-    ) -> Race:  # fmt: skip
-        """Race candidates; see `race`. One that the clock ends is not kept."""
+        seed: int | None = None, reserve: float = 0.0, phase: str = "",
+    ) -> Race | None:  # fmt: skip
+        """Race candidates. None if `reserve` seconds would not be left. One that the clock ends is not kept."""
         chosen = self.seed if seed is None else seed
         key = f"race {_digest([[c.label, _key(c)] for c in candidates])} {steps} {base} {limit} {chosen}"
         if key in self.journal.entries:
             return Race.of(self.journal.entries[key])
+        if (len(candidates) + 2) * steps * self.pace() > self.left - reserve:
+            return None
         found = self._race(candidates, steps, phase, base=base, limit=limit, seed=chosen, deadline=self.deadline)
         if found.finished or all(lap.dropped or lap.failed for lap in found.laps.values() if lap.label != FP32):
             self._keep(key, dataclasses.asdict(found))
@@ -193,7 +195,7 @@ class Lab:
         return int(state), int(saved)
 
     def calibration(self, candidate: Candidate, steps: int) -> Calibration:
-        """Audit a candidate's policy, on weights that fp32 has trained for `steps` steps."""
+        """Audit a candidate's policy, on weights that fp32 has trained for `steps` steps; without time an empty one."""
 
         def audit() -> dict[str, Any]:
             loop = self._trained = self._trained or self._train(steps)
@@ -207,8 +209,16 @@ class Lab:
                 return dataclasses.asdict(Calibration(failed=error_line(error)))
             return dataclasses.asdict(calibration_of(found))
 
+        key = f"audit {_key(candidate)} {steps}"
+        if key not in self.journal.entries and self.left <= 0.0:
+            return Calibration(failed="the time was up")
         self.on_progress(Progress(phase=f"audit of {candidate.label}", share=self._share()))
-        return Calibration.of(self._remember(f"audit {_key(candidate)} {steps}", audit))
+        return Calibration.of(self._remember(key, audit))
+
+    def known_calibration(self, candidate: Candidate, steps: int) -> Calibration | None:
+        """Return the audit of a candidate if it was made."""
+        found = self.journal.entries.get(f"audit {_key(candidate)} {steps}")
+        return None if found is None else Calibration.of(found)
 
     def _train(self, steps: int) -> Fp32Loop:
         loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
@@ -300,6 +310,6 @@ def refuse(reference: Reference, task: Task, steps: int) -> None:
     if not reference.falls:
         falls = ", ".join(f"{a:.4g} -> {b:.4g}" for a, b in zip(reference.start, reference.end, strict=True))
         raise TuneError(
-            f"task {task.name!r}: the loss does not fall in fp32 within {steps} steps ({falls}, one a seed), so that no "
-            "policy can be judged by it; raise excerpt_steps or the learning rate, or look at the task"
+            f"task {task.name!r}: the loss does not fall in fp32 within {steps} steps ({falls}, one a seed), so that "
+            "no policy can be judged by it; raise excerpt_steps or the learning rate, or look at the task"
         )

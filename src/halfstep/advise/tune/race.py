@@ -157,7 +157,7 @@ def race(
     model = started(task, seed, device)
     runners = [_Runner(candidate) for candidate in (BASELINE, TWIN, *candidates)]
     for runner in runners:
-        _attempt(runner, lambda runner=runner: _enter(runner, task, model, steps))  # type: ignore[misc]
+        _attempt(runner, _enter, task, model, steps)
     del model
     by_label = {runner.candidate.label: runner for runner in runners}
     shuffle, order = random.Random(seed), list(runners)
@@ -168,7 +168,7 @@ def race(
         for runner in order:
             if runner.loop is not None:
                 torch.manual_seed(STEPS_OF_A_SEED * seed + done)
-                _attempt(runner, lambda runner=runner: _step(runner, batch, device, clock, timed=done >= WARM_UP))  # type: ignore[misc]  # noqa: B023
+                _attempt(runner, _step, batch, device, clock, done >= WARM_UP)
         done += 1
         if done >= WARM_UP + LOOK and (done - WARM_UP) % LOOK == 0:
             _drop(runners, by_label[base], limit)
@@ -186,10 +186,10 @@ def race(
     )
 
 
-def _attempt(runner: _Runner, work: Callable[[], None]) -> None:
+def _attempt(runner: _Runner, work: Callable[..., None], *arguments: Any) -> None:
     """Do a candidate's work; what it raises is a fact about it, unless it is fp32."""
     try:
-        work()
+        work(runner, *arguments)
     except Exception as error:  # of the user's model, of torch, or no memory
         if runner.candidate in (BASELINE, TWIN):
             raise TuneError(
@@ -208,7 +208,7 @@ def _enter(runner: _Runner, task: Task, model: nn.Module, steps: int) -> None:
     runner.loop = make_loop(runner.candidate, task, copy.deepcopy(model), steps)
 
 
-def _step(runner: _Runner, batch: tuple[Any, ...], device: str, clock: Callable[[], float], *, timed: bool) -> None:
+def _step(runner: _Runner, batch: tuple[Any, ...], device: str, clock: Callable[[], float], timed: bool) -> None:
     assert runner.loop is not None
     wait_for(device)
     start = clock()
