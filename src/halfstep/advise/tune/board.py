@@ -111,10 +111,17 @@ class Board:
     # ------------------------------------------------------------------ measuring
 
     def race(
-        self, labels: Sequence[str], steps: int, *, base: str = FP32, limit: float = math.inf, seed: int | None = None,
-        reserve: float = 0.0, phase: str = "",
+        self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, limit: float = math.inf,
+        seed: int | None = None, reserve: float = 0.0, phase: str = "",
     ) -> bool:  # fmt: skip
-        """Race candidates and judge them, unless `reserve` seconds would not be left; return whether it was run."""
+        """Race candidates, unless `reserve` seconds would not be left; return whether the race came to its end.
+
+        Args:
+            labels: of the candidates.
+            steps: of the race.
+            judged: whether it is long enough to judge the loss by.
+            base, limit, seed, reserve, phase: as in `Lab.race`.
+        """
         labels = list(dict.fromkeys(labels))
         found = self.lab.race(
             [self.candidate(x) for x in labels], steps, base=base, limit=limit, seed=seed, reserve=reserve, phase=phase
@@ -129,15 +136,15 @@ class Board:
         self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
                  reason="what the others are compared with")  # fmt: skip
         for label in labels:
-            self._judge(label, found, base, whole=steps == self.steps)
+            self._judge(label, found, base, judged=judged)
         return found.finished
 
     def _count(self, label: str) -> None:
         state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
         self.set(label, state_bytes=state, saved_bytes=saved)
 
-    def _judge(self, label: str, found: Race, base: str, *, whole: bool) -> None:
-        """Note what a race showed; `whole`: whether it was long enough to judge the loss."""
+    def _judge(self, label: str, found: Race, base: str, *, judged: bool) -> None:
+        """Note what a race showed."""
         lap, before = found.laps[label], self.tried[label]
         if lap.time is not None and not lap.dropped:
             self.set(label, time=lap.time, milliseconds=lap.milliseconds)
@@ -146,20 +153,21 @@ class Board:
         elif lap.dropped and before.verdict == "unmeasured":
             words = _over(lap.beside, base)
             self.set(label, time=lap.time, milliseconds=lap.milliseconds, verdict="slower", reason=words)
-        elif whole and found.finished:
+        elif judged and found.finished:
             rise = found.rise(label)
             verdict = "within" if rise <= self.bound else "worse"
             self.set(label, loss_rise=rise, verdict=verdict, reason=self._rise_words(rise, lap))
         elif before.verdict == "unmeasured":
             self.set(label, reason=_over(lap.beside, base))
         now = self.tried[label]
-        self.lab.say(f"{label}: {now.verdict}; {_over(now.time, FP32)}; {now.reason}")
+        words = [now.verdict, _over(lap.time, FP32), now.reason]
+        self.lab.say(f"{label}: {'; '.join(dict.fromkeys(words))}")
 
     def _rise_words(self, rise: float, lap: Lap) -> str:
         if math.isinf(rise):
             return f"its loss is not finite ({lap.skipped} steps skipped)" if lap.skipped else "its loss is not finite"
         skipped = f", {lap.skipped} steps skipped" if lap.skipped else ""
-        return f"loss {100 * rise:+.2g} % of fp32's, at most {100 * self.bound:+.2g} % allowed{skipped}"
+        return f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed{skipped}"
 
     def calibration(self, label: str) -> Calibration:
         """Return the audit of a candidate, and note its error."""

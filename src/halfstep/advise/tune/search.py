@@ -18,6 +18,7 @@ from halfstep.advise.tune.lab import SEEDS, Reference
 from halfstep.advise.tune.moves import exceptions, savings
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.result import Change, Tried
+from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import WARM_UP
 
@@ -62,6 +63,7 @@ class Search:
         notes: what was left out and what is missing.
         proofs: (label, Proof), in order.
         finished: whether it came to its end.
+        interrupted: whether Ctrl-C ended it.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Search:
         self.given, self.dtypes, self.seeds, self.compiling = bound, dtypes, seeds, compile
         self.notes: list[str] = []
         self.proofs: list[tuple[str, Proof]] = []
-        self.finished = False
+        self.finished = self.interrupted = False
 
     def run(self, reference: Reference) -> None:
         """Search until the end or until the time is up."""
         self.board.bound = reference.noise if self.given is None else self.given
+        self.board.set(SAFE, error=0.0)
         if not reference.repeatable:
             self.notes.append(
                 "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
@@ -137,8 +140,8 @@ class Search:
                 break
             labels = [base.label, *(single.label for single in singles)]
             limit = math.inf if board.weights.memory else 1.0
-            if not board.race(labels, WARM_UP + LOOKS, base=base.label, limit=limit, reserve=self._reserve(),
-                              phase="changes that save"):  # fmt: skip
+            if not board.race(labels, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
+                              reserve=self._reserve(), phase="changes that save"):  # fmt: skip
                 return False
             together = self._together(board[base.label], [self._explain(t.label, base) for t in singles])
             if not together:
@@ -174,9 +177,8 @@ class Search:
         """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
         board = self.board
         for tried in self._finalists():
-            if tried.preset == SAFE and not tried.compile:
-                board.best = tried.label
-                return True
+            if tried.label == SAFE:
+                break
             proof = self.lab.prove(board.candidate(tried.label), self.steps, bound=self.given, seeds=self.seeds)
             self.proofs.append((tried.label, proof))
             self.lab.say(f"{tried.label}: {proof.verdict}; {proof.reason}")
@@ -214,9 +216,8 @@ class Search:
         within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
         order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))[:FINALISTS]
         labels = list(dict.fromkeys([*(t.label for t in order), SAFE]))
-        rounds = WARM_UP + LOOKS
-        if board[SAFE].verdict == "within" and rounds < self.steps:
-            board.race(labels, rounds, seed=self.lab.seed + SEEDS, reserve=self._reserve(), phase="the finalists")
+        if board.race(labels, WARM_UP + 2 * LOOKS, judged=False, seed=self.lab.seed + SEEDS, reserve=self._reserve(),
+                      phase="the finalists"):  # fmt: skip
             board.best = SAFE
             for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
                 board.prefer(label)
@@ -224,7 +225,7 @@ class Search:
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""
-        if self.board[label].verdict in {"within", "worse"}:
+        if self.board[label].verdict in {"within", "worse"} and label != SAFE:
             self.board.calibration(label)
         self.board.prefer(label)
 
@@ -238,7 +239,7 @@ class Search:
             words = f"{new} changes together {words.replace('saves', 'save').replace('costs', 'cost')}"
         memory = tried.bytes - base.bytes
         if tried.bytes and memory:
-            words += f", {abs(memory) / 1e6:.3g} MB {'more' if memory > 0 else 'less'}"
+            words += f", {size(abs(memory))} {'more' if memory > 0 else 'less'}"
         last = replace(tried.changes[-1], why=f"{tried.changes[-1].why}; {words}")
         return board.set(label, changes=(*tried.changes[:-1], last))
 
@@ -246,6 +247,9 @@ class Search:
         """Return candidates with the changes that save: the best one, the best two, ...; one rule a place."""
         board = self.board
         good = sorted((t for t in singles if board.saves(t, base)), key=lambda t: board.beside(t.label))
+        for tried in singles:
+            if tried.verdict == "unmeasured":
+                board.set(tried.label, verdict="saves" if tried in good else "slower")
         chosen: list[Change] = []
         labels = []
         predicted, bytes_, policy = 1.0 if base.time is None else base.time.median, base.bytes, base.policy
@@ -256,7 +260,7 @@ class Search:
             chosen.append(change)
             predicted *= board.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
-            policy = _made(policy, change)
+            policy = applied(policy, [(change.field, change.pattern, change.value)])
             made = board.add(policy, base.preset, (*base.changes, *chosen))
             labels.append(board.set(made.label, predicted=predicted, predicted_bytes=bytes_).label)
         return labels
@@ -270,7 +274,3 @@ class Search:
         steps = self.lab.task.excerpt_steps
         minutes = math.ceil((2.5 * len(PRESETS) * len(self.dtypes) + 4 * PROOF) * steps * self.lab.pace() / 60 + 1)
         return f"about {minutes} minutes suffice on this machine, also with --resume"
-
-
-def _made(policy: hs.Policy, change: Change) -> hs.Policy:
-    return applied(policy, [(change.field, change.pattern, change.value)])
