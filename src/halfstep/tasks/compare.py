@@ -23,7 +23,7 @@ from halfstep.tasks.machine import wait_for
 from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
 from halfstep.tasks.task import Task
 
-__all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "evaluated", "started", "thinned"]
+__all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "evaluated", "probed", "started", "thinned"]
 
 WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
@@ -121,7 +121,7 @@ def compare(
     amp = next(c for c in candidates if c.label.startswith(AMP))
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
     runners = [*candidates, twin]
-    bytes_of = {c.label: _probe(task, c, device) for c in candidates}
+    bytes_of = {c.label: probed(task, c, device) for c in candidates}
     times: dict[str, list[float]] = {c.label: [] for c in runners}
     ends: dict[str, list[tuple[float, tuple[int, ...], float]]] = {c.label: [] for c in runners}
     curves: dict[str, list[list[float]]] = {c.label: [] for c in runners}
@@ -195,7 +195,7 @@ def started(task: Task, seed: int, device: str) -> nn.Module:
     return task.model().to(device)
 
 
-def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
+def probed(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
     """Return (bytes between steps, bytes saved for backward) of a candidate, on a run of its own."""
     saved = 0
 

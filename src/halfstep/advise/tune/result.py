@@ -60,9 +60,11 @@ class Tried:
             the parameters; 0.0 for fp32, inf if one is not finite, nan if not measured.
         loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
             fraction of fp32's; inf if it is not finite, nan if not measured.
-        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (left out of
-            the race before its loss was judged; also for memory), "failed" (an error or no memory) or "unmeasured".
+        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (left
+            the race before its loss was judged), "failed" (an error, no memory) or "unmeasured".
         reason: one sentence: why it was chosen or rejected.
+        predicted: step time over that of fp32 as its changes, each measured alone, made expect; nan without changes.
+        predicted_bytes: likewise, `bytes`; 0 without changes.
     """
 
     label: str
@@ -78,6 +80,8 @@ class Tried:
     loss_rise: float = math.nan
     verdict: str = "unmeasured"
     reason: str = ""
+    predicted: float = math.nan
+    predicted_bytes: int = 0
 
     @property
     def bytes(self) -> int:
