@@ -5,7 +5,7 @@ Each is learned in some tens of steps of milliseconds, from data that a seed mak
 - `distances`: attention over points in space; its scores are squared distances out of one product, which overflows in
   fp16 and in bf16 is wrong by more than neighbours lie apart.
 - `stream`: residual blocks whose stream has a large offset: a low stream cannot hold what the blocks add.
-- `weights`: 6 million parameters, 8 rows: a step is mostly its tail. The first layer reads readings with an offset, whose
+- `weights`: 3 million parameters, 8 rows: a step is mostly its tail. The first layer reads readings with an offset, whose
   differences a low product loses.
 - `norms`: narrow layers between norms and activations; casts cost more than low products save.
 """
@@ -27,6 +27,7 @@ from halfstep.tasks.images import STEPS_OF_A_SEED
 
 __all__ = ["TASKS"]
 
+BUNDLED_STEPS = 40  # of halfstep's own tasks: half of their excerpt
 HELD_OUT = 999_999  # the step whose batch, with seed 0, the metric is computed on
 
 
@@ -72,7 +73,7 @@ class MLP(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def near_points(seed: int, step: int, count: int = 8) -> tuple[Tensor, ...]:
+def near_points(seed: int, step: int, count: int = 4) -> tuple[Tensor, ...]:
     """Return places, each within a unit or so of a point, the points, their classes, and the class of the nearest."""
     source = generator(seed, step)
     points = SIDE * torch.rand(count, POINTS, 3, generator=source)
@@ -81,7 +82,12 @@ def near_points(seed: int, step: int, count: int = 8) -> tuple[Tensor, ...]:
     places = points.gather(1, order[..., None].expand(-1, -1, 3)) + torch.randn(count, POINTS, 3, generator=source)
     answers = classes.gather(1, order)
     wrong = torch.rand(answers.shape, generator=source) < WRONG
-    return places, points, classes, torch.where(wrong, torch.randint(0, CLASSES, answers.shape, generator=source), answers)
+    return (
+        places,
+        points,
+        classes,
+        torch.where(wrong, torch.randint(0, CLASSES, answers.shape, generator=source), answers),
+    )
 
 
 # ------------------------------------------------------------------ stream
@@ -92,7 +98,7 @@ OFFSET = 512.0
 class Stream(nn.Module):
     """Residual MLPs on a stream that starts with a large offset in every channel."""
 
-    def __init__(self, width: int = 256, depth: int = 4, inputs: int = 64) -> None:
+    def __init__(self, width: int = 192, depth: int = 3, inputs: int = 64) -> None:
         super().__init__()
         self.stem = nn.Linear(inputs, width)
         self.offset = nn.Parameter(torch.full((width,), OFFSET))
@@ -107,7 +113,7 @@ class Stream(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def clusters(seed: int, step: int, count: int = 512, inputs: int = 64) -> tuple[Tensor, Tensor]:
+def clusters(seed: int, step: int, count: int = 256, inputs: int = 64) -> tuple[Tensor, Tensor]:
     """Return points around centres, with the centre's number: (count, inputs), (count,)."""
     source = generator(seed, step)
     centres = torch.randn(10, inputs, generator=torch.Generator().manual_seed(7))
@@ -121,16 +127,16 @@ READINGS, LEVEL = 64, 1000.0
 
 
 class Readings(nn.Module):
-    """6.3M parameters, most of them in one layer, behind readings whose level is taken off first."""
+    """3.2M parameters, most of them in one layer, behind readings whose level is taken off first."""
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (READINGS, 2048, 2048, 1024)
+        widths = (READINGS, 1024, 2048, 512)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.head = nn.Linear(widths[-1], 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (x - LEVEL)
+        x = x - LEVEL
         for layer in self.layers:
             x = F.relu(layer(x))
         return self.head(x)  # type: ignore[no-any-return]
@@ -149,7 +155,7 @@ def readings(seed: int, step: int, count: int = 8) -> tuple[Tensor, Tensor]:
 class Narrow(nn.Module):
     """Blocks of two narrow layers with three norms and gates: nearly all of the time is elementwise."""
 
-    def __init__(self, width: int = 48, depth: int = 8, inputs: int = 64) -> None:
+    def __init__(self, width: int = 48, depth: int = 6, inputs: int = 64) -> None:
         super().__init__()
         self.stem = nn.Linear(inputs, width)
         self.blocks = nn.ModuleList(Gated(width) for _ in range(depth))
@@ -209,10 +215,39 @@ def made(
     )  # fmt: skip
 
 
+def llama() -> nn.Module:
+    """Return a Llama of transformers, tiny, with new weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def repeats(seed: int, step: int, count: int = 8, length: int = 64) -> tuple[Tensor]:
+    """Return tokens that come again after half a sequence, (count, length)."""
+    half = torch.randint(0, 256, (count, length // 2), generator=generator(seed, step))
+    cycle = half % 16  # few of them: learned in some tens of steps
+    return (torch.cat((cycle, cycle), 1),)
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+
+def shortened(name: str) -> Callable[[], Task]:
+    return lambda: replace(load_task(name), excerpt_steps=BUNDLED_STEPS)
+
+
 TASKS: dict[str, Callable[[], Task]] = {
-    "distances": lambda: made("distances", "attention by distance", Nearest, near_points),
+    "distances": lambda: made("distances", "attention by distance, 4 x 64 places", Nearest, near_points),
     "stream": lambda: made("stream", "residual stream with an offset of 512", Stream, clusters),
-    "weights": lambda: made("weights", "6M parameters, 8 rows", Readings, readings, regress, rate=3e-4),
-    "norms": lambda: made("norms", "24 norms between narrow layers", Narrow, clusters, rate=3e-3),
-    **{name: (lambda name=name: replace(load_task(name), excerpt_steps=40)) for name in ("lenet5", "resnet", "gpt")},
+    "weights": lambda: made(
+        "weights", "3.2M parameters, 8 rows, readings around 1000", Readings, readings, regress, rate=3e-4
+    ),
+    "norms": lambda: made("norms", "19 norms between narrow layers", Narrow, clusters, rate=3e-3),
+    "llama": lambda: made("llama", "transformers' Llama, 2 layers of 128", llama, repeats, next_token),
+    **{name: shortened(name) for name in ("lenet5", "resnet", "gpt")},
 }
