@@ -34,7 +34,8 @@ def advice(board: Board, lab: Lab) -> Iterator[str]:
         if last is not None and last.bytes > LARGE * best.saved_bytes:
             yield (
                 f"the result of {last.module or 'the last linear'} takes {size(last.bytes)} of "
-                f"{size(best.saved_bytes)} kept for the backward pass: hs.linear_cross_entropy computes the loss without it"
+                f"{size(best.saved_bytes)} kept for the backward pass: hs.linear_cross_entropy computes "
+                "the loss without it"
             )
     if best.saved_bytes > best.state_bytes:
         found = _blocks(started(lab.task, lab.seed, "cpu"))

@@ -116,11 +116,7 @@ class Board:
     ) -> bool:  # fmt: skip
         """Race candidates, unless `reserve` seconds would not be left; return whether the race came to its end.
 
-        Args:
-            labels: of the candidates.
-            steps: of the race.
-            judged: whether it is long enough to judge the loss by.
-            base, limit, seed, reserve, phase: as in `Lab.race`.
+        With `judged` it is long enough to judge the loss by. The other arguments are those of `Lab.race`.
         """
         labels = list(dict.fromkeys(labels))
         found = self.lab.race(

@@ -39,8 +39,8 @@ ROUNDS = 3
 TOGETHER = 6
 """Changes that are combined at most, the best first."""
 
-FINALISTS = 4
-"""Candidates that are tested for equivalence at most, one after the other."""
+CHANGED = 2
+"""Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
 
 PROOF = 13
 """Short trainings of a proof with the fewest seeds, five pairs, and a little more; time for them is kept free."""
@@ -211,11 +211,12 @@ class Search:
     # ------------------------------------------------------------------ what they share
 
     def _finalists(self) -> list[Tried]:
-        """Race the best candidates and fp32 on other batches, for times that no choice has favoured; return them."""
+        """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
         board = self.board
         within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
-        order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))[:FINALISTS]
-        labels = list(dict.fromkeys([*(t.label for t in order), SAFE]))
+        order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))
+        changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
+        labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
         if board.race(labels, WARM_UP + 2 * LOOKS, judged=False, seed=self.lab.seed + SEEDS, reserve=self._reserve(),
                       phase="the finalists"):  # fmt: skip
             board.best = SAFE
