@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from halfstep import integrations as integrations
     from halfstep import lens as lens
     from halfstep.advise.plan import plan
+    from halfstep.advise.tune import tune
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
 
@@ -71,6 +72,7 @@ __all__ = [
     "save",
     "shard",
     "suspended",
+    "tune",
     "unprepare",
 ]
 
@@ -81,6 +83,7 @@ _LATER = {
     "SketchWriter": "lens",
     "audit": "lens.audit.audit",
     "plan": "advise.plan",
+    "tune": "advise.tune",
 }
 """Name -> the module that is imported when the name is first used; training alone needs none of them."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "COLOURS", "AreaChart", "Bar", "BarChart", "Chart", "Dot", "DotChart", "HeatMap", "Key", "LineChart", "Series",
-    "Strip",
+    "COLOURS", "AreaChart", "Bar", "BarChart", "Chart", "Dot", "DotChart", "HeatMap", "Key", "LineChart", "Point",
+    "PointChart", "Series", "Strip",
 ]  # fmt: skip
 
 COLOURS = 6  # hues that stay apart for colour-blind readers; colour 0 is the text's own, for the reference
@@ -116,4 +116,28 @@ class HeatMap:
     strips: tuple[Strip, ...]
 
 
-Chart = LineChart | AreaChart | BarChart | DotChart | HeatMap
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One point of a plane."""
+
+    label: str  # its name; written beside it if `named`
+    x: float
+    y: float  # inf is drawn above the axis, as "not finite"
+    named: bool = False
+    mark: str = "full"  # "full", "hollow", "cross" or "chosen" (larger, with a ring)
+    key: Key = Key()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointChart:
+    """Points of a plane, with a limit for y: linear up to the limit, logarithmic beyond it."""
+
+    x_label: str
+    y_label: str
+    points: tuple[Point, ...]  # later ones lie above
+    limit: float  # positive; what lies from -limit to limit is shaded, and there is a line at the limit
+    limit_label: str
+    front: tuple[tuple[float, float], ...] = ()  # joined by a line of steps, rising in x
+
+
+Chart = LineChart | AreaChart | BarChart | DotChart | HeatMap | PointChart

@@ -52,7 +52,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One field of a table; `tone` as in `Fact`."""
+    """One field of a table; `tone` as in `Fact`, or "words" for sentences, which are broken into lines."""
 
     text: str
     tone: str = ""

@@ -33,6 +33,7 @@ from halfstep.report.charts import (
     HeatMap,
     Key,
     LineChart,
+    PointChart,
     Series,
     Strip,
 )
@@ -44,6 +45,7 @@ SIDE = 12  # px left and right of bars and dots: room for half a number below th
 PITCH = 38  # px from one bar to the next: a line of text above the bar
 FOOT = 42  # px below the axes: numbers and what they count
 LINES_HEIGHT = 250
+POINTS_HEIGHT = 330
 TRACK = 17  # px of that for the bar and what lies behind it
 FONT = 12  # px
 STRIP = 15  # px of a heat map's row for its cells
@@ -103,6 +105,8 @@ def draw(chart: Chart) -> Drawing:
             return _drawn(LINES_HEIGHT, lambda figure: _areas(figure, chart))
         if isinstance(chart, BarChart):
             return _drawn(_height(len(chart.bars)), lambda figure: _bars(figure, chart))
+        if isinstance(chart, PointChart):
+            return _drawn(POINTS_HEIGHT, lambda figure: _points(figure, chart))
         if isinstance(chart, HeatMap):
             return _drawn(_height(len(chart.strips)), lambda figure: _heat(figure, chart))
         return _drawn(_height(len(chart.dots)), lambda figure: _dots(figure, chart))
@@ -327,6 +331,72 @@ def _dots(figure: Figure, chart: DotChart) -> None:
             mark = "<" if at < 0.0 else ">"
         face = PAPER if dot.mark == "hollow" else colour
         axes.plot([at], [y], mark, color=colour, markerfacecolor=face, markersize=8, markeredgewidth=1.6, clip_on=False)
+
+
+# ------------------------------------------------------------------ points
+
+
+def _points(figure: Figure, chart: PointChart) -> None:
+    """Draw points; y in limits up to the limit, beyond it one more unit for each power of ten."""
+    axes = _axes(figure, left=50, right=16, top=30, bottom=FOOT)
+
+    def height(y: float) -> float:
+        return y / chart.limit if abs(y) <= chart.limit else math.copysign(1 + math.log10(abs(y) / chart.limit), y)
+
+    finite = [height(p.y) for p in chart.points if math.isfinite(p.y)]
+    lost = any(not math.isfinite(p.y) for p in chart.points)
+    low, high = min([-1.0, *finite]), max([1.6, *finite])
+    top = high + (0.16 * (high - low) if lost else 0.0)  # where points that are not finite are drawn
+    axes.set_ylim(low - 0.1, top + 0.1)
+    across = [p.x for p in chart.points]
+    room = 0.06 * ((max(across) - min(across)) or abs(across[0]) or 1.0) if across else 1.0
+    axes.set_xlim(min(across, default=0.0) - room, max(across, default=1.0) + room)
+    powers = [sign * 10.0**n for sign in (-1, 1) for n in range(math.ceil(max(abs(low), high)))]
+    shown = {0.0: 0.0, **{height(n * chart.limit): n * chart.limit for n in powers}}
+    ticks = [t for t in sorted(shown) if low <= t <= high]
+    names = [_plain(shown[t], form="+.3g" if shown[t] else "g") for t in ticks]
+    axes.set_yticks([*ticks, top] if lost else ticks, [*names, "not\nfinite"] if lost else names)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.axhspan(-1.0, 1.0, color=BAND, linewidth=0)
+    axes.axhline(1.0, color=INK, linewidth=1.2, dashes=(4, 2))
+    axes.annotate(
+        chart.limit_label, (1, 1.0), (0, 4), ("axes fraction", "data"), "offset points", ha="right", color=MUTED
+    )
+    axes.annotate(_printable(chart.y_label), (0, 1), (-46, 14), "axes fraction", "offset points", color=MUTED)
+    axes.set_xlabel(_printable(chart.x_label), fontsize=FONT)
+    if chart.front:
+        xs, ys = zip(*chart.front, strict=True)
+        axes.step(xs, [height(y) for y in ys], where="post", color=MUTED, linewidth=1.2, alpha=0.7)
+    taken: list[tuple[float, float, float, float]] = []
+    places = [(p, *axes.transData.transform((p.x, height(p.y) if math.isfinite(p.y) else top))) for p in chart.points]
+    taken += [(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
+    for point, x, y in places:
+        at = (point.x, height(point.y) if math.isfinite(point.y) else top)
+        colour = _colour(point.key)
+        mark, face = ("X" if point.mark == "cross" else "o"), PAPER if point.mark == "hollow" else colour
+        look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "clip_on": False}
+        if point.mark == "chosen":
+            axes.plot(*at, "o", color=colour, markerfacecolor="none", markersize=15, markeredgewidth=1.6, clip_on=False)
+        axes.plot(*at, mark, markersize=7.5, markeredgewidth=1.6, **look)
+        if point.named:
+            _beside(axes, _shortened(point.label, 30), x, y, taken)
+
+
+def _beside(axes: Axes, text: str, x: float, y: float, taken: list[tuple[float, float, float, float]]) -> None:
+    """Write `text` at the first free place beside the point (x, y), in px; where all are taken, nowhere."""
+    wide, tall = 6.3 * len(text), FONT + 1.0
+    right, left, middle = x + 10, x - 10 - wide, x - wide / 2
+    spots = [(right, y - 4), (left, y - 4), (middle, y + 11), (middle, y - 11 - tall), (right, y + 8), (right, y - 18),
+             (left, y + 8), (left, y - 18)]  # fmt: skip
+    spots += [(min(max(middle, 2.0), WIDTH - wide - 2), y + way * n) for n in (26, 40, 54) for way in (1, -1)]
+    for a, b in spots:
+        box = (a, b, a + wide, b + tall)
+        inside = a >= 0 and a + wide <= WIDTH and b >= FOOT and b + tall <= POINTS_HEIGHT - 18
+        if inside and not any(a < x1 and x0 < a + wide and b < y1 and y0 < b + tall for x0, y0, x1, y1 in taken):
+            axes.annotate(text, (a, b), xycoords="figure pixels", color=INK)
+            taken.append(box)
+            return
 
 
 # ------------------------------------------------------------------ heat maps

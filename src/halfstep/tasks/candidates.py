@@ -26,6 +26,7 @@ class Candidate:
     label: str  # its name in tables and reports; unique in a comparison
     dtype: str  # the low format: "bf16", "fp16", or "fp32" for none
     policy: hs.Policy | None = None  # what halfstep carries out, or None for a loop of torch alone
+    compile: bool = False  # whether the TrainStep of a policy has ``compile=True``
 
 
 def default_format(device: str) -> str:

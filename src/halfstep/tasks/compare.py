@@ -23,7 +23,7 @@ from halfstep.tasks.machine import wait_for
 from halfstep.tasks.measure import Difference, Ratio, SavedForBackward, difference, paired_ratio, state_bytes
 from halfstep.tasks.task import Task
 
-__all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "thinned"]
+__all__ = ["CandidateRow", "Comparison", "Moment", "check", "compare", "evaluated", "probed", "started", "thinned"]
 
 WARM_UP = 5  # first steps of a run, not timed: allocations, caches and kernels chosen on first use
 CURVE_POINTS = 200  # of a loss curve, at most: more than a picture shows
@@ -92,7 +92,7 @@ def check(task: Task, candidates: Sequence[Candidate], device: str) -> None:
         HalfstepError: a policy cannot be bound to this model, or the task has no metric.
     """
     task.margin_around(0.0)
-    model = _start(task, 0, device)
+    model = started(task, 0, device)
     for candidate in candidates:
         make_loop(candidate, task, copy.deepcopy(model), 1)
 
@@ -121,17 +121,17 @@ def compare(
     amp = next(c for c in candidates if c.label.startswith(AMP))
     twin = Candidate(label=f"{amp.label} again", dtype=amp.dtype)
     runners = [*candidates, twin]
-    bytes_of = {c.label: _probe(task, c, device) for c in candidates}
+    bytes_of = {c.label: probed(task, c, device) for c in candidates}
     times: dict[str, list[float]] = {c.label: [] for c in runners}
     ends: dict[str, list[tuple[float, tuple[int, ...], float]]] = {c.label: [] for c in runners}
     curves: dict[str, list[list[float]]] = {c.label: [] for c in runners}
     for seed in range(seeds):
-        model = _start(task, seed, device)
+        model = started(task, seed, device)
         loops = {c.label: make_loop(c, task, copy.deepcopy(model), steps) for c in runners}
         losses = _train(task, loops, seed, steps, device, times, on_step)
         for label, loop in loops.items():
             curves[label].append(losses[label])
-            ends[label].append((_evaluate(task, loop, seed), loop.skipped(), loop.scale()))
+            ends[label].append((evaluated(task, loop, seed), loop.skipped(), loop.scale()))
     reference = [metric for metric, _, _ in ends[FP32]]
     margin = task.margin_around(statistics.fmean(reference))
 
@@ -146,7 +146,7 @@ def compare(
             CandidateRow(
                 label=label,
                 policy="" if candidate.policy is None else candidate.policy.to_toml(),
-                notes=() if candidate.policy is None else hs.resolve(candidate.policy, _start(task, 0, device)).notes,
+                notes=() if candidate.policy is None else hs.resolve(candidate.policy, started(task, 0, device)).notes,
                 metrics=metrics,
                 difference=difference(metrics, reference, margin, higher=task.higher_is_better),
                 milliseconds=1e3 * statistics.median(times[label]) if times[label] else float("nan"),
@@ -189,12 +189,13 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _start(task: Task, seed: int, device: str) -> nn.Module:
+def started(task: Task, seed: int, device: str) -> nn.Module:
+    """Return a new model of `task` with the weights of `seed`."""
     torch.manual_seed(seed)
     return task.model().to(device)
 
 
-def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
+def probed(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
     """Return (bytes between steps, bytes saved for backward) of a candidate, on a run of its own."""
     saved = 0
 
@@ -205,7 +206,7 @@ def _probe(task: Task, candidate: Candidate, device: str) -> tuple[int, int]:
         saved = kept.bytes
         return loss
 
-    loop = make_loop(candidate, replace(task, loss_fn=loss_fn), _start(task, 0, device), PROBE_STEPS)
+    loop = make_loop(candidate, replace(task, loss_fn=loss_fn), started(task, 0, device), PROBE_STEPS)
     for step in range(PROBE_STEPS):
         loop(task.batch_on(device, 0, step))
     return state_bytes(*loop.state()), saved
@@ -243,7 +244,8 @@ def _samples(batch: tuple[Any, ...]) -> int:
     return 1 if first is None else first.shape[0]
 
 
-def _evaluate(task: Task, loop: Loop, seed: int) -> float:
+def evaluated(task: Task, loop: Loop, seed: int) -> float:
+    """Return the task's metric of the model in training, which stays in training mode."""
     torch.manual_seed(seed)
     loop.model.eval()
     with torch.no_grad():

@@ -57,7 +57,7 @@ class Loop(ABC):
 def make_loop(candidate: Candidate, task: Task, model: nn.Module, steps: int) -> Loop:
     """Return a loop that trains `model`, in place, as `candidate`."""
     if candidate.policy is not None:
-        return PolicyLoop(candidate.policy, task, model, steps)
+        return PolicyLoop(candidate.policy, task, model, steps, compile=candidate.compile)
     if candidate.dtype == "fp32":
         return Fp32Loop(task, model, steps)
     return AmpLoop(DTYPES[candidate.dtype], task, model, steps)
@@ -158,12 +158,13 @@ class AmpLoop(Fp32Loop):
 class PolicyLoop(Loop):
     """halfstep's TrainStep under one policy."""
 
-    def __init__(self, policy: hs.Policy, task: Task, model: nn.Module, steps: int) -> None:
+    def __init__(self, policy: hs.Policy, task: Task, model: nn.Module, steps: int, *, compile: bool = False) -> None:
         optimizer = task.optimizer(model)
         scheduler = task.scheduler and task.scheduler(optimizer, steps)
         self.step = hs.TrainStep(
-            model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler
-        )
+            model, optimizer, task.loss_fn, policy=policy, clip_norm=task.clip_norm, scheduler=scheduler,
+            compile=compile,
+        )  # fmt: skip
         super().__init__(model)
         self.skips: list[Tensor] = []
 

@@ -1,0 +1,275 @@
+"""Benchmark of `hs.tune`: its policy beside every preset, on models that presets suit and on models where they lose.
+
+    python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json
+
+For each task of `tune_tasks`: `hs.tune` searches for some of the time. Then fp32, every preset and the chosen policy
+take their steps in turns in one process (fp32 twice: what the two differ by cannot be resolved), and each is tested for
+equivalence with fp32 (`advise.tune.proof`), with seeds that the search has not seen: the chosen policy first, then the
+presets from the fastest on, as far as the time goes. The figure is the chosen policy's time over that of the fastest
+preset that was shown to be equivalent; plain fp32 counts as one.
+
+What is finished of a task lies in PARTS and is not measured again; delete PARTS to begin anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import math
+import random
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import halfstep as hs
+from benchmarks.run import commit
+from benchmarks.tune_tasks import TASKS
+from halfstep.advise.tune import Tuning, tune
+from halfstep.advise.tune.proof import Proof, prove
+from halfstep.advise.tune.trainings import Run
+from halfstep.report import strict_json
+from halfstep.tasks import Task, machine
+from halfstep.tasks.candidates import FP32, Candidate, policy_candidate
+from halfstep.tasks.compare import WARM_UP, started
+from halfstep.tasks.loops import Loop, make_loop
+from halfstep.tasks.measure import Ratio, paired_ratio
+
+COMMAND = "python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json"
+PRESETS = ("O0", "torch", "O1", "mixed", "O2", "pure", "lean", "mixed:fp16", "O2:fp16")
+TUNED, AGAIN = "tuned", "fp32 again"
+MINUTES = 9.5  # for all tasks together
+SEARCH, RACE = 0.5, 0.15  # shares of a task's time for the search and for timing; the rest is for proofs
+ROUNDS = 60
+FIRST_SEED = 100  # of the proofs here
+FASTER = 0.95  # of the fastest equivalent preset's time: the goal on two tasks
+MAX_RISE = None  # the task's own margin decides
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One candidate of one task.
+
+    Attributes:
+        label: "fp32", a preset with its format, or "tuned".
+        policy: TOML; "" for plain fp32.
+        milliseconds: median time of a step; nan if it raised.
+        to_fp32: its time over fp32's; None if it was not timed.
+        tuned: the tuned policy's time over this one's; None likewise.
+        verdict: of the proof; "not tested" if the time was up.
+        reason: in one sentence.
+    """
+
+    label: str
+    policy: str
+    milliseconds: float
+    to_fp32: Ratio | None
+    tuned: Ratio | None
+    verdict: str
+    reason: str
+
+
+def candidates(tuning: Tuning) -> list[Candidate]:
+    """Return fp32, the presets, and the policy that `hs.tune` has chosen."""
+    found = [policy_candidate(label, "cpu") for label in PRESETS]
+    fp32 = Candidate(label=FP32, dtype="fp32")
+    chosen = tuning.chosen
+    plain = chosen.label == FP32  # the loop of torch alone
+    tuned = Candidate(label=TUNED, dtype=chosen.policy.dtype, policy=None if plain else chosen.policy,
+                      compile=tuning.compile)  # fmt: skip
+    return [fp32, tuned, *(c for c in found if c is not None)]
+
+
+def timed(task: Task, those: Sequence[Candidate], seconds: float) -> dict[str, list[float]]:
+    """Return seconds of steps taken in turns, a value a round; a candidate that raises has none."""
+    loops: dict[str, Loop] = {}
+    for candidate in (*those, Candidate(label=AGAIN, dtype="fp32")):
+        loop = make_loop(candidate, task, started(task, FIRST_SEED, "cpu"), ROUNDS + WARM_UP)
+        try:
+            loop(task.batch_on("cpu", FIRST_SEED, 0))
+            loops[candidate.label] = loop
+        except (RuntimeError, hs.HalfstepError):
+            print(f"  {candidate.label} raised", file=sys.stderr)
+    times: dict[str, list[float]] = {label: [] for label in loops}
+    order, shuffle = list(loops), random.Random(0)
+    end = time.monotonic() + seconds
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, ROUNDS + WARM_UP):
+            if number > 2 * WARM_UP and time.monotonic() > end:
+                break
+            batch = task.batch_on("cpu", FIRST_SEED, number)
+            shuffle.shuffle(order)
+            for label in order:
+                begun = time.perf_counter()
+                loops[label](batch)
+                if number >= WARM_UP:
+                    times[label].append(time.perf_counter() - begun)
+    finally:
+        gc.enable()
+    return times
+
+
+def proofs(
+    task: Task, those: Sequence[Candidate], times: Mapping[str, Sequence[float]], seconds: float
+) -> dict[str, Proof]:
+    """Test the tuned policy, then presets from the fastest on, until the time is up."""
+    fp32 = times[FP32]
+    order = [c for c in those if c.label != FP32 and c.label in times]
+    order.sort(key=lambda c: (c.label != TUNED, paired_ratio(times[c.label], fp32).median))
+    runs: list[Run] = []
+    found: dict[str, Proof] = {}
+    end = time.monotonic() + seconds
+    for candidate in order:
+        if candidate.policy is None:
+            continue  # plain fp32 itself
+        # the chosen policy and a first preset are tested in any case
+        left = math.inf if len(found) < 2 else end - time.monotonic()
+        if left <= 0.0:
+            break
+        found[candidate.label] = prove(
+            task, candidate, seed=FIRST_SEED, seconds=left, runs=runs, on_run=runs.append, max_loss_rise=MAX_RISE
+        )
+    return found
+
+
+def measured(name: str, parts: Path, seconds: float, *, quick: bool) -> dict[str, Any]:
+    """Return the report of one task, from PARTS or measured now."""
+    file = parts / f"{name}.json"
+    if file.exists():
+        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return kept
+    task, begun = TASKS[name](), time.monotonic()
+    tuning = tune(task, minutes=SEARCH * seconds / 60, compile=False, resume=parts / f"{name}.search.json")
+    searched = time.monotonic() - begun
+    those = candidates(tuning)
+    times = timed(task, those, RACE * seconds)
+    tested = proofs(task, those, times, 0.0 if quick else seconds - (time.monotonic() - begun))
+    report = {
+        "task": name,
+        "about": task.about,
+        "steps": task.excerpt_steps,
+        "control": asdict(paired_ratio(times[AGAIN], times[FP32])),
+        "chosen": {
+            "label": tuning.chosen.label,
+            "policy": tuning.policy.to_toml(),
+            "compile": tuning.compile,
+            "changes": [asdict(change) for change in tuning.chosen.changes],
+            "reason": tuning.chosen.reason,
+            "tried": len(tuning.tried),
+            "notes": list(tuning.notes),
+            "verdict": tuning.proof.verdict if tuning.proof else "not tested",
+        },
+        **summary([row(c, times, tested) for c in those]),
+        "seconds": {"search": searched, "all": time.monotonic() - begun},
+    }
+    file.write_text(strict_json(report), encoding="utf-8")
+    return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def row(candidate: Candidate, times: Mapping[str, Sequence[float]], tested: Mapping[str, Proof]) -> Row:
+    label, own = candidate.label, times.get(candidate.label)
+    same = candidate.policy is None
+    proof = tested.get(label)
+    verdict, reason = (proof.verdict, proof.reason) if proof else ("not tested", "")
+    if same:
+        verdict, reason = "equivalent", "it is fp32"
+    elif own is None:
+        verdict, reason = "failed", "its first step raised an error"
+    median = 1e3 * sorted(own)[len(own) // 2] if own else math.nan
+    return Row(
+        label=label, policy="" if candidate.policy is None else candidate.policy.to_toml(), milliseconds=median,
+        to_fp32=paired_ratio(own, times[FP32]) if own else None,
+        tuned=paired_ratio(times[TUNED], own) if own and TUNED in times else None, verdict=verdict, reason=reason,
+    )  # fmt: skip
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the rows, the fastest preset that is equivalent, and the tuned policy's time over its."""
+    tuned = next(r for r in rows if r.label == TUNED)
+    equivalent = [r for r in rows if r.verdict in {"equivalent", "better"} and r.label != TUNED and r.to_fp32]
+    best = min(equivalent, key=lambda r: r.to_fp32.median)  # type: ignore[union-attr]
+    faster = [r.label for r in rows if r.verdict == "not tested" and r.to_fp32 and best.to_fp32
+              and r.to_fp32.median < best.to_fp32.median]  # fmt: skip
+    return {
+        "rows": [asdict(r) for r in rows],
+        "fastest_equivalent": best.label,
+        "untested_faster": faster,
+        "ratio": asdict(best.tuned) if best.tuned else None,
+        "same_policy": tuned.policy == best.policy,
+        "verdict": tuned.verdict,
+    }
+
+
+def report(parts: Path, names: Sequence[str], minutes: float, *, quick: bool = False) -> dict[str, Any]:
+    """Measure every task and return the report."""
+    parts.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name in names:
+        begun = time.monotonic()
+        made = measured(name, parts, 60 * minutes / len(names), quick=quick)
+        found.append(made)
+        ratio = made["ratio"]
+        print(
+            f"{name}: {made['chosen']['label']} {made['verdict']}, {ratio['median']:.3f} of {made['fastest_equivalent']}, "
+            f"{time.monotonic() - begun:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return {
+        "command": COMMAND,
+        "commit": commit(),
+        "machine": machine(),
+        "minutes": sum(made["seconds"]["all"] for made in found) / 60,
+        "goals": goals(found),
+        "tasks": found,
+    }
+
+
+def goals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return on which tasks the tuned policy is equivalent, no slower than the fastest equivalent preset, and faster.
+
+    No slower: the interval of the ratio reaches down to 1, or it is the same policy, or the ratio is no larger than
+    that of fp32 to itself. Faster: all of the interval lies below `FASTER`.
+    """
+
+    def no_slower(made: Mapping[str, Any]) -> bool:
+        limit = max(1.0, made["control"]["high"])
+        return bool(made["same_policy"] or made["ratio"]["low"] <= limit)
+
+    return {
+        "tasks": len(found),
+        "equivalent": [m["task"] for m in found if m["verdict"] in {"equivalent", "better"}],
+        "no_slower": [m["task"] for m in found if no_slower(m)],
+        "five_percent_faster": [
+            m["task"] for m in found if m["verdict"] in {"equivalent", "better"} and m["ratio"]["high"] <= FASTER
+        ],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=Path, required=True, help="folder of finished tasks, read and added to")
+    parser.add_argument("--json", type=Path, help="where to write the report; default: print it")
+    parser.add_argument("--only", nargs="*", choices=tuple(TASKS), default=tuple(TASKS), help="these tasks")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all tasks together")
+    parser.add_argument("--quick", action="store_true", help="test only the tuned policy and the fastest preset")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("halfstep").setLevel(logging.ERROR)
+    text = strict_json(report(options.parts, options.only, options.minutes, quick=options.quick))
+    if options.json is None:
+        print(text)
+    else:
+        options.json.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

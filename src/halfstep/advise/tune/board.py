@@ -1,0 +1,212 @@
+"""Board: the candidates of a search, what was measured of each, and which is the best so far.
+
+Races are run and judged here: a candidate whose loss ends within the bound may become the best, if it is cheaper than
+the best by more than the race resolves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import halfstep as hs
+from halfstep.advise.tune.calibration import Calibration, Remedy, applied
+from halfstep.advise.tune.lab import Lab
+from halfstep.advise.tune.race import BASELINE, Lap, Race
+from halfstep.advise.tune.result import Change, Tried
+from halfstep.tasks.candidates import FP32, Candidate
+from halfstep.tasks.measure import Ratio
+
+__all__ = ["PRESETS", "SAFE", "Board", "Weights"]
+
+SAFE = "O0"
+"""The preset that computes in fp32: the choice when nothing else is shown to be good."""
+
+PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
+"""The presets of a search, the safer first: a later one has to be better by more than a race resolves."""
+
+COMPILED = " compiled"
+"""Behind the label of a candidate with ``compile=True``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """How much time and memory count; they add up to 1."""
+
+    time: float
+    memory: float
+
+    def cost(self, time: float, memory: float) -> float:
+        """Return the logarithm of the weighted geometric mean of two ratios."""
+        return sum(w * math.log(x) for w, x in ((self.time, time), (self.memory, memory)) if w)
+
+
+class Board:
+    """What is known of every candidate.
+
+    Args:
+        lab: what measures.
+        weights: of time and memory.
+        steps: of a short training.
+
+    Attributes:
+        bound: largest loss rise, a fraction of fp32's loss.
+        tried: label -> candidate, fp32 first.
+        best: label of the best candidate within the bound.
+        control: fp32 over fp32, of the last race.
+    """
+
+    def __init__(self, lab: Lab, weights: Weights, steps: int) -> None:
+        self.lab, self.weights, self.steps = lab, weights, steps
+        self.bound = math.nan
+        self.tried: dict[str, Tried] = {FP32: Tried(label=FP32, policy=hs.Policy.of(SAFE), preset=SAFE)}
+        self.best = self.add(hs.Policy.of(SAFE), SAFE).label
+        self.control: Ratio | None = None
+        self.resolution = 0.0
+        self._laps: dict[str, Lap] = {}
+
+    def __getitem__(self, label: str) -> Tried:
+        return self.tried[label]
+
+    # ------------------------------------------------------------------ candidates
+
+    def add(
+        self, policy: hs.Policy, preset: str, changes: tuple[Change, ...] = (), *, compile: bool = False, **known: Any
+    ) -> Tried:  # fmt: skip
+        """Return the candidate with this policy, new or known."""
+        for tried in self.tried.values():
+            if (tried.policy, tried.compile) == (policy, compile) and tried.label != FP32:
+                return tried
+        name = preset if preset == SAFE else f"{preset} {policy.dtype}"
+        if changes:
+            words = ", ".join(str(change).replace(" = ", " ") for change in changes[:2])
+            name += f" + {words}" if len(changes) <= 2 else f" + {words} and {len(changes) - 2} more"
+        label = name + COMPILED * compile
+        while label in self.tried:
+            label += "'"
+        self.tried[label] = Tried(
+            label=label, policy=policy, preset=preset, compile=compile, changes=changes, **known
+        )  # fmt: skip
+        return self.tried[label]
+
+    def changed(self, base: Tried, remedies: Iterable[Remedy]) -> Tried:
+        """Return `base` with some changes."""
+        remedies = list(remedies)
+        policy = applied(base.policy, [(r.field, r.pattern, r.value) for r in remedies])
+        new = tuple(Change(field=r.field, pattern=r.pattern, value=str(r.value), why=r.why) for r in remedies)
+        return self.add(policy, base.preset, (*base.changes, *new))
+
+    def set(self, label: str, **fields: Any) -> Tried:
+        """Replace fields of a candidate."""
+        self.tried[label] = replace(self.tried[label], **fields)
+        return self.tried[label]
+
+    def candidate(self, label: str) -> Candidate:
+        """Return a candidate as tasks have it."""
+        tried = self.tried[label]
+        return Candidate(label=label, dtype=tried.policy.dtype, policy=tried.policy, compile=tried.compile)
+
+    # ------------------------------------------------------------------ measuring
+
+    def race(
+        self, labels: Sequence[str], steps: int, *, judged: bool = True, base: str = FP32, limit: float = math.inf,
+        seed: int | None = None, reserve: float = 0.0, phase: str = "",
+    ) -> bool:  # fmt: skip
+        """Race candidates, unless `reserve` seconds would not be left; return whether the race came to its end.
+
+        With `judged` it is long enough to judge the loss by. The other arguments are those of `Lab.race`.
+        """
+        labels = list(dict.fromkeys(labels))
+        found = self.lab.race(
+            [self.candidate(x) for x in labels], steps, base=base, limit=limit, seed=seed, reserve=reserve, phase=phase
+        )
+        if found is None:
+            return False
+        for label in (FP32, *labels):
+            self._count(label)
+        self.control, self.resolution = found.control, found.resolution
+        self._laps = dict(found.laps)
+        fp32 = found.laps[FP32]
+        self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
+                 reason="what the others are compared with")  # fmt: skip
+        for label in labels:
+            self._judge(label, found, base, judged=judged)
+        return found.finished
+
+    def _count(self, label: str) -> None:
+        state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
+        self.set(label, state_bytes=state, saved_bytes=saved)
+
+    def _judge(self, label: str, found: Race, base: str, *, judged: bool) -> None:
+        """Note what a race showed."""
+        lap, before = found.laps[label], self.tried[label]
+        if lap.time is not None and not lap.dropped:
+            self.set(label, time=lap.time, milliseconds=lap.milliseconds)
+        if lap.failed:
+            self.set(label, verdict="failed", reason=lap.failed)
+        elif lap.dropped and before.verdict == "unmeasured":
+            words = _over(lap.beside, base)
+            self.set(label, time=lap.time, milliseconds=lap.milliseconds, verdict="slower", reason=words)
+        elif judged and found.finished:
+            rise = found.rise(label)
+            verdict = "within" if rise <= self.bound else "worse"
+            self.set(label, loss_rise=rise, verdict=verdict, reason=self._rise_words(rise, lap))
+        elif before.verdict == "unmeasured":
+            self.set(label, reason=_over(lap.beside, base))
+        now = self.tried[label]
+        words = [now.verdict, _over(lap.time, FP32), now.reason]
+        self.lab.say(f"{label}: {'; '.join(dict.fromkeys(words))}")
+
+    def _rise_words(self, rise: float, lap: Lap) -> str:
+        if math.isinf(rise):
+            return f"its loss is not finite ({lap.skipped} steps skipped)" if lap.skipped else "its loss is not finite"
+        skipped = f", {lap.skipped} steps skipped" if lap.skipped else ""
+        return f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed{skipped}"
+
+    def calibration(self, label: str) -> Calibration:
+        """Return the audit of a candidate, and note its error."""
+        found = self.lab.calibration(self.candidate(label), self.steps)
+        self.set(label, error=found.error)
+        return found
+
+    # ------------------------------------------------------------------ deciding
+
+    def cost(self, tried: Tried) -> float:
+        """Return the logarithm of its cost over fp32's; inf if it is not known."""
+        fp32 = self.tried[FP32]
+        known = (tried.time is not None or not self.weights.time) and (tried.bytes > 0 or not self.weights.memory)
+        if not known:
+            return math.inf
+        memory = tried.bytes / fp32.bytes if fp32.bytes else math.inf
+        return self.weights.cost(1.0 if tried.time is None else tried.time.median, memory)
+
+    def cheaper(self, tried: Tried, other: Tried) -> bool:
+        """Return whether it costs less by more than the last race resolves."""
+        return self.cost(tried) < self.cost(other) - self.weights.time * self.resolution
+
+    def prefer(self, label: str) -> None:
+        """Make a candidate the best, if it is within the bound and cheaper."""
+        if self.tried[label].verdict == "within" and self.cheaper(self.tried[label], self.tried[self.best]):
+            self.best = label
+
+    def saves(self, tried: Tried, base: Tried) -> bool:
+        """Return whether it is cheaper than `base`, the base of the last race, for certain."""
+        beside = self._laps[tried.label].beside
+        memory = tried.bytes / base.bytes if tried.bytes and base.bytes else math.inf
+        if beside is None or tried.verdict in {"failed", "slower"}:
+            return False
+        likely, least = self.weights.cost(beside.median, memory), self.weights.cost(beside.high, memory)
+        return least < 0.0 and likely < -self.weights.time * self.resolution
+
+    def beside(self, label: str) -> float:
+        """Return its step time over that of the base in the last race; 1.0 if it was not timed."""
+        lap = self._laps.get(label)
+        return 1.0 if lap is None or lap.beside is None else lap.beside.median
+
+
+def _over(ratio: Ratio | None, what: str) -> str:
+    if ratio is None:
+        return "not timed"
+    return f"{ratio.median:.3f} of {what}'s time ({ratio.low:.3f} to {ratio.high:.3f}, {ratio.rounds} rounds)"

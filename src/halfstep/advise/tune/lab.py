@@ -1,0 +1,321 @@
+"""Lab: everything that a search measures, on this machine, within its time: races, audits, counted bytes.
+
+Each measurement has a key that says what was measured, and goes into the journal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import halfstep as hs
+from halfstep.advise.tune.calibration import Calibration, calibration_of
+from halfstep.advise.tune.journal import Journal
+from halfstep.advise.tune.proof import Proof, Run, prove
+from halfstep.advise.tune.race import BASELINE, Race, error_line, race
+from halfstep.tasks.candidates import FP32, Candidate
+from halfstep.tasks.compare import WARM_UP, probed, started
+from halfstep.tasks.loops import Fp32Loop, make_loop
+from halfstep.tasks.machine import machine
+from halfstep.tasks.measure import student_quantile
+from halfstep.tasks.task import Task, TaskError
+from halfstep.trees import tensors
+
+__all__ = ["SEEDS", "Lab", "Progress", "Reference"]
+
+SEEDS = 3
+"""Trainings of fp32 that show whether its loss falls, and how far apart it ends by chance."""
+
+FEWEST = 20
+"""Steps of a short training; with fewer, neither a time nor a loss says much."""
+
+SHARE = 30
+"""Short trainings that a search takes, roughly: of fp32 for reference, of presets, changes, and for the proof."""
+
+AUDITED = 2
+"""Steps of an audit, on weights that fp32 has trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a search has come."""
+
+    phase: str  # what is being measured, in words
+    share: float  # of the time of the search that has passed, from 0 to 1
+    note: str = ""  # a result, in one line; "" between results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """fp32's short trainings, one a seed.
+
+    Attributes:
+        start: mean training loss over the first steps, one a seed.
+        end: over the last steps.
+        repeatable: whether two trainings with one seed had the same losses.
+        milliseconds: of a step.
+    """
+
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+    repeatable: bool
+    milliseconds: float
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the end from seed to seed, as a fraction of its mean."""
+        mean = abs(statistics.fmean(self.end))
+        return statistics.stdev(self.end) / mean if mean else math.inf
+
+    @property
+    def finite(self) -> bool:
+        """Whether all losses are."""
+        return all(map(math.isfinite, (*self.start, *self.end)))
+
+    def flaw(self, bound: float | None) -> str:
+        """Return why no loss can be compared with these, "" if it can.
+
+        The loss has to fall by a one-sided t test at the 5 % level, and by more than the bound lets it rise: else a
+        policy that learns nothing could pass.
+        """
+        if not self.finite:
+            return (
+                "the loss of fp32 is not finite; no precision helps: lower the learning rate, or look at the data "
+                "(hs.TrainStep(...).explain() names the operator)"
+            )
+        falls = [a - b for a, b in zip(self.start, self.end, strict=True)]
+        mean, error = statistics.fmean(falls), statistics.stdev(falls) / math.sqrt(len(falls))
+        shown = ", ".join(f"{a:.4g} -> {b:.4g}" for a, b in zip(self.start, self.end, strict=True))
+        if not mean > student_quantile(0.95, len(falls) - 1) * error:
+            return (
+                f"the loss does not fall in fp32 ({shown}, one a seed), so that no policy can be judged by it; train "
+                "longer (excerpt_steps), raise the learning rate, or look at the task"
+            )
+        allowed = (self.noise if bound is None else bound) * abs(statistics.fmean(self.end))
+        if not mean > allowed:
+            return (
+                f"the loss falls by {mean:.3g} in fp32 ({shown}, one a seed), and a rise by {allowed:.3g} would be "
+                "allowed, so that a policy that learns nothing could pass; train longer (excerpt_steps), or give a "
+                "smaller max_loss_rise"
+            )
+        return ""
+
+
+class Lab:
+    """Measures candidates of one task.
+
+    Args:
+        task: what is trained.
+        device: device type.
+        seed: of all trainings.
+        seconds: the time there is for new measurements.
+        path: file of the journal; None: no file.
+        clock: seconds; the budget and all timings read it.
+        on_progress: called after each round and with each result.
+
+    Raises:
+        TaskError: batches that are not the same when asked for again.
+        TuneError: a journal of another search.
+    """
+
+    def __init__(
+        self, task: Task, device: str, *, seed: int, seconds: float, path: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter, on_progress: Callable[[Progress], None] = lambda p: None,
+    ) -> None:  # fmt: skip
+        self.task, self.device, self.seed, self.seconds = task, device, seed, seconds
+        self.clock, self.on_progress = clock, on_progress
+        self.begun = clock()
+        self.deadline = self.begun + seconds
+        self.journal = Journal(path, _about(task, device, seed))
+        self.before = self.journal.seconds
+        self._trained: Fp32Loop | None = None
+
+    # ------------------------------------------------------------------ time
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.deadline - self.clock()
+
+    @property
+    def spent(self) -> float:
+        """Seconds that were spent, those before an interruption included."""
+        return self.before + self.clock() - self.begun
+
+    def say(self, note: str, phase: str = "") -> None:
+        """Report a result."""
+        self.on_progress(Progress(phase=phase, share=self._share(), note=note))
+
+    def _share(self) -> float:
+        return min(1.0, (self.clock() - self.begun) / self.seconds) if self.seconds > 0 else 1.0
+
+    # ------------------------------------------------------------------ measurements
+
+    def pace(self) -> float:
+        """Return the seconds of a step in fp32."""
+        found = self._remember("pace", lambda: self._race((), WARM_UP + 5, "a step of fp32").laps[FP32].milliseconds)
+        return float(found) / 1e3
+
+    def steps(self) -> int:
+        """Return how many steps a short training has: those of the task's excerpt, or fewer if time is short."""
+        return max(FEWEST, min(self.task.excerpt_steps, int(self.seconds / (SHARE * max(self.pace(), 1e-9)))))
+
+    def reference(self, steps: int) -> Reference | None:
+        """Train fp32 with `SEEDS` seeds; None if the time is too short."""
+        races = []
+        for n in range(SEEDS):
+            found = self.race((), steps, seed=self.seed + n, phase="fp32, the reference")
+            if found is None or not found.finished:
+                return None
+            races.append(found)
+        laps = [found.laps[FP32] for found in races]
+        return Reference(
+            start=tuple(lap.start for lap in laps), end=tuple(lap.end for lap in laps),
+            repeatable=all(found.repeatable for found in races), milliseconds=laps[0].milliseconds,
+        )  # fmt: skip
+
+    def race(
+        self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
+        seed: int | None = None, reserve: float = 0.0, phase: str = "",
+    ) -> Race | None:  # fmt: skip
+        """Race candidates. None if `reserve` seconds would not be left. One that the clock ends is not kept."""
+        chosen = self.seed if seed is None else seed
+        key = f"race {_digest([[c.label, _key(c)] for c in candidates])} {steps} {base} {limit} {chosen}"
+        if key in self.journal.entries:
+            return Race.of(self.journal.entries[key])
+        if (len(candidates) + 2) * steps * self.pace() > self.left - reserve:
+            return None
+        found = self._race(candidates, steps, phase, base=base, limit=limit, seed=chosen, deadline=self.deadline)
+        if found.finished or all(lap.dropped or lap.failed for lap in found.laps.values() if lap.label != FP32):
+            self._keep(key, dataclasses.asdict(found))
+        return found
+
+    def _race(self, candidates: Sequence[Candidate], steps: int, phase: str, **options: Any) -> Race:
+        options.setdefault("seed", self.seed)
+        return race(
+            self.task, candidates, device=self.device, steps=steps, clock=self.clock,
+            on_round=lambda done: self.on_progress(Progress(phase=phase, share=self._share())), **options,
+        )  # fmt: skip
+
+    def bytes(self, candidate: Candidate) -> tuple[int, int]:
+        """Return (bytes between steps, bytes saved for backward) of a candidate; (0, 0) if it cannot make a step."""
+
+        def count() -> list[int]:
+            try:
+                return list(probed(self.task, candidate, self.device))
+            except Exception:  # the race that follows reports it
+                return [0, 0]
+
+        state, saved = self._remember(f"bytes {_key(candidate)}", count)
+        return int(state), int(saved)
+
+    def calibration(self, candidate: Candidate, steps: int) -> Calibration:
+        """Audit a candidate's policy, on weights that fp32 has trained for `steps` steps; without time an empty one."""
+
+        def audit() -> dict[str, Any]:
+            loop = self._trained = self._trained or self._train(steps)
+            batches = [self.task.batch_on(self.device, self.seed, steps + n) for n in range(AUDITED)]
+            try:
+                found = hs.audit(
+                    loop.model, batches, self.task.loss_fn, candidate.policy, loop.optimizer, steps=AUDITED,
+                    clip_norm=self.task.clip_norm,
+                )  # fmt: skip
+            except Exception as error:  # of the user's model, of torch, or no memory
+                return dataclasses.asdict(Calibration(failed=error_line(error)))
+            return dataclasses.asdict(calibration_of(found))
+
+        key = f"audit {_key(candidate)} {steps}"
+        if key not in self.journal.entries and self.left <= 0.0:
+            return Calibration(failed="the time was up")
+        self.on_progress(Progress(phase=f"audit of {candidate.label}", share=self._share()))
+        return Calibration.of(self._remember(key, audit))
+
+    def known_calibration(self, candidate: Candidate, steps: int) -> Calibration | None:
+        """Return the audit of a candidate if it was made."""
+        found = self.journal.entries.get(f"audit {_key(candidate)} {steps}")
+        return None if found is None else Calibration.of(found)
+
+    def _train(self, steps: int) -> Fp32Loop:
+        loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
+        assert isinstance(loop, Fp32Loop)
+        for step in range(steps):
+            loop(self.task.batch_on(self.device, self.seed, step))
+        return loop
+
+    def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
+        """Test whether a candidate trains as fp32 does; the trainings are kept one by one."""
+        runs = [Run.of(value) for key, value in self.journal.entries.items() if key.startswith("run ")]
+
+        def keep(run: Run) -> None:
+            self._keep(f"run {len(self.journal.entries)}", dataclasses.asdict(run))
+            self.on_progress(Progress(phase=f"equivalence of {candidate.label}", share=self._share()))
+
+        return prove(
+            self.task, candidate, device=self.device, steps=steps, max_loss_rise=bound, seed=self.seed, seeds=seeds,
+            seconds=self.left, runs=runs, on_run=keep, clock=self.clock,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ journal
+
+    def _remember(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self.journal.entries:
+            self._keep(key, make())
+        return self.journal.entries[key]
+
+    def _keep(self, key: str, value: Any) -> None:
+        self.journal.seconds = self.spent
+        self.journal.keep(key, value)
+
+
+def _key(candidate: Candidate) -> str:
+    text = "" if candidate.policy is None else candidate.policy.replace(name="").to_toml()
+    return _digest([text, candidate.compile])
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _about(task: Task, device: str, seed: int) -> dict[str, Any]:
+    """Return what measurements belong to; the sums tell other weights and other data apart.
+
+    Raises:
+        TaskError: batches that are not the same when asked for again.
+    """
+    model = started(task, seed, "cpu")
+    first, again = (_sum(task.batches(seed, 0)) for _ in range(2))
+    if first != again:
+        raise TaskError(
+            f"task {task.name!r}: batches({seed}, 0) gave other numbers when it was called again; equal arguments must "
+            "give equal batches: draw them with a generator seeded by seed and step"
+        )
+    here = machine()
+    return {
+        "task": task.name,
+        "weights": _sum(list(model.parameters())),
+        "first batch": first,
+        "device": device,
+        "seed": seed,
+        "machine": {name: here[name] for name in ("cpu", "cores", "accelerator", "torch", "torch_threads")},
+        "halfstep": hs.__version__,
+    }
+
+
+def _sum(tree: object) -> str:
+    with torch.no_grad():
+        found = [f"{tuple(t.shape)} {float(t.double().sum()) if _summable(t) else t.dtype}" for t in tensors(tree)]
+    return _digest(found)
+
+
+def _summable(tensor: Tensor) -> bool:
+    return not tensor.is_complex() and not tensor.is_meta

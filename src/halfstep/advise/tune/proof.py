@@ -1,0 +1,286 @@
+"""Proof: does a policy train as fp32 does? Short trainings of both from the same starts, and a test of equivalence.
+
+In: a task, a candidate and a time budget. Out: a `Proof`; every training is handed out as a `Run` when it is finished,
+so that an interrupted proof goes on where it was.
+
+The order of the trainings keeps the test valid. fp32 is trained first with `ENOUGH_SEEDS` seeds, which fix the margin
+before the candidate has any result. The candidate's first seeds show how far apart a pair of runs lies by chance, and
+from that spread alone, not from the mean, follows how many seeds there will be. Equivalence is looked for once, with
+all of them: two one-sided tests, each at the 5 % level (`tasks.measure.difference`). "worse" may be found with the
+first seeds, since ending there lets no policy pass.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from halfstep.advise.tune.trainings import Run, Trainings, finite_mean
+from halfstep.tasks import Task
+from halfstep.tasks.candidates import FP32, Candidate
+from halfstep.tasks.compare import thinned
+from halfstep.tasks.measure import ENOUGH_SEEDS, Difference, difference, student_quantile
+
+__all__ = ["Proof", "prove", "seeds_needed"]
+
+POWER = 0.8
+"""Chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32."""
+
+LEVEL = 0.05
+"""Of each of the two one-sided tests that `difference` makes."""
+
+GAIN = 4.0
+"""Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
+
+MOST_SEEDS = 1000
+"""More are never named: the policy lies at the margin, or the margin is too small for this task."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What short trainings of a policy and of fp32 show.
+
+    Attributes:
+        verdict: "equivalent" (the interval of the difference lies inside the margin), "better" or "worse" (outside it),
+            "diverged" (not finite, or an error) or "undecided".
+        reason: the verdict in one sentence, with its numbers; of an undecided one what is missing.
+        measure: what is compared, with its unit.
+        higher_is_better: whether a larger value is a better one.
+        margin: largest difference that counts as none, in the unit of `measure`; nan before it was fixed.
+        margin_from: where it is from, in words.
+        difference: of the candidate from fp32, paired by seed; None without a pair.
+        fp32: fp32's values, one a seed.
+        values: the candidate's, with the same seeds in the same order; fewer if time was short.
+        seeds_more: how many more seeds a verdict needs; 0 if there is one, -1 if more seeds cannot give one.
+        seconds_more: about how long these would take; nan if unknown.
+        steps: of a training.
+        loss_steps: where the points of the curves lie.
+        fp32_losses: training loss of fp32, the mean over the seeds that the candidate has, or over all without one.
+        losses: that of the candidate; () without a run.
+        skipped: steps of the candidate that were not applied, one number a seed.
+    """
+
+    verdict: str
+    reason: str
+    measure: str
+    higher_is_better: bool
+    margin: float
+    margin_from: str
+    difference: Difference | None
+    fp32: tuple[float, ...]
+    values: tuple[float, ...]
+    seeds_more: int
+    seconds_more: float
+    steps: int
+    loss_steps: tuple[float, ...]
+    fp32_losses: tuple[float, ...]
+    losses: tuple[float, ...]
+    skipped: tuple[int, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the policy was shown to be no worse than fp32."""
+        return self.verdict in {"equivalent", "better"}
+
+
+def seeds_needed(spread: float, margin: float, mean: float = 0.0) -> int:
+    """Return how many pairs of runs decide with a chance of `POWER`, from `ENOUGH_SEEDS` to `MOST_SEEDS`.
+
+    Args:
+        spread: standard deviation of the difference of a pair.
+        margin: largest difference that counts as none.
+        mean: the true difference; what has to be shown is on which side of the margin it lies.
+    """
+    room = abs(margin - abs(mean))
+    if not room > 0.0:
+        return MOST_SEEDS
+    beyond = statistics.NormalDist().inv_cdf(0.5 + POWER / 2)
+    normal = statistics.NormalDist().inv_cdf(1.0 - LEVEL) + beyond  # Student's quantile is larger
+    count = max(ENOUGH_SEEDS, math.floor(min((normal * spread / room) ** 2, MOST_SEEDS)))
+    while count < MOST_SEEDS and (student_quantile(1.0 - LEVEL, count - 1) + beyond) * spread > room * math.sqrt(count):
+        count += 1
+    return count
+
+
+def prove(
+    task: Task, candidate: Candidate, *, device: str = "cpu", steps: int = 0, max_loss_rise: float | None = None,
+    seed: int = 0, seeds: int = 0, seconds: float = math.inf, runs: Sequence[Run] = (),
+    on_run: Callable[[Run], None] = lambda run: None, clock: Callable[[], float] = time.monotonic,
+) -> Proof:  # fmt: skip
+    """Train `candidate` and fp32 from the same starts and test whether they end alike.
+
+    What is compared, and its margin: the task's metric within the task's margin, if it has one and `max_loss_rise` is
+    None; else the mean training loss over the last tenth of the steps, within `max_loss_rise` of fp32's, or within the
+    standard deviation that fp32's own has from seed to seed.
+
+    Equal arguments give equal results, whatever was interrupted in between, if the task is repeatable and the time
+    suffices.
+
+    Args:
+        task: what to train.
+        candidate: the policy, with or without compile.
+        device: device type.
+        steps: of each training; 0: those of the task's excerpt.
+        max_loss_rise: margin as a fraction of fp32's training loss.
+        seed: the first seed; the others follow.
+        seeds: train at least so many pairs; 0: as many as the spread of the pairs asks for. More seeds after an
+            undecided result are a second test: the two together pass a policy at the margin with up to 10 % instead
+            of 5 %.
+        seconds: time for new trainings; one that would not end in time is not begun.
+        runs: what earlier calls handed to `on_run`; those that fit are not run again.
+        on_run: called after each new training.
+        clock: seconds, for the budget.
+
+    Raises:
+        HalfstepError, RuntimeError: fp32 cannot train this task.
+    """
+    by_metric = task.metric is not None and max_loss_rise is None
+    train = Trainings(
+        task, device, steps or task.excerpt_steps, by_metric=by_metric, runs=runs, seconds=seconds, clock=clock,
+        on_run=on_run,
+    )  # fmt: skip
+    pairs = _Pairs(train, candidate, seed, higher=by_metric and task.higher_is_better)
+    fp32 = pairs.reference
+    while len(fp32) < ENOUGH_SEEDS and pairs.add_reference():
+        if not math.isfinite(fp32[-1].value):
+            why = fp32[-1].stopped or "the end of the training"
+            return pairs.undecided(f"fp32 itself does not end with a finite {train.measure}: {why}", -1)
+    if len(fp32) < ENOUGH_SEEDS:
+        return pairs.undecided(f"the time was up after {_counted(len(fp32), 'training')} of fp32", ENOUGH_SEEDS)
+    pairs.margin, pairs.margin_from = _margin(task, [r.value for r in fp32], train.measure, by_metric, max_loss_rise)
+    if flaw := _flaw(pairs):
+        return pairs.undecided(flaw, -1)
+    pairs.planned = max(ENOUGH_SEEDS, seeds)
+    while len(pairs.own) < pairs.planned and pairs.add():
+        if not math.isfinite(pairs.own[-1].value):
+            break
+        if len(pairs.own) == ENOUGH_SEEDS:
+            pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin))
+            more = pairs.planned - ENOUGH_SEEDS
+            if pairs.difference().verdict == "worse" or (more and pairs.seconds(more) > train.left()):
+                break
+    return pairs.result()
+
+
+def _margin(
+    task: Task, values: Sequence[float], measure: str, by_metric: bool, max_loss_rise: float | None
+) -> tuple[float, str]:
+    """Return the margin that fp32's values fix, and where it is from."""
+    mean = statistics.fmean(values)
+    if by_metric:
+        return task.margin_around(mean), "the task's own margin"
+    if max_loss_rise is not None:
+        return max_loss_rise * abs(mean), f"max_loss_rise: {max_loss_rise:g} of fp32's {measure} over the last steps"
+    return statistics.stdev(values), f"the standard deviation of fp32's own {measure} over {len(values)} seeds"
+
+
+def _flaw(pairs: _Pairs) -> str:
+    """Return why fp32's runs cannot be a reference, "" if they can."""
+    gain = statistics.fmean((r.value - r.start) * (1 if pairs.higher else -1) for r in pairs.reference)
+    if not pairs.margin > 0.0:
+        return "fp32 ends alike with every seed, so that its spread gives no margin; give max_loss_rise"
+    if not gain >= GAIN * pairs.margin:
+        return (
+            f"fp32 gains {gain:.3g} in {_counted(pairs.train.steps, 'step')} and the margin is {pairs.margin:.3g}: a "
+            f"policy that learns nothing could pass for equivalent; train longer (steps) or give a narrower margin"
+        )
+    return ""
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """The trainings of a proof so far."""
+
+    train: Trainings
+    candidate: Candidate
+    seed: int
+    higher: bool
+    reference: list[Run] = field(default_factory=list)
+    own: list[Run] = field(default_factory=list)
+    margin: float = math.nan
+    margin_from: str = ""
+    planned: int = ENOUGH_SEEDS
+
+    def add_reference(self) -> bool:
+        """Train fp32 with the next seed; return whether there was time."""
+        run = self.train(Candidate(label=FP32, dtype="fp32"), self.seed + len(self.reference))
+        self.reference += [run] if run else []
+        return run is not None
+
+    def add(self) -> bool:
+        """Train the candidate with the next seed, after fp32; return whether there was time."""
+        if len(self.own) == len(self.reference) and not self.add_reference():
+            return False
+        run = self.train(self.candidate, self.seed + len(self.own))
+        self.own += [run] if run else []
+        return run is not None
+
+    def difference(self) -> Difference:
+        """Return the difference of all pairs and its interval."""
+        values = [r.value for r in self.own]
+        return difference(values, [r.value for r in self.reference[: len(values)]], self.margin, higher=self.higher)
+
+    def spread(self) -> float:
+        """Return the standard deviation of the difference of a pair."""
+        return statistics.stdev(a.value - b.value for a, b in zip(self.own, self.reference, strict=False))
+
+    def seconds(self, more: int) -> float:
+        """Return about how long so many more pairs take, fp32's that are trained already left out."""
+        fp32 = max((r.seconds for r in self.reference), default=math.nan)
+        own = max((r.seconds for r in self.own), default=fp32)
+        return more * own + max(0, len(self.own) + more - len(self.reference)) * fp32
+
+    def undecided(self, why: str, more: int, found: Difference | None = None) -> Proof:
+        """Return that there is no verdict, and how many `more` seeds would give one."""
+        if more > 0:
+            count = (
+                f"more than {more} more seeds" if more >= MOST_SEEDS - len(self.own) else _counted(more, "more seed")
+            )
+            why += f"; a verdict needs {count}"
+        return self._proof("undecided", why, more, found)
+
+    def result(self) -> Proof:
+        """Return the verdict of all pairs."""
+        missing = self.planned - len(self.own)
+        if not self.own:
+            return self.undecided("the time was up before the policy was trained", missing)
+        found = self.difference()
+        if found.verdict == "diverged":
+            last = self.own[-1]
+            why = last.stopped or f"its {self.train.measure} is not finite"
+            return self._proof("diverged", f"{why} (seed {last.seed})", 0, found)
+        if found.low is None or found.high is None:
+            return self.undecided("the time was up after one pair of trainings", missing, found)
+        numbers = (
+            f"{self.train.measure} minus fp32's: {found.mean:+.3g}, 90 % interval [{found.low:+.3g}, "
+            f"{found.high:+.3g}], margin {self.margin:.3g}, {_counted(len(self.own), 'seed')}"
+        )
+        if found.verdict == "worse" and found.enough:
+            return self._proof("worse", numbers, 0, found)
+        if missing > 0:
+            return self.undecided(numbers, missing, found)
+        if found.verdict == "undecided":
+            needed = seeds_needed(self.spread(), self.margin, found.mean)
+            return self.undecided(numbers, max(1, needed - len(self.own)), found)
+        return self._proof("equivalent" if found.verdict == "within noise" else found.verdict, numbers, 0, found)
+
+    def _proof(self, verdict: str, reason: str, more: int, found: Difference | None) -> Proof:
+        train, beside = self.train, self.reference[: len(self.own) or None]
+        return Proof(
+            verdict=verdict, reason=reason, measure=train.measure, higher_is_better=self.higher, margin=self.margin,
+            margin_from=self.margin_from, difference=found, fp32=tuple(r.value for r in self.reference),
+            values=tuple(r.value for r in self.own), seeds_more=more, seconds_more=self.seconds(more) if more else 0.0,
+            steps=train.steps, loss_steps=thinned(range(1, train.steps + 1)), fp32_losses=_curve(beside),
+            losses=_curve(self.own), skipped=tuple(r.skipped for r in self.own),
+        )  # fmt: skip
+
+
+def _curve(runs: Sequence[Run]) -> tuple[float, ...]:
+    return tuple(finite_mean(points) for points in zip(*(r.losses for r in runs), strict=True))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

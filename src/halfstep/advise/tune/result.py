@@ -1,0 +1,188 @@
+"""Result: what a search for a policy has found, as plain data. `search` makes it, `text` and `page` write it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import halfstep as hs
+from halfstep.tasks.measure import Ratio
+
+if TYPE_CHECKING:
+    from halfstep.advise.tune.proof import Proof
+
+__all__ = ["Change", "Tried", "TuneError", "Tuning"]
+
+
+class TuneError(hs.HalfstepError, ValueError):
+    """A search that cannot be made of these arguments, or a task that no policy can be found for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One difference of a candidate from its preset, and why.
+
+    Attributes:
+        field: the field of the policy, such as "ops", "modules" or "residual"; "compile" is an argument of TrainStep.
+        pattern: the operator or module, where the field has rules; else "".
+        value: the rule or the field's new value, in words.
+        why: one line for people: what was measured, and what the change saves or costs.
+    """
+
+    field: str
+    pattern: str = ""
+    value: str
+    why: str
+
+    def __str__(self) -> str:
+        """Return ``softmax keep``, or ``residual = low`` of a field without rules."""
+        return f"{self.pattern} {self.value}" if self.pattern else f"{self.field} = {self.value}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """One candidate and what was measured of it.
+
+    Attributes:
+        label: its name, unique in a search: "fp32", "mixed bf16", "mixed bf16 + 2 rules".
+        policy: what it trains under.
+        preset: the preset that it starts from.
+        compile: whether its TrainStep has ``compile=True``.
+        changes: its differences from the preset.
+        time: its step time over that of fp32, in paired rounds; None if it was not timed.
+        milliseconds: median time of a step; nan if it was not timed.
+        state_bytes: bytes between steps; 0 if not counted.
+        saved_bytes: bytes kept for the backward pass; 0 if not counted.
+        error: relative error of the gradients against fp32 on the same weights and batches, the root mean square over
+            the parameters; 0.0 for fp32, inf if one is not finite, nan if not measured.
+        loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
+            fraction of fp32's; inf if it is not finite, nan if not measured.
+        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not
+            cheaper for certain, so that its loss was not judged), "saves" (saves alone, and was judged with other
+            changes), "failed" (an error, no memory) or "unmeasured".
+        reason: one sentence: why it was chosen or rejected.
+        predicted: step time over that of fp32 as its changes, each measured alone, made expect; nan without changes.
+        predicted_bytes: likewise, `bytes`; 0 without changes.
+    """
+
+    label: str
+    policy: hs.Policy
+    preset: str
+    compile: bool = False
+    changes: tuple[Change, ...] = ()
+    time: Ratio | None = None
+    milliseconds: float = math.nan
+    state_bytes: int = 0
+    saved_bytes: int = 0
+    error: float = math.nan
+    loss_rise: float = math.nan
+    verdict: str = "unmeasured"
+    reason: str = ""
+    predicted: float = math.nan
+    predicted_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes between steps and those kept for the backward pass."""
+        return self.state_bytes + self.saved_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """What a search has found.
+
+    Attributes:
+        task: name of the task.
+        chosen: the candidate that was chosen.
+        tried: every candidate, fp32 first, then in the order in which they were tried; `chosen` is one of them.
+        target: "time", "memory", or weights such as "0.7:0.3".
+        bound: the largest loss rise that was allowed, a fraction of fp32's loss.
+        bound_from: where the bound is from, in words.
+        proof: the equivalence test of the choice; None if it was not made.
+        proofs: every equivalence test that was made, (label, Proof), in order.
+        control: fp32 over fp32 in the same rounds: what these timings cannot resolve; None if nothing was timed.
+        steps: of the short trainings.
+        seed: of the search.
+        device: device type.
+        machine: what decides the numbers: processor, versions, threads.
+        advice: lines on what no policy can hold: linear_cross_entropy, checkpointing, compile.
+        notes: what the reader should know: what was left out and what is missing for a decision.
+        finished: whether the search came to its end; not after Ctrl-C or when the time was up.
+        interrupted: whether Ctrl-C ended it.
+        seconds: that the search took, all its parts together.
+        command: the command line that made it, "" from Python.
+    """
+
+    task: str
+    chosen: Tried
+    tried: tuple[Tried, ...]
+    target: str
+    bound: float
+    bound_from: str
+    proof: Proof | None
+    proofs: tuple[tuple[str, Proof], ...] = ()
+    control: Ratio | None
+    steps: int
+    seed: int
+    device: str
+    machine: dict[str, Any] = field(hash=False)
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    finished: bool = True
+    interrupted: bool = False
+    seconds: float = 0.0
+    command: str = ""
+
+    @property
+    def policy(self) -> hs.Policy:
+        """The policy that was chosen."""
+        return self.chosen.policy
+
+    @property
+    def compile(self) -> bool:
+        """Whether to give TrainStep ``compile=True`` with it."""
+        return self.chosen.compile
+
+    def to_toml(self) -> str:
+        """Return the policy as TOML, with comments: why each exception, what was rejected; `Policy.of` reads it."""
+        from halfstep.advise.tune.text import commented
+
+        return commented(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the search as one HTML file with pictures that needs nothing else (extra ``halfstep[plot]``).
+
+        Raises:
+            MissingExtraError: jinja2 or matplotlib is not installed.
+        """
+        from halfstep.advise.tune.page import tuning_page
+        from halfstep.report import render
+
+        Path(path).write_text(render(tuning_page(self)), encoding="utf-8")
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as plain values; a policy is its TOML text."""
+        made: dict[str, Any] = plain(self)
+        return made
+
+    def __str__(self) -> str:
+        """Return the choice, what was tried, and the notes, as text."""
+        from halfstep.advise.tune.text import summary
+
+        return summary(self)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as plain values: dataclasses as dicts, policies as TOML, tuples as lists."""
+    if isinstance(value, hs.Policy):
+        return value.to_toml()
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value

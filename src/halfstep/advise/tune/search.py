@@ -1,0 +1,277 @@
+"""Search: which candidate is the cheapest whose loss ends within the bound. A function of what the lab measures.
+
+Stages: presets; exceptions for cheaper presets beyond the bound, from the most sensitive; changes that save, from the
+most expensive; compile; a race of the finalists on other batches, and the proof of equivalence, with the next one where
+it fails. Each stage leaves a safe choice, so that the search can end after any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import halfstep as hs
+from halfstep.advise.tune.board import PRESETS, SAFE, Board
+from halfstep.advise.tune.calibration import applied
+from halfstep.advise.tune.lab import SEEDS, Reference
+from halfstep.advise.tune.moves import exceptions, savings
+from halfstep.advise.tune.proof import Proof
+from halfstep.advise.tune.result import Change, Tried
+from halfstep.advise.tune.text import size
+from halfstep.tasks.candidates import FP32
+from halfstep.tasks.compare import WARM_UP
+
+__all__ = ["Search"]
+
+TOO_SLOW = 1.5
+"""A preset that takes this many times fp32's time is left out where only time counts."""
+
+LOOKS = 24
+"""Timed rounds of a race of changes."""
+
+LADDER = (1, 2, 4, 8)
+"""So many exceptions are made at once, the most sensitive first."""
+
+ROUNDS = 3
+"""Times that changes are looked for, each time from the best candidate so far."""
+
+TOGETHER = 6
+"""Changes that are combined at most, the best first."""
+
+CHANGED = 2
+"""Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
+
+PROOF = 13
+"""Short trainings of a proof with the fewest seeds, five pairs, and a little more; time for them is kept free."""
+
+COMPILING = 60.0
+"""Seconds that must be free for compiling: a small model takes that long on a slow machine."""
+
+
+class Search:
+    """One search while it runs.
+
+    Args:
+        board: the candidates, with the lab that measures them.
+        bound: largest loss rise, a fraction; None: fp32's own spread from seed to seed.
+        dtypes: low formats to try.
+        seeds: of a proof at least; 0: as many as it takes.
+        compile: whether compiled steps are tried.
+
+    Attributes:
+        notes: what was left out and what is missing.
+        proofs: (label, Proof), in order.
+        finished: whether it came to its end.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    def __init__(
+        self, board: Board, *, bound: float | None, dtypes: Sequence[str], seeds: int, compile: bool
+    ) -> None:  # fmt: skip
+        self.board, self.lab, self.steps = board, board.lab, board.steps
+        self.given, self.dtypes, self.seeds, self.compiling = bound, dtypes, seeds, compile
+        self.notes: list[str] = []
+        self.proofs: list[tuple[str, Proof]] = []
+        self.finished = self.interrupted = False
+
+    def run(self, reference: Reference) -> None:
+        """Search until the end or until the time is up."""
+        self.board.bound = reference.noise if self.given is None else self.given
+        self.board.set(SAFE, error=0.0)
+        if not reference.repeatable:
+            self.notes.append(
+                "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
+                "numbers that torch's seed does not decide, or its kernels add in any order; loss rises are uncertain"
+            )
+        stages: tuple[tuple[str, Callable[[], bool]], ...] = (
+            ("the presets", self.presets),
+            ("exceptions for presets beyond the bound", self.repair),
+            ("changes that save", self.improve),
+            ("compiled steps", self.compile),
+            ("the proof of equivalence", self.prove),
+        )
+        done = [stage() for _, stage in stages]
+        missed = [name for (name, _), made in zip(stages, done, strict=True) if not made]
+        if missed:
+            self.notes.append(f"the time was too short for {', '.join(missed)}: {self.enough()}")
+        self.finished = not missed
+
+    # ------------------------------------------------------------------ the stages
+
+    def presets(self) -> bool:
+        """Race all presets in all formats."""
+        board = self.board
+        made = [board.add(hs.Policy.of(name, dtype=dtype), name) for name in PRESETS[1:] for dtype in self.dtypes]
+        labels = [SAFE, *(tried.label for tried in made)]
+        limit = math.inf if board.weights.memory else TOO_SLOW
+        found = board.race(labels, self.steps, limit=limit, phase="presets")
+        for label in labels:
+            self._settle(label)
+        return found
+
+    def repair(self) -> bool:
+        """Give presets that are cheaper than the best, and beyond the bound, exceptions until they are within it."""
+        board = self.board
+        beyond = [t for t in board.tried.values() if t.verdict == "worse" and board.cheaper(t, board[board.best])]
+        for tried in sorted(beyond, key=board.cost)[:2]:
+            found = exceptions(board.calibration(tried.label), tried.policy)
+            rungs = sorted({min(count, len(found)) for count in LADDER if found})
+            labels = [board.changed(tried, found[:count]).label for count in rungs]
+            phase = f"exceptions for {tried.label}"
+            if labels and not board.race([tried.label, *labels], self.steps, base=tried.label, reserve=self._reserve(),
+                                         phase=phase):  # fmt: skip
+                return False
+            for label in labels:
+                self._explain(label, board[tried.label])
+                self._settle(label)
+        return True
+
+    def improve(self) -> bool:
+        """Try changes one by one beside the best low candidate, then the good ones together."""
+        board = self.board
+        low = [t for t in board.tried.values() if t.verdict == "within" and t.preset != SAFE]
+        base = min(low, key=board.cost, default=None)
+        for _ in range(ROUNDS if base is not None else 0):
+            assert base is not None
+            moves = savings(board.calibration(base.label), base.policy)
+            singles = [t for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
+            if not singles:
+                break
+            labels = [base.label, *(single.label for single in singles)]
+            limit = math.inf if board.weights.memory else 1.0
+            if not board.race(labels, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
+                              reserve=self._reserve(), phase="changes that save"):  # fmt: skip
+                return False
+            together = self._together(board[base.label], [self._explain(t.label, base) for t in singles])
+            if not together:
+                break
+            if not board.race([base.label, *together], self.steps, base=base.label, reserve=self._reserve(),
+                              phase="changes together"):  # fmt: skip
+                return False
+            base = board[base.label]
+            better = [t for t in (board[x] for x in together) if t.verdict == "within" and board.saves(t, base)]
+            for tried in better:
+                board.prefer(tried.label)
+            if not better:
+                break
+            base = min(better, key=board.cost)
+            self._settle(base.label)
+        return True
+
+    def compile(self) -> bool:
+        """Try the best candidate and fp32 with compiled steps."""
+        if not self.compiling:
+            return True
+        board = self.board
+        eager = list(dict.fromkeys((board.best, SAFE)))
+        labels = [board.add(t.policy, t.preset, t.changes, compile=True).label for t in map(board.__getitem__, eager)]
+        found = board.race([*eager, *labels], self.steps, base=eager[0], reserve=self._reserve() + COMPILING,
+                           phase="compiled steps")  # fmt: skip
+        for label, before in zip(labels, eager, strict=True):
+            board.set(label, error=board[before].error)
+            board.prefer(label)
+        return found
+
+    def prove(self) -> bool:
+        """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
+        board = self.board
+        for tried in self._finalists():
+            if tried.label == SAFE:
+                break
+            proof = self.lab.prove(board.candidate(tried.label), self.steps, bound=self.given, seeds=self.seeds)
+            self.proofs.append((tried.label, proof))
+            self.lab.say(f"{tried.label}: {proof.verdict}; {proof.reason}")
+            if proof.holds:
+                board.best = tried.label
+                return True
+            verdict = "undecided" if proof.verdict == "undecided" else "worse"
+            board.set(tried.label, verdict=verdict, reason=f"{proof.verdict}: {proof.reason}")
+        self.fall_back()
+        return self.lab.left > 0.0
+
+    def fall_back(self) -> None:
+        """Make the best preset the choice that no training has shown to be worse."""
+        board = self.board
+        plain = [t for t in board.tried.values() if not t.changes and not t.compile and t.label != FP32]
+        board.best = SAFE
+        for tried in plain:
+            if tried.verdict in {"within", "undecided"} and board.cheaper(tried, board[board.best]):
+                board.best = tried.label
+
+    def reason(self, proof: Proof | None) -> str:
+        """Return why the choice was chosen, in one sentence."""
+        board = self.board
+        best = board[board.best]
+        if best.preset == SAFE and not best.compile:
+            return "no cheaper candidate was shown to be as good as fp32"
+        shown = "not tested for equivalence" if proof is None else f"{proof.verdict}: {proof.reason}"
+        return f"the cheapest of those whose loss stays within the bound; {shown}"
+
+    # ------------------------------------------------------------------ what they share
+
+    def _finalists(self) -> list[Tried]:
+        """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
+        board = self.board
+        within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
+        order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))
+        changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
+        labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
+        if board.race(labels, WARM_UP + 2 * LOOKS, judged=False, seed=self.lab.seed + SEEDS, reserve=self._reserve(),
+                      phase="the finalists"):  # fmt: skip
+            board.best = SAFE
+            for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
+                board.prefer(label)
+        return sorted((board[x] for x in labels), key=lambda t: (t.label != board.best, board.cost(t)))
+
+    def _settle(self, label: str) -> None:
+        """Measure the error of a candidate that was judged, and make it the best if it is."""
+        if self.board[label].verdict in {"within", "worse"} and label != SAFE:
+            self.board.calibration(label)
+        self.board.prefer(label)
+
+    def _explain(self, label: str, base: Tried) -> Tried:
+        """Write into its last change what it saves or costs beside `base`, the base of the last race."""
+        board, tried = self.board, self.board[label]
+        saved = (1.0 - board.beside(label)) * board[base.label].milliseconds
+        words = f"saves {saved:.2g} ms" if saved > 0 else f"costs {-saved:.2g} ms"
+        new = len(tried.changes) - len(base.changes)
+        if new != 1:
+            words = f"{new} changes together {words.replace('saves', 'save').replace('costs', 'cost')}"
+        memory = tried.bytes - base.bytes
+        if tried.bytes and memory:
+            words += f", {size(abs(memory))} {'more' if memory > 0 else 'less'}"
+        last = replace(tried.changes[-1], why=f"{tried.changes[-1].why}; {words}")
+        return board.set(label, changes=(*tried.changes[:-1], last))
+
+    def _together(self, base: Tried, singles: Sequence[Tried]) -> list[str]:
+        """Return candidates with the changes that save: the best one, the best two, ...; one rule a place."""
+        board = self.board
+        good = sorted((t for t in singles if board.saves(t, base)), key=lambda t: board.beside(t.label))
+        for tried in singles:
+            if tried.verdict == "unmeasured":
+                board.set(tried.label, verdict="saves" if tried in good else "slower")
+        chosen: list[Change] = []
+        labels = []
+        predicted, bytes_, policy = 1.0 if base.time is None else base.time.median, base.bytes, base.policy
+        for tried in good:
+            change = tried.changes[-1]
+            if any((c.field, c.pattern) == (change.field, change.pattern) for c in chosen) or len(chosen) >= TOGETHER:
+                continue
+            chosen.append(change)
+            predicted *= board.beside(tried.label)
+            bytes_ += tried.bytes - base.bytes
+            policy = applied(policy, [(change.field, change.pattern, change.value)])
+            made = board.add(policy, base.preset, (*base.changes, *chosen))
+            labels.append(board.set(made.label, predicted=predicted, predicted_bytes=bytes_).label)
+        return labels
+
+    def _reserve(self) -> float:
+        """Return the seconds that are kept free for the proof: at most half of all."""
+        return min(PROOF * self.steps * self.lab.pace(), self.lab.seconds / 2)
+
+    def enough(self) -> str:
+        """Return what a whole search takes, in words."""
+        steps = self.lab.task.excerpt_steps
+        minutes = math.ceil((2.5 * len(PRESETS) * len(self.dtypes) + 4 * PROOF) * steps * self.lab.pace() / 60 + 1)
+        return f"about {minutes} minutes suffice on this machine, also with --resume"

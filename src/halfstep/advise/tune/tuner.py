@@ -1,0 +1,172 @@
+"""Tuner: `hs.tune`, from a task, a bound and a target to the cheapest policy on this machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import halfstep as hs
+from halfstep.advise.tune.advice import advice
+from halfstep.advise.tune.board import Board, Weights
+from halfstep.advise.tune.lab import Lab, Progress, Reference
+from halfstep.advise.tune.result import Tried, TuneError, Tuning
+from halfstep.advise.tune.search import Search
+from halfstep.errors import did_you_mean
+from halfstep.tasks.machine import machine
+from halfstep.tasks.task import Task, TaskError
+
+__all__ = ["low_formats", "tune", "weights_of"]
+
+FORMATS = ("bf16", "fp16")
+
+
+def tune(
+    task: Task,
+    *,
+    target: str = "time",
+    max_loss_rise: float | None = None,
+    minutes: float = 10.0,
+    device: str = "",
+    seed: int = 0,
+    seeds: int = 0,
+    dtypes: Sequence[str] = (),
+    compile: bool = True,
+    resume: str | Path | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Tuning:
+    """Find the cheapest policy for `task` on this machine, and test whether it trains as fp32 does.
+
+    Everything is measured here: the time of each candidate in rounds with fp32, its loss in a short training beside
+    fp32 from the same weights on the same batches, the operators by `hs.audit`. Short trainings have `excerpt_steps`
+    steps, fewer if the time is short. A candidate that raises or runs out of memory is left out. Ctrl-C ends the search
+    and returns the best preset that is safe so far; `finished` is then False. torch's random state is restored.
+
+    Args:
+        task: what to train.
+        target: "time", "memory", or the weights of both, such as "0.7:0.3".
+        max_loss_rise: how much higher than fp32's the loss may end, as a fraction of it; None: no more than fp32's own
+            spread from seed to seed, and for the test at the end the task's metric within its margin, if it has one.
+        minutes: time for measuring; it is a limit for what is begun.
+        device: device type; "": the accelerator, if there is one, else the CPU.
+        seed: of weights, batches and orders. With equal seeds and times the search is the same.
+        seeds: pairs of trainings of the test at the end, at least; 0: as many as their spread asks for.
+        dtypes: low formats to try, "bf16" or "fp16"; (): those that the device has units for, else bf16.
+        compile: whether compiled steps are tried.
+        resume: a file that keeps what is measured, and whose measurements are used if it exists; None: no file.
+        on_progress: called after each round, and with each result.
+        clock: seconds; the budget and all timings read it.
+
+    Raises:
+        TuneError: arguments that make no sense, a state of another search, or a task that does not train in fp32: its
+            loss does not fall or is not finite, or it raises.
+        TaskError: no such device, or batches that are not the same when asked for again.
+    """
+    where = _device(device)
+    weights = weights_of(target)
+    formats = _checked(task, max_loss_rise, minutes, seeds, dtypes) or low_formats(where)
+    with torch.random.fork_rng():
+        lab = Lab(
+            task, where, seed=seed, seconds=60.0 * minutes, path=None if resume is None else Path(resume), clock=clock,
+            on_progress=on_progress,
+        )  # fmt: skip
+        steps = lab.steps()
+        board = Board(lab, weights, steps)
+        search = Search(board, bound=max_loss_rise, dtypes=formats, seeds=seeds, compile=compile)
+        reference: Reference | None = None
+        try:
+            reference = lab.reference(steps)
+            if reference is None:
+                search.notes.append(f"the time was too short for fp32 alone, the reference: {search.enough()}")
+            elif flaw := reference.flaw(max_loss_rise):
+                if steps >= task.excerpt_steps or not reference.finite:
+                    raise TuneError(f"task {task.name!r}: {flaw}")
+                search.notes.append(f"in {steps} of the excerpt's {task.excerpt_steps} steps {flaw}; {search.enough()}")
+            else:
+                search.run(reference)
+        except KeyboardInterrupt:
+            search.interrupted = True
+            search.fall_back()
+            search.notes.append("interrupted: what was measured is kept, and --resume goes on from there")
+    return _result(task, search, reference, where, target)
+
+
+def _result(task: Task, search: Search, reference: Reference | None, device: str, target: str) -> Tuning:
+    board, lab = search.board, search.lab
+    proof = next((proof for label, proof in search.proofs if label == board.best), None)
+    chosen = board.set(board.best, verdict="chosen", reason=search.reason(proof))
+    where_from = "max_loss_rise" if search.given is not None else "fp32's spread from seed to seed"
+    return Tuning(
+        task=task.name, chosen=chosen, tried=_measured(board), target=target, bound=board.bound,
+        bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=board.control, steps=board.steps,
+        seed=lab.seed, device=device, machine=machine(), advice=tuple(advice(board, lab)), notes=tuple(search.notes),
+        finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
+    )  # fmt: skip
+
+
+def _measured(board: Board) -> tuple[Tried, ...]:
+    return tuple(t for t in board.tried.values() if t.verdict != "unmeasured" or t.time is not None)
+
+
+def weights_of(target: str) -> Weights:
+    """Return what "time", "memory" or "0.7:0.3" means.
+
+    Raises:
+        TuneError: anything else.
+    """
+    words = {"time": (1.0, 0.0), "memory": (0.0, 1.0)}
+    if target in words:
+        return Weights(time=words[target][0], memory=words[target][1])
+    parts = str(target).split(":")
+    try:
+        time_weight, memory_weight = map(float, parts)
+        total = time_weight + memory_weight
+        if not (time_weight >= 0 and memory_weight >= 0 and 0 < total < math.inf):
+            raise ValueError
+    except ValueError:
+        raise TuneError(
+            f'target={target!r}; expected "time", "memory", or the weights of both, such as "0.7:0.3"'
+            f"{did_you_mean(str(target), words)}"
+        ) from None
+    return Weights(time=time_weight / total, memory=memory_weight / total)
+
+
+def low_formats(device: str) -> tuple[str, ...]:
+    """Return the low formats that a device has units for; without any bf16, which every device computes in somehow."""
+    there = hs.policy.units(device)
+    return tuple(name for name in FORMATS if getattr(there, name)) or ("bf16",)
+
+
+def _checked(
+    task: object, rise: float | None, minutes: float, seeds: int, dtypes: Sequence[str]
+) -> tuple[str, ...]:  # fmt: skip
+    if not isinstance(task, Task):
+        raise TuneError(f"hs.tune takes an hs.Task and got {type(task).__name__}")
+    if rise is not None and not (_is_number(rise) and 0.0 < rise < math.inf):
+        raise TuneError(f"max_loss_rise={rise!r}; expected a fraction above 0, such as 0.01 for one per cent")
+    if not (_is_number(minutes) and 0.0 < minutes < math.inf):
+        raise TuneError(f"minutes={minutes!r}; expected a number above 0")
+    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 0:
+        raise TuneError(f"seeds={seeds!r}; expected a whole number from 0")
+    if isinstance(dtypes, str):
+        raise TuneError(f"dtypes={dtypes!r}; expected a list of formats, such as [{dtypes!r}]")
+    for name in dtypes:
+        if name not in FORMATS:
+            raise TuneError(f"dtypes has {name!r}{did_you_mean(str(name), FORMATS)}; expected bf16 or fp16")
+    return tuple(dict.fromkeys(dtypes))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _device(wanted: str) -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    there = ("cpu",) if found is None else (found.type, "cpu")
+    if wanted and wanted not in there:
+        raise TaskError(f"device {wanted!r} is not here{did_you_mean(wanted, there)}; there is {' and '.join(there)}")
+    return wanted or there[0]
