@@ -37,6 +37,7 @@ from halfstep.tasks import Task
 if TYPE_CHECKING:
     from halfstep import integrations as integrations
     from halfstep import lens as lens
+    from halfstep.advise.lint import lint
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
 
@@ -59,6 +60,7 @@ __all__ = [
     "edit_weights",
     "exported",
     "linear_cross_entropy",
+    "lint",
     "load",
     "lowered",
     "on_preemption",
@@ -78,6 +80,7 @@ _LATER = {
     "Monitor": "lens",
     "SketchWriter": "lens",
     "audit": "lens.audit.audit",
+    "lint": "advise.lint",
 }
 """Name -> the module that is imported when the name is first used; training alone needs none of them."""
 
