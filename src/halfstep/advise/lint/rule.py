@@ -79,6 +79,7 @@ class Rule:
         bad: a script in which the rule finds something; of a traced rule, a file whose function `task` returns the
             hs.Task.
         good: the same script without the mistake.
+        under: of a traced rule, the policy under which `bad` has the mistake.
         check: yields the hits in a `static.script.Script`; of a traced rule, in what `traced.py` gives it.
     """
 
@@ -90,6 +91,7 @@ class Rule:
     bad: str
     good: str
     check: Callable[[Any], Iterable[Hit]]
+    under: str = "mixed"
 
     @property
     def traced(self) -> bool:
