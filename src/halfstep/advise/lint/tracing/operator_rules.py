@@ -126,7 +126,8 @@ def _norm_by_hand(trace: Trace) -> Iterator[Hit]:
         for call in trace.calls:
             origins = [trace.origin(t) for t in call.inputs]
             squared = call.op in ("pow", "square") or (call.op == "mul" and len(set(origins)) == 1 < len(origins))
-            if squared and call.outputs and call.outputs[0].dtype in LOW_DTYPES:
+            # a fp32 square that comes out low is the policy's choice, not the model's
+            if squared and call.outputs and {call.inputs[0].dtype, call.outputs[0].dtype} <= LOW_DTYPES:
                 squares[trace.origin(call.outputs[0])] = call
             elif call.op in ("mean", "sum") and origins[:1] and origins[0] in squares:
                 means[id(call.outputs[0])] = squares[origins[0]]
