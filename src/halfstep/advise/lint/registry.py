@@ -6,14 +6,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from halfstep.advise.lint.rule import Rule
+from halfstep.advise.lint.static.autocasting import AUTOCASTING_RULES
 from halfstep.advise.lint.static.files import FILE_RULES
+from halfstep.advise.lint.static.scaler_state import SCALER_STATE_RULES
 from halfstep.advise.lint.static.scaling import SCALING_RULES
+from halfstep.advise.lint.static.weights import WEIGHT_RULES
 from halfstep.advise.lint.traced import TRACED_RULES
 from halfstep.errors import LintError, did_you_mean
 
 __all__ = ["RULES", "rule_of"]
 
-RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in (*FILE_RULES, *SCALING_RULES, *TRACED_RULES)})
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        rule.code: rule
+        for rule in (*FILE_RULES, *SCALING_RULES, *SCALER_STATE_RULES, *AUTOCASTING_RULES, *WEIGHT_RULES, *TRACED_RULES)
+    }
+)
 """Code -> rule, in the order of codes; static rules (HS001 on), then traced ones (HS101 on)."""
 
 

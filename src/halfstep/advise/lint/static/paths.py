@@ -37,7 +37,7 @@ class Op:
     Attributes:
         kind: "scaled_backward", "plain_backward" or "managed_backward"; "scale"; "unscale", "scaler_step" and "update"
             of a scaler; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads": gradients changed by hand;
-            "get_scale"; "new_scaler"; "escape": another function may do anything with `scaler` or `target`;
+            "get_scale"; "new_scaler"; "read" of a scaled loss's value; "escape": another function may do anything with `scaler` or `target`;
             "iteration": a loop begins anew.
         call: where it is.
         place: what is around it.
@@ -82,7 +82,7 @@ class _TooManyError(Exception):
 @lru_cache(maxsize=1024)
 def paths(script: Script, function: Function) -> tuple[tuple[Op, ...], ...]:
     """Return the paths of a function; none if there are too many."""
-    if not any(_relevant(script, statement) for statement in function.body):
+    if not script.uses_torch or not any(_relevant(script, statement) for statement in function.body):
         return ()
     place = Place()
     if not isinstance(function.node, ast.Module):
@@ -121,8 +121,9 @@ def _relevant(script: Script, node: ast.AST) -> bool:
         return False
     keys = script.scalers.keys() | script.optimizers
     for call in calls_in(node):
-        if isinstance(call.func, ast.Attribute) and call.func.attr in METHODS:
-            return True
+        if isinstance(call.func, ast.Attribute):
+            if call.func.attr in METHODS or (call.func.attr == "item" and script.keeps_scaled):
+                return True
         if CLIPPING.fullmatch(script.called(call)) or any(script.name(a) in keys for a in call.args):
             return True
     return any(
@@ -274,6 +275,8 @@ class _Walk:
             ):
                 yield Op("grads", call, place)
                 return
+            if method in ("item", "tolist") and (scaler := state.scaled.get(owner)):
+                yield Op("read", call, place, scaler, owner)
         yield from self.escapes(call, name, state, place)
 
     def backward(self, call: ast.Call, loss: ast.expr, state: _State, place: Place) -> Op:

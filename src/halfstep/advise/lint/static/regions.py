@@ -37,6 +37,7 @@ class Region:
         dtype: "fp16", "bf16", "fp32"; "" if it is not known.
         enabled: False if it is off, None if that depends on a value, else True.
         sure: whether the block is always in it: not with ``ctx`` that may be a null context.
+        loops: how many loops are around it.
     """
 
     node: ast.Call
@@ -45,6 +46,7 @@ class Region:
     dtype: str
     enabled: bool | None
     sure: bool = True
+    loops: int = 0
 
     @property
     def on(self) -> bool:
@@ -123,7 +125,7 @@ def entered(script: Script, place: Place, node: ast.expr) -> Place:
     """Return the place inside of a with block, or of a decorated function, that enters `node`."""
     region = region_of(script, node)
     if region is not None:
-        return replace(place, regions=(*place.regions, region))
+        return replace(place, regions=(*place.regions, replace(region, loops=len(place.loops))))
     name = script.called(node) or script.name(node)
     if name in NO_GRAD:
         return replace(place, no_grad=True)

@@ -174,7 +174,7 @@ def _update_between(path: Sequence[Op]) -> Verdict:
 def _closure(script: Script) -> Iterator[Hit]:
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-            if (owner := script.name(node.func.value)) in script.scalers:
+            if script.scalers.get(owner := script.name(node.func.value)) == "torch":
                 named = any(keyword.arg == "closure" for keyword in node.keywords)
                 if named or (len(node.args) == 2 and not isinstance(node.args[1], ast.Starred)):
                     yield Hit(node.lineno, f"`{owner}.step` is given a closure")

@@ -243,6 +243,16 @@ class Script:
                     found.setdefault(key, "torch")
         return found
 
+    @cached_property
+    def keeps_scaled(self) -> bool:
+        """Whether a name of the file is assigned a scaled loss."""
+        return any(
+            isinstance(value.node, ast.Call) and self.called(value.node).rpartition(".")[::2] == (key, "scale")
+            for values in self.assigned.values()
+            for value in values
+            for key in self.scalers
+        )
+
     def _calls(self, value: Value) -> bool:
         return isinstance(value.node, ast.Call)
 
@@ -277,6 +287,37 @@ class Script:
                 elif method in ("step", "zero_grad") and OPTIMIZER_NAME.search(owner) and owner not in self.schedulers:
                     found.add(owner)
         return found
+
+    @cached_property
+    def models(self) -> set[str]:
+        """Modules: objects whose parameters or mode the file asks for."""
+        methods = ("parameters", "named_parameters", "train", "eval", "modules")
+        owners = {
+            self.name(node.func.value)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods
+        }
+        return owners - {"", "self", "super"} - self.imports.keys()
+
+    def methods_of(self, key: str) -> Iterator[ast.Call]:
+        """Yield the calls of methods of an object: in the source, and on the value that it is assigned."""
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and self.name(node.func.value) == key
+            ):
+                yield node
+        for value in self.assigned.get(key, []):
+            node: ast.AST = value.node if value.index is None else ast.Pass()
+            while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if self.name(node.func.value) != key:  # else it was yielded above
+                    yield node
+                node = node.func.value
+
+    def makers(self, key: str) -> set[str]:
+        """Return the names of the functions whose results an object may be; "" for one without a name."""
+        return {name for value in self.assigned.get(key, []) for name in self._made(value)}
 
     @cached_property
     def schedulers(self) -> set[str]:
