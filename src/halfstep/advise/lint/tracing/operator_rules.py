@@ -242,7 +242,7 @@ OPERATOR_RULES = (
     ),
     Rule(
         code="HS119", severity="note", title="a weight is used under no_grad first",
-        why="torch.autocast before torch 2.10 keeps the cast of its first use, which has no gradient: the weight gets "
+        why="torch.autocast before torch 2.11 keeps the cast of its first use, which has no gradient: the weight gets "
         "none in the rest of the region. Newer torch and halfstep cast again.",
         fix="Run the part without gradients after the other, in a region of its own, or with cache_enabled=False.",
         bad=example("with torch.no_grad():\n    target = self.body(x)\nreturn self.body(x) - target"),
