@@ -8,6 +8,9 @@ from types import MappingProxyType
 from halfstep.advise.lint.rule import Rule
 from halfstep.advise.lint.static.autocasting import AUTOCASTING_RULES
 from halfstep.advise.lint.static.files import FILE_RULES
+from halfstep.advise.lint.static.loops import LOOP_RULES
+from halfstep.advise.lint.static.low_values import LOW_VALUE_RULES
+from halfstep.advise.lint.static.numerics import NUMERIC_RULES
 from halfstep.advise.lint.static.scaler_state import SCALER_STATE_RULES
 from halfstep.advise.lint.static.scaling import SCALING_RULES
 from halfstep.advise.lint.static.weights import WEIGHT_RULES
@@ -19,7 +22,17 @@ __all__ = ["RULES", "rule_of"]
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         rule.code: rule
-        for rule in (*FILE_RULES, *SCALING_RULES, *SCALER_STATE_RULES, *AUTOCASTING_RULES, *WEIGHT_RULES, *TRACED_RULES)
+        for rule in (
+            *FILE_RULES,
+            *SCALING_RULES,
+            *SCALER_STATE_RULES,
+            *AUTOCASTING_RULES,
+            *WEIGHT_RULES,
+            *LOOP_RULES,
+            *NUMERIC_RULES,
+            *LOW_VALUE_RULES,
+            *TRACED_RULES,
+        )
     }
 )
 """Code -> rule, in the order of codes; static rules (HS001 on), then traced ones (HS101 on)."""

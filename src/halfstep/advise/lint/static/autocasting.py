@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UPDATE, ZERO, loop
+from halfstep.advise.lint.static.low_values import PRODUCTS
 from halfstep.advise.lint.static.paths import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, argument, region_of, sites
 from halfstep.advise.lint.static.script import Script
@@ -24,10 +25,6 @@ DEPRECATED = re.compile(
 )
 
 IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
-PRODUCTS = re.compile(
-    r"torch\.(mm|matmul|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|chain_matmul|linalg\.multi_dot)"
-    r"|torch\.nn\.functional\.(linear|conv\w*|bilinear)"
-)
 
 
 def _sites(script: Script) -> Iterator[Site]:

@@ -17,12 +17,13 @@ from halfstep.advise.lint.rule import Hit
 from halfstep.advise.lint.static.regions import Place, blocks, entered
 from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in
 
-__all__ = ["Op", "judged", "paths", "plain"]
+__all__ = ["BACKWARDS", "MANAGERS", "Op", "judged", "paths", "plain"]
 
 LIMIT = 256
 """The most paths of a function; one with more is left undecided."""
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
+BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"backward", "step", "update", "unscale_", "scale", "zero_grad", "first_step", "second_step"})
 MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
 HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasattr|getattr|type|id|float|str|.*log\w*")

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from halfstep.advise.lint.static.script import Function, Script, calls_in
 
-__all__ = ["Place", "Region", "Site", "argument", "blocks", "entered", "region_of", "sites"]
+__all__ = ["Place", "Region", "Site", "argument", "blocks", "entered", "placed", "region_of", "sites"]
 
 DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
 """Autocast's constructors that are for one device."""
@@ -134,51 +134,60 @@ def entered(script: Script, place: Place, node: ast.expr) -> Place:
     return place
 
 
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A statement without blocks, or the expression at the head of one with blocks, and its place."""
+
+    node: ast.AST
+    place: Place
+    statement: ast.stmt
+
+
 @lru_cache(maxsize=4096)
-def sites(script: Script, function: Function) -> tuple[Site, ...]:
-    """Return the calls of a function in the order of the source, without those in functions defined in it."""
+def placed(script: Script, function: Function) -> tuple[Placed, ...]:
+    """Return the statements of a function in the order of the source, without those of functions defined in it."""
     place = Place()
     if not isinstance(function.node, ast.Module):
         for decorator in function.node.decorator_list:
             place = entered(script, place, decorator)
-    return tuple(_sites(script, function.body, place))
+    return tuple(_placed(script, function.body, place))
 
 
-def _sites(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Site]:
+@lru_cache(maxsize=4096)
+def sites(script: Script, function: Function) -> tuple[Site, ...]:
+    """Return the calls of a function in the order of the source, without those in functions defined in it."""
+    return tuple(Site(call, p.place, p.statement) for p in placed(script, function) for call in calls_in(p.node))
+
+
+def _placed(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Placed]:
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if isinstance(statement, ast.ClassDef):
-            yield from _sites(script, [s for s in statement.body if not isinstance(s, ast.FunctionDef)], place)
             continue
         inner = place
         if isinstance(statement, (ast.With, ast.AsyncWith)):
             for item in statement.items:
-                yield from _in_expression(item.context_expr, place, statement)
+                yield Placed(item.context_expr, place, statement)
                 inner = entered(script, inner, item.context_expr)
-        elif isinstance(statement, (ast.For, ast.AsyncFor, ast.While)):
-            head = statement.test if isinstance(statement, ast.While) else statement.iter
-            yield from _in_expression(head, place, statement)
+        elif isinstance(statement, (ast.For, ast.AsyncFor)):
+            yield Placed(statement.iter, place, statement)
+            inner = replace(place, loops=(*place.loops, statement))
+        elif isinstance(statement, ast.While):
+            yield Placed(statement.test, place, statement)
             inner = replace(place, loops=(*place.loops, statement))
         elif isinstance(statement, ast.If):
-            yield from _in_expression(statement.test, place, statement)
+            yield Placed(statement.test, place, statement)
             inner = replace(place, branches=(*place.branches, statement))
         inside = blocks(statement)
         if not inside:
-            yield from _in_expression(statement, place, statement)
+            yield Placed(statement, place, statement)
         for block in inside:
-            yield from _sites(script, block, inner)
+            yield from _placed(script, block, inner)
 
 
 def blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     """Return the blocks of a compound statement, in the order of the source."""
     found = [getattr(statement, field, []) for field in ("body", "orelse", "finalbody")]
-    if isinstance(statement, (ast.Try, *((ast.TryStar,) if hasattr(ast, "TryStar") else ()))):
-        found[1:1] = [handler.body for handler in statement.handlers]
+    found[1:1] = [handler.body for handler in getattr(statement, "handlers", ())]
     if isinstance(statement, ast.Match):
         found = [case.body for case in statement.cases]
     return [block for block in found if block]
-
-
-def _in_expression(node: ast.AST, place: Place, statement: ast.stmt) -> Iterator[Site]:
-    yield from (Site(call, place, statement) for call in calls_in(node))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.paths import Op, judged, plain
+from halfstep.advise.lint.static.paths import BACKWARDS, Op, judged, plain
 from halfstep.advise.lint.static.script import Script
 
 __all__ = ["SCALING_RULES"]
@@ -16,8 +16,6 @@ Verdict = Iterator[tuple[Op, str]]
 
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
 """Operations behind which the gradients' scale is not known."""
-
-BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 
 
 def _clip_scaled(path: Sequence[Op]) -> Verdict:
@@ -194,6 +192,8 @@ def _scheduler(path: Sequence[Op]) -> Verdict:
             yield op, what if same and op.place.loops else ""
 
 
+ZEROS = "model.zero_grad()"
+
 SCALING_RULES = (
     Rule(
         code="HS001",
@@ -276,8 +276,8 @@ SCALING_RULES = (
         why="update may change the scale, and the second optimizer's gradients are then divided by another scale than "
         "they were multiplied with.",
         fix="Step all optimizers, then call `scaler.update()` once.",
-        bad=loop(FORWARD, SCALED, "scaler.step(one)", UPDATE, "scaler.step(two)", UPDATE),
-        good=loop(FORWARD, SCALED, "scaler.step(one)", "scaler.step(two)", UPDATE),
+        bad=loop(FORWARD, SCALED, "scaler.step(one)", UPDATE, "scaler.step(two)", UPDATE, ZEROS),
+        good=loop(FORWARD, SCALED, "scaler.step(one)", "scaler.step(two)", UPDATE, ZEROS),
         check=lambda script: judged(script, _update_between),
     ),
     Rule(

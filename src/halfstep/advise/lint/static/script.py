@@ -179,6 +179,20 @@ class Script:
                 return values[0].node
         return node
 
+    def local(self, function: Function, node: ast.expr) -> ast.expr:
+        """Return `node`, or the one value that a function assigns to it if it is a name."""
+        if not isinstance(node, ast.Name) or any(argument.arg == node.id for argument in function.arguments):
+            return node
+        values = [
+            n.value
+            for n in ast.walk(function.node)
+            if isinstance(n, ast.Assign)
+            and any(isinstance(t, ast.Name) and t.id == node.id for target in n.targets for t in ast.walk(target))
+        ]
+        stores = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == node.id]
+        stores = [n for n in stores if isinstance(n.ctx, ast.Store)]
+        return values[0] if len(values) == len(stores) == 1 and not isinstance(values[0], ast.Tuple) else node
+
     @cached_property
     def _arguments(self) -> set[str]:
         return {argument.arg for function in self.functions for argument in function.arguments}
