@@ -134,7 +134,9 @@ def main() -> int:
     options.json.write_text(written(report), encoding="utf-8")
     print(json.dumps(report["summary"], indent=1))
     for finding in unlabelled:
-        print(f"no label: {finding['repository']} {finding['path']}:{finding['line']} {finding['code']} {finding['what']}")
+        print(
+            f"no label: {finding['repository']} {finding['path']}:{finding['line']} {finding['code']} {finding['what']}"
+        )
     return 1 if unlabelled else 0
 
 

@@ -26,7 +26,20 @@ READS = frozenset(
 """Functions for whose result, or its shape, the host waits."""
 
 MAKES = frozenset(
-    {"to", "float", "double", "half", "bfloat16", "type", "contiguous", "clone", "detach", "unsqueeze", "squeeze", "view"}
+    {
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "contiguous",
+        "clone",
+        "detach",
+        "unsqueeze",
+        "squeeze",
+        "view",
+    }
     | {"reshape", "expand", "expand_as", "transpose", "permute", "flatten", "__getitem__", "type_as", "__get__"}
     | {"clamp", "add", "sub", "sqrt", "max"}
 )

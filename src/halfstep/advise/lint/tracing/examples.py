@@ -6,7 +6,7 @@ import textwrap
 
 __all__ = ["example"]
 
-FILE = '''
+FILE = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,7 +31,7 @@ def task():
         loss_fn={loss},
         optimizer=lambda model: {optimizer},
     )
-'''
+"""
 
 
 def example(

@@ -69,7 +69,9 @@ def _of_arguments(op: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Iter
     if all(bool(torch.isfinite(t.detach()).all()) for t in inputs) and _finite_numbers(args, kwargs):
         yield "finite"
     if op in WHOLE:
-        changed = [_changed(t.detach()) for t in tensors((args, kwargs)) if not t.requires_grad and t.layout is torch.strided]
+        changed = [
+            _changed(t.detach()) for t in tensors((args, kwargs)) if not t.requires_grad and t.layout is torch.strided
+        ]
         yield from (f"whole {dtype}" for dtypes in changed for dtype in dtypes)
 
 

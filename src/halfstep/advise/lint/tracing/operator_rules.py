@@ -56,7 +56,10 @@ def _in_place_wide(trace: Trace) -> Iterator[Hit]:
     return hits(
         (call, f"{call.op}_ writes into a fp32 tensor: the operator is not cast to the low format")
         for call in trace.calls
-        if call.in_place and trace.rules.get(call.op) == "low" and call.inputs[:1] and call.inputs[0].dtype is torch.float32
+        if call.in_place
+        and trace.rules.get(call.op) == "low"
+        and call.inputs[:1]
+        and call.inputs[0].dtype is torch.float32
     )
 
 
@@ -74,7 +77,12 @@ def _in_place_low(trace: Trace) -> Iterator[Hit]:
 def _widened(trace: Trace) -> Iterator[Hit]:
     def found() -> Iterator[tuple[TracedCall, str]]:
         for call in trace.calls:
-            if call.in_place or trace.rules.get(call.op) or not call.outputs or call.outputs[0].dtype is not torch.float32:
+            if (
+                call.in_place
+                or trace.rules.get(call.op)
+                or not call.outputs
+                or call.outputs[0].dtype is not torch.float32
+            ):
                 continue
             low = [t for t in call.inputs if t.dtype in LOW_DTYPES and t.requires_grad and t.dim()]
             wide = [t for t in call.inputs if t.dtype is torch.float32 and t.dim()]
@@ -112,7 +120,9 @@ def _softmax_by_hand(trace: Trace) -> Iterator[Hit]:
                 low = power.outputs[0].dtype in LOW_DTYPES
                 if low or not safe:
                     name = "softmax" if call.op == "div" else "logsumexp"
-                    how = f"in {DTYPE_NAMES[power.outputs[0].dtype]}" if low else "without subtracting the largest value"
+                    how = (
+                        f"in {DTYPE_NAMES[power.outputs[0].dtype]}" if low else "without subtracting the largest value"
+                    )
                     yield call, f"{name} written as exp, sum and {call.op}, {how}"
 
     yield from hits(found())
@@ -152,12 +162,14 @@ def _first_without_gradients(trace: Trace) -> Iterator[Hit]:
                 first.setdefault(name, call)
             elif name in first and name not in told and first[name].gradients is False:
                 told.add(name)
-                yield Hit(first[name].line, f"{name!r} is used under no_grad first and with gradients later", first[name].file)
+                yield Hit(
+                    first[name].line, f"{name!r} is used under no_grad first and with gradients later", first[name].file
+                )
             if call.gradients:
                 told.add(name)
 
 
-FUNCTION = '''
+FUNCTION = """
 class Swish(torch.autograd.Function):
     @staticmethod{}
     def forward(ctx, x):
@@ -169,7 +181,7 @@ class Swish(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         s = x.sigmoid()
         return grad * (s + x * s * (1 - s))
-'''
+"""
 RULED = (
     '\n    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)',
     '\n    @torch.amp.custom_bwd(device_type="cpu")',
@@ -181,7 +193,8 @@ OPERATOR_RULES = (
         code="HS111", severity="note", title="layer sizes that are no multiples of 8 (fp8: 16)",
         why="Matrix units take low numbers 16 bytes at a time: other sizes are padded or take slower kernels, and fp8 "
         "products refuse them.",
-        fix="Round hidden sizes, heads and vocabularies up to a multiple of 8, of 16 for fp8 (64 where it costs little).",
+        fix="Round hidden sizes, heads and vocabularies up to a multiple of 8, of 16 for fp8 (64 where it costs "
+        "little).",
         bad=example("return self.head(self.body(x))", init="self.head = nn.Linear(16, 101)"),
         good=example("return self.head(self.body(x))", init="self.head = nn.Linear(16, 104)"), check=_sizes,
     ),
@@ -189,13 +202,15 @@ OPERATOR_RULES = (
         code="HS112", severity="warning", title="an autograd.Function without a rule for formats",
         why="Its forward computes in whatever format arrives and its backward runs outside the region: the two can "
         "differ in format, and low tensors reach code that was written for fp32.",
-        fix='Decorate forward and backward with torch.amp.custom_fwd and custom_bwd, or the class with hs.operator("fp32").',
+        fix='Decorate forward and backward with torch.amp.custom_fwd and custom_bwd, or the class with '
+        'hs.operator("fp32").',
         bad=example("return Swish.apply(self.body(x))", before=FUNCTION.format("", "")),
         good=example("return Swish.apply(self.body(x))", before=FUNCTION.format(*RULED)), check=_functions,
     ),
     Rule(
         code="HS113", severity="note", title="an in-place product that cannot be cast",
-        why="An in-place operator keeps the format of its destination; autocast leaves it in fp32, without matrix units.",
+        why="An in-place operator keeps the format of its destination; autocast leaves it in fp32, without matrix "
+        "units.",
         fix="Use the form that returns a new tensor: torch.addmm(x, a, b) instead of x.addmm_(a, b).",
         bad=example("y = torch.zeros(8, 16)\nreturn y.addmm_(x, self.body.weight) + self.body(x)"),
         good=example("y = torch.zeros(8, 16)\nreturn torch.addmm(y, x, self.body.weight) + self.body(x)"),
@@ -203,8 +218,8 @@ OPERATOR_RULES = (
     ),
     Rule(
         code="HS114", severity="warning", title="an in-place operator that rounds fp32 values",
-        why="The result takes the format of the destination, not of the wider argument: y += z in bf16 drops what z has "
-        "more, without a warning.",
+        why="The result takes the format of the destination, not of the wider argument: y += z in bf16 drops what z "
+        "has more, without a warning.",
         fix="Write y = y + z, or make the destination fp32.",
         bad=example("y = self.body(x)\ny += x\nreturn y"), good=example("y = self.body(x)\nreturn y + x"),
         check=_in_place_low,
@@ -219,8 +234,8 @@ OPERATOR_RULES = (
     ),
     Rule(
         code="HS116", severity="warning", title="float64 in the forward pass",
-        why="float64 comes from numpy arrays and from torch.tensor(..., dtype=float64); it is 2 to 64 times slower than "
-        "fp32 on GPUs and widens what it meets.",
+        why="float64 comes from numpy arrays and from torch.tensor(..., dtype=float64); it is 2 to 64 times slower "
+        "than fp32 on GPUs and widens what it meets.",
         fix="Cast to fp32 where the data enters: torch.as_tensor(array, dtype=torch.float32).",
         bad=example("return self.body(x) * torch.ones(16, dtype=torch.float64)"),
         good=example("return self.body(x) * torch.ones(16)"), check=_float64,

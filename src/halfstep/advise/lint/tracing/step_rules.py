@@ -10,7 +10,8 @@ import torch
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.tracing.examples import example
-from halfstep.advise.lint.tracing.trace import Trace, place_of
+from halfstep.advise.lint.tracing.functions import place_of
+from halfstep.advise.lint.tracing.trace import Trace
 from halfstep.advise.lint.tracing.weight_rules import foreign_error
 from halfstep.formats import LOW_DTYPES
 
@@ -64,8 +65,8 @@ STEP_RULES = (
     ),
     Rule(
         code="HS132", severity="warning", title="the step is not reproducible",
-        why="Model, batches or loss draw from a generator that torch.manual_seed does not set, or depend on state that a "
-        "run leaves behind: a run cannot be compared with another, resumed or replayed.",
+        why="Model, batches or loss draw from a generator that torch.manual_seed does not set, or depend on state "
+        "that a run leaves behind: a run cannot be compared with another, resumed or replayed.",
         fix="Draw from torch's generator, or from one that is seeded with the arguments of batches().",
         bad=example(before="import itertools\n\nCOUNT = itertools.count(1)",
                     loss="lambda model, x: model(x).float().square().mean() * next(COUNT)"),

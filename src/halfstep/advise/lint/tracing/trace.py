@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.advise.lint.rule import Hit
 from halfstep.advise.lint.tracing.calls import HostRead, StepWatch, TracedCall
+from halfstep.advise.lint.tracing.functions import GraphFunction, functions_of
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens import Paths
 from halfstep.tasks import Task
 from halfstep.trees import tensors
 
-__all__ = ["GraphFunction", "Trace", "Weight", "place_of", "trace_step"]
+__all__ = ["Trace", "Weight", "trace_step"]
 
 SEED = 0
 
@@ -31,9 +29,7 @@ class Weight:
 
     Attributes:
         name: dotted name.
-        shape: its sizes.
-        buffer: whether it is a buffer, not a parameter.
-        trained: whether it requires gradients.
+        trained: whether it requires gradients; no buffer does.
         stepped: whether the optimizer has it.
         made: dtype in which the task made it.
         stored: dtype in which it is stored while the policy is in force.
@@ -44,8 +40,6 @@ class Weight:
     """
 
     name: str
-    shape: tuple[int, ...]
-    buffer: bool
     trained: bool
     stepped: bool
     made: torch.dtype
@@ -54,23 +48,6 @@ class Weight:
     gradient: bool
     moved: bool
     unmoved: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GraphFunction:
-    """A torch.autograd.Function of the user in the graph of the loss.
-
-    Attributes:
-        name: its class.
-        place: where it is defined.
-        ruled: whether its forward has a rule for formats: custom_fwd of torch.amp, or hs.operator.
-        low: whether one of its outputs is low.
-    """
-
-    name: str
-    place: Hit
-    ruled: bool
-    low: bool
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,16 +91,6 @@ class Trace:
     names: Mapping[int, str] = field(default_factory=dict)
     differs: str = ""
     problem: Exception | None = None
-
-
-def place_of(target: Any, what: str) -> Hit:
-    """Return a hit where a function is defined, or a method of a class; without a place if that is not known."""
-    while isinstance(target, functools.partial):
-        target = target.func
-    if isinstance(target, type):
-        target = next((vars(target)[name] for name in ("forward", "__init__") if name in vars(target)), target)
-    code = getattr(inspect.unwrap(getattr(target, "__func__", target)), "__code__", None)
-    return Hit(code.co_firstlineno, what, code.co_filename) if code is not None else Hit(0, what)
 
 
 def trace_step(task: Task, policy: hs.Policy | str = "mixed", device: str = "cpu") -> Trace:
@@ -182,35 +149,34 @@ class _Run:
             if id(p) not in names
         )
         trace.groups = tuple(
-            {k: v for k, v in group.items() if k != "params"} | {"names": [names.get(id(p), "") for p in group["params"]]}
+            {k: v for k, v in group.items() if k != "params"}
+            | {"names": [names.get(id(p), "") for p in group["params"]]}
             for group in groups
         )
-        trace.weights = tuple(self._weight(name, trace) for name in _state(self.model))
+        trace.weights = self._weights(trace, frozenset())
 
-    def _weight(self, name: str, trace: Trace, low: frozenset[str] = frozenset()) -> Weight:
-        """Return what is known of a parameter or buffer; `low` are those that the policy lowers."""
-        tensor, made = _state(self.model)[name], self.start[name]
-        parameter = isinstance(tensor, nn.Parameter)
-        gradient = self.gradients.get(name)
-        kept = tensor.dtype not in LOW_DTYPES or (name in low and trace.policy.master != "none")
-        unmoved = -1.0
-        moved = made.shape == tensor.shape and not torch.equal(made.to(tensor.dtype), tensor.detach())
-        if gradient is not None and made.shape == tensor.shape == gradient.shape and bool(gradient.any()):
-            still = made.to(tensor.dtype) == tensor.detach()
-            unmoved = float(still[gradient].double().mean())
-        return Weight(
-            name=name,
-            shape=tuple(tensor.shape),
-            buffer=not parameter,
-            trained=tensor.requires_grad,
-            stepped=any(name in group["names"] for group in trace.groups),
-            made=made.dtype,
-            stored=tensor.dtype,
-            precise=kept,
-            gradient=gradient is not None,
-            moved=moved,
-            unmoved=unmoved,
-        )
+    def _weights(self, trace: Trace, low: frozenset[str]) -> tuple[Weight, ...]:
+        """Return what is known of parameters and buffers; `low` are those that the policy lowers."""
+        stepped = {name for group in trace.groups for name in group["names"]}
+        found = []
+        for name, tensor in _state(self.model).items():
+            made, gradient = self.start[name], self.gradients.get(name)
+            still = made.to(tensor.dtype) == tensor.detach() if made.shape == tensor.shape else torch.tensor(False)
+            known = gradient is not None and gradient.shape == still.shape and bool(gradient.any())
+            found.append(
+                Weight(
+                    name=name,
+                    trained=tensor.requires_grad,
+                    stepped=name in stepped,
+                    made=made.dtype,
+                    stored=tensor.dtype,
+                    precise=tensor.dtype not in LOW_DTYPES or (name in low and trace.policy.master != "none"),
+                    gradient=gradient is not None,
+                    moved=not bool(still.all()),
+                    unmoved=float(still[gradient].double().mean()) if known else -1.0,
+                )
+            )
+        return tuple(found)
 
     def step(self, trace: Trace | None = None) -> None:
         """Train the step; with a `trace`, watch it."""
@@ -219,7 +185,9 @@ class _Run:
         if trace is not None:
             self.watch = StepWatch(Paths(self.model))
             trace.rules = {op: decision.rule for op, decision in plan.operators}
-        made = hs.TrainStep(self.model, self.optimizer, self._loss_fn, policy=self.policy, clip_norm=self.task.clip_norm, blackbox=False)
+        made = hs.TrainStep(
+            self.model, self.optimizer, self._loss_fn, policy=self.policy, clip_norm=self.task.clip_norm, blackbox=False
+        )
         if trace is None:
             made(*self.batch)
             return
@@ -232,7 +200,7 @@ class _Run:
         trace.generic = made.generic
         if skipped:  # weights stayed because the step was skipped
             self.gradients = {name: torch.zeros_like(g) for name, g in self.gradients.items()}
-        trace.weights = tuple(self._weight(name, trace, low) for name in _state(self.model))
+        trace.weights = self._weights(trace, low)
 
     def _arrive(self, name: str) -> Callable[[Tensor], None]:
         def arrive(gradient: Tensor) -> None:
@@ -286,26 +254,3 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
-
-
-def functions_of(loss: Tensor) -> tuple[GraphFunction, ...]:
-    """Return the autograd Functions that are written in Python outside torch and halfstep, in the graph of `loss`."""
-    found: dict[str, GraphFunction] = {}
-    todo, seen = [loss.grad_fn], set()
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-        made = getattr(node, "_forward_cls", None)
-        if made is None or made.__module__.startswith(("torch.", "halfstep.")):
-            continue
-        low = any(meta.dtype in LOW_DTYPES for meta in getattr(node, "_input_metadata", ()))
-        ruled = hasattr(node, "_fwd_used_autocast") or hasattr(node, "halfstep_formats")
-        earlier = found.get(made.__name__)
-        low = low or (earlier is not None and earlier.low)
-        found[made.__name__] = GraphFunction(
-            name=made.__name__, place=place_of(made, made.__name__), ruled=ruled, low=low
-        )
-    return tuple(found.values())

@@ -77,8 +77,8 @@ VALUE_RULES = (
     ),
     Rule(
         code="HS122", severity="warning", title="an operator at a point where its derivative is infinite",
-        why="The gradient is inf, or nan where it is multiplied by 0; low formats reach such points more often, because "
-        "small numbers round to 0.",
+        why="The gradient is inf, or nan where it is multiplied by 0; low formats reach such points more often, "
+        "because small numbers round to 0.",
         fix="Add a small number under the root, or clamp; torch.where after the operator does not help.",
         bad=example("return self.body(x).relu().sqrt()"), good=example("return (self.body(x).relu() + 1e-3).sqrt()"),
         check=_shows(numbers.INFINITE_DERIVATIVE, "{op}{place} has an infinite derivative at one of its arguments"),
@@ -86,15 +86,16 @@ VALUE_RULES = (
     Rule(
         code="HS123", severity="warning", title="inf or nan that the loss hides",
         why="The value is masked later; its gradient is 0 * inf = nan, or it is one change of data away from the loss.",
-        fix="Make the argument harmless before the operator: torch.where(mask, x, 1) and then the logarithm or quotient.",
+        fix="Make the argument harmless before the operator: torch.where(mask, x, 1) and then the logarithm or "
+        "quotient.",
         bad=example("y = self.body(x).relu()\nreturn torch.where(y > 0, y.log(), 0 * x)"),
         good=example("y = self.body(x).relu()\nreturn torch.where(y > 0, torch.where(y > 0, y, 1).log(), 0 * x)"),
         check=_not_finite,
     ),
     Rule(
         code="HS124", severity="error", title="a cast to a low format that makes inf",
-        why="The number is beyond the largest of the format: finfo(float32).min as a mask becomes -inf in fp16 and bf16, "
-        "and a row of it nan.",
+        why="The number is beyond the largest of the format: finfo(float32).min as a mask becomes -inf in fp16 and "
+        "bf16, and a row of it nan.",
         fix="Take the number from the format that it is used in: torch.finfo(scores.dtype).min.",
         bad=example("mask = torch.full((16,), torch.finfo(torch.float32).min).bfloat16()\n"
                     "return torch.cat([mask[None], self.body(x)]).softmax(-1)"),
@@ -104,8 +105,8 @@ VALUE_RULES = (
     ),
     Rule(
         code="HS125", severity="warning", title="positions or counts in a low format",
-        why="bf16 holds whole numbers up to 256 and fp16 up to 2048; larger ones are rounded, and neighbouring positions "
-        "or time steps become equal.",
+        why="bf16 holds whole numbers up to 256 and fp16 up to 2048; larger ones are rounded, and neighbouring "
+        "positions or time steps become equal.",
         fix="Compute positions, time steps and their angles in fp32: hs.suspended() around the product, or "
         '.with_modules({"rotary": "fp32"}).',
         bad=example("angles = torch.outer(torch.arange(300.0)[::38], self.frequencies).to(x.dtype)\n"
@@ -118,8 +119,8 @@ VALUE_RULES = (
     ),
     Rule(
         code="HS126", severity="warning", title="a small constant that is 0 in the format",
-        why="It was meant to keep a divisor, root or logarithm from 0, and adding it changes nothing: fp16 has no number "
-        "between 0 and 6e-8.",
+        why="It was meant to keep a divisor, root or logarithm from 0, and adding it changes nothing: fp16 has no "
+        "number between 0 and 6e-8.",
         fix="Use a number that the format has (1e-6 in fp16 is subnormal, 1e-4 is safe), or compute this in fp32.",
         bad=example("y = self.body(x)\nreturn y / (y.abs().half() + 1e-8)"),
         good=example("y = self.body(x)\nreturn y / (y.abs().half() + 1e-4)"), check=_lost_guards,

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.tracing.examples import example
-from halfstep.advise.lint.tracing.trace import Trace, Weight, place_of
+from halfstep.advise.lint.tracing.functions import place_of
+from halfstep.advise.lint.tracing.trace import Trace, Weight
 from halfstep.errors import BindError
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES, Format, format_of
 
@@ -36,7 +37,7 @@ def _made_low(trace: Trace) -> Iterator[Hit]:
 
 
 def _outside(trace: Trace) -> Iterator[Hit]:
-    found = [w.name for w in trace.weights if w.trained and not w.buffer and not w.stepped]
+    found = [w.name for w in trace.weights if w.trained and not w.stepped]
     if found:
         what = f"the optimizer does not have {len(found)} parameters that require gradients: {listed(found)}"
         yield place_of(trace.task.optimizer, what)
@@ -59,8 +60,8 @@ def _unmoved(trace: Trace) -> Iterator[Hit]:
     if found:
         worst = max(found, key=lambda w: w.unmoved)
         what = (
-            f"the step left {worst.unmoved:.0%} of the {DTYPE_NAMES[worst.stored]} weights {worst.name!r} with a gradient "
-            f"as they were, and {LOST:.0%} or more of {len(found)} tensors"
+            f"the step left {worst.unmoved:.0%} of the {DTYPE_NAMES[worst.stored]} weights {worst.name!r} with a "
+            f"gradient as they were, and {LOST:.0%} or more of {len(found)} tensors"
         )
         yield place_of(trace.task.optimizer, what)
 
@@ -135,8 +136,8 @@ WEIGHT_RULES = (
     ),
     Rule(
         code="HS103", severity="error", title="the optimizer has tensors that are no parameters of the model",
-        why="The optimizer was made before weights were replaced (by to(), a new head, a wrapper), or for another model: "
-        "it steps tensors that no forward pass reads.",
+        why="The optimizer was made before weights were replaced (by to(), a new head, a wrapper), or for another "
+        "model: it steps tensors that no forward pass reads.",
         fix="Make the optimizer from model.parameters() after the last replacement.",
         bad=example(before=OTHER, optimizer="torch.optim.AdamW([*model.parameters(), *OTHER.parameters()], lr=1e-3)"),
         good=example(), check=_foreign,
@@ -149,15 +150,17 @@ WEIGHT_RULES = (
     ),
     Rule(
         code="HS105", severity="warning", title="updates below half an ulp of low weights",
-        why="A low weight without a strategy takes only updates of at least half the distance to its neighbour; smaller "
-        "ones are rounded off, in every step.",
-        fix='Keep what the format lacks: master="split", "master", "kahan" or "stochastic" in the policy, or fp32 weights.',
+        why="A low weight without a strategy takes only updates of at least half the distance to its neighbour; "
+        "smaller ones are rounded off, in every step.",
+        fix='Keep what the format lacks: master="split", "master", "kahan" or "stochastic" in the policy, or fp32 '
+        'weights.',
         bad=example(optimizer="torch.optim.AdamW(model.parameters(), lr=1e-5)"),
         good=example(optimizer="torch.optim.AdamW(model.parameters(), lr=1e-1)"), check=_unmoved, under="O3",
     ),
     Rule(
         code="HS106", severity="warning", title="weight decay below half an ulp of the weights",
-        why="The factor 1 - lr * weight_decay changes no weight: the multiplication rounds back, and the run has no decay.",
+        why="The factor 1 - lr * weight_decay changes no weight: the multiplication rounds back, and the run has no "
+        "decay.",
         fix="Choose a larger decay or rate, set weight_decay=0, or keep fp32 values of the weights.",
         bad=example(optimizer="torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=1e-4)"),
         good=example(optimizer="torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)"), check=_decay,
