@@ -37,6 +37,7 @@ from halfstep.tasks import Task
 if TYPE_CHECKING:
     from halfstep import integrations as integrations
     from halfstep import lens as lens
+    from halfstep.advise.lint import lint
     from halfstep.advise.plan import plan
     from halfstep.advise.tune import tune
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
@@ -61,6 +62,7 @@ __all__ = [
     "edit_weights",
     "exported",
     "linear_cross_entropy",
+    "lint",
     "load",
     "lowered",
     "on_preemption",
@@ -84,6 +86,7 @@ _LATER = {
     "audit": "lens.audit.audit",
     "plan": "advise.plan",
     "tune": "advise.tune",
+    "lint": "advise.lint",
 }
 """Name -> the module that is imported when the name is first used; training alone needs none of them."""
 

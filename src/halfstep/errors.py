@@ -19,6 +19,7 @@ __all__ = [
     "FormatError",
     "HalfstepError",
     "IntegrationError",
+    "LintError",
     "LossError",
     "MissingKernelError",
     "PolicyError",
@@ -77,6 +78,10 @@ class LossError(HalfstepError, RuntimeError):
 
 class AuditError(HalfstepError, ValueError):
     """An audit that cannot be made of these arguments, or a question about it that makes no sense."""
+
+
+class LintError(HalfstepError, ValueError):
+    """A target that the linter cannot check, or a rule that does not exist."""
 
 
 class ScaleError(HalfstepError, RuntimeError):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -137,9 +138,13 @@ class OperatorWatch(TorchFunctionMode):
         self._counts[module, "integers"] += 1
         return module, "integers", nth
 
+    def frame(self) -> FrameType | None:
+        """Return the innermost running frame that is neither torch's nor halfstep's."""
+        return user_frame(sys._getframe(1))[0]
+
     def line(self) -> str:
-        """Return the user's line that calls the operator."""
-        return user_line()
+        """Return the user's line that calls the operator: "file.py:12 source text", "" if there is none."""
+        return line_of(self.frame())
 
     def seen(self, call: OperatorCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func(*args, **kwargs)``, measure it, and return its result."""
@@ -186,11 +191,6 @@ def _other(name: str) -> tuple[str, bool]:
     stem = name.removeprefix("__i").removesuffix("__") if name.startswith("__i") else name.removesuffix("_")
     stem = {"truediv": "div"}.get(stem, stem)
     return (stem, True) if stem != name and not stem.endswith("_") and stem in known() else ("", False)
-
-
-def user_line() -> str:
-    """Return "file.py:12 source text" of the innermost frame that is neither torch's nor halfstep's; "" if none is."""
-    return line_of(user_frame(sys._getframe(1))[0])
 
 
 def is_index(tensor: Tensor) -> bool:

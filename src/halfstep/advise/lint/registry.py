@@ -1,0 +1,49 @@
+"""Every rule of the linter by its code: the one list from which findings, ``--explain``, SARIF and docs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from halfstep.advise.lint.rule import Rule
+from halfstep.advise.lint.static.autocasting import AUTOCASTING_RULES
+from halfstep.advise.lint.static.files import FILE_RULES
+from halfstep.advise.lint.static.loops import LOOP_RULES
+from halfstep.advise.lint.static.low_values import LOW_VALUE_RULES
+from halfstep.advise.lint.static.numerics import NUMERIC_RULES
+from halfstep.advise.lint.static.scaler_state import SCALER_STATE_RULES
+from halfstep.advise.lint.static.scaling import SCALING_RULES
+from halfstep.advise.lint.static.weights import WEIGHT_RULES
+from halfstep.advise.lint.traced import TRACED_RULES
+from halfstep.errors import LintError, did_you_mean
+
+__all__ = ["RULES", "rule_of"]
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        rule.code: rule
+        for rule in (
+            *FILE_RULES,
+            *SCALING_RULES,
+            *SCALER_STATE_RULES,
+            *AUTOCASTING_RULES,
+            *WEIGHT_RULES,
+            *LOOP_RULES,
+            *NUMERIC_RULES,
+            *LOW_VALUE_RULES,
+            *TRACED_RULES,
+        )
+    }
+)
+"""Code -> rule, in the order of codes; static rules (HS001 on), then traced ones (HS101 on)."""
+
+
+def rule_of(code: str) -> Rule:
+    """Return the rule called `code`.
+
+    Raises:
+        LintError: there is none.
+    """
+    if code.upper() not in RULES:
+        raise LintError(f"unknown rule {code!r}{did_you_mean(code.upper(), RULES)}; there are {', '.join(RULES)}")
+    return RULES[code.upper()]

@@ -1,0 +1,115 @@
+"""A rule of the linter and what it finds: plain values, from which text, JSON, SARIF, ``--explain`` and docs are made.
+
+Static rules read a script's syntax tree (`static/`); traced rules look at one traced step of a task (`traced.py`).
+Both are `Rule` values; `registry.py` lists them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["SEVERITIES", "Hit", "LintFinding", "Rule"]
+
+SEVERITIES = ("error", "warning", "note")
+"""From the worst: raises or trains wrongly; loses precision or time, or fails for some data; worth knowing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintFinding:
+    """One mistake, at one place.
+
+    Attributes:
+        code: code of the rule, such as "HS012".
+        severity: "error", "warning" or "note".
+        file: path of the file as it was given; "" if no file is known.
+        line: number of the line from 1; 0 if it is not known.
+        what: what was found there, with the names of the script or model.
+        why: what it does to training.
+        fix: what to write instead.
+    """
+
+    code: str
+    severity: str
+    file: str
+    line: int
+    what: str
+    why: str
+    fix: str
+
+    @property
+    def place(self) -> str:
+        """``file:line``, as far as it is known."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a rule's check yields: a place, and what was found there.
+
+    Attributes:
+        line: number of the line from 1; 0 if it is not known.
+        what: what was found there.
+        file: "" for the file that was checked.
+        fix: what to write instead; "" for the rule's own words.
+    """
+
+    line: int
+    what: str
+    file: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One kind of mistake.
+
+    Attributes:
+        code: "HS" and three digits; from HS101 on traced rules.
+        severity: "error", "warning" or "note".
+        title: the mistake in a few words.
+        why: what it does to training.
+        fix: what to write instead.
+        bad: a script in which the rule finds something; of a traced rule, a file whose function `task` returns the
+            hs.Task.
+        good: the same script without the mistake.
+        under: of a traced rule, the policy under which `bad` has the mistake.
+        check: yields the hits in a `static.script.Script`; of a traced rule, in what `traced.py` gives it.
+    """
+
+    code: str
+    severity: str
+    title: str
+    why: str
+    fix: str
+    bad: str
+    good: str
+    check: Callable[[Any], Iterable[Hit]]
+    under: str = "mixed"
+
+    @property
+    def traced(self) -> bool:
+        """Whether the rule looks at a traced step, not at source."""
+        return self.code >= "HS100"
+
+    def finding(self, hit: Hit, file: str = "") -> LintFinding:
+        """Return `hit` as a finding of this rule; `file` is that of a hit without one."""
+        return LintFinding(
+            code=self.code, severity=self.severity, file=hit.file or file, line=hit.line, what=hit.what,
+            why=self.why, fix=hit.fix or self.fix,
+        )  # fmt: skip
+
+    def text(self) -> str:
+        """Return the rule in full, for ``--explain``."""
+        how = "one traced step of a task" if self.traced else "the source"
+        bad, good = ("\n".join(f"    {line}" for line in part.strip().splitlines()) for part in (self.bad, self.good))
+        return (
+            f"{self.code} ({self.severity}): {self.title}\n\nWhy: {self.why}\nFix: {self.fix}\nFound in {how}. Silence "
+            f"one line with `# halfstep: ignore[{self.code}]`.\n\nBad:\n\n{bad}\n\nGood:\n\n{good}"
+        )

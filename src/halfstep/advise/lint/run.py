@@ -1,0 +1,102 @@
+"""lint: a file, a folder, a task or a task's function in, findings out."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from halfstep.advise.lint.registry import RULES
+from halfstep.advise.lint.rule import SEVERITIES, Hit, LintFinding
+from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.traced import check_task
+from halfstep.errors import LintError, did_you_mean
+from halfstep.tasks import Task, load_task
+
+__all__ = ["lint", "python_files"]
+
+IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
+
+LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
+"""Folders below a target that hold other people's code; those whose name begins with a dot are left out too."""
+
+
+def lint(target: str | Path | Task, *, severity: str = "note") -> list[LintFinding]:
+    """Find mistakes of mixed precision before a run.
+
+    Args:
+        target: a Python file or a folder of them, which are read and not run; ``path/to/file.py:function``, whose file
+            is read and whose `hs.Task` is traced for one step; or an `hs.Task`.
+        severity: the least severity to return: "note" for all, "warning" or "error".
+
+    Returns:
+        The findings, by file and line. A line's ``# halfstep: ignore[HS012]`` takes out its findings of that rule.
+
+    Raises:
+        LintError: no such file or folder, a file that is no Python, or an unknown severity.
+        TaskError: the function does not exist, raises, or returns no hs.Task.
+    """
+    if severity not in SEVERITIES:
+        raise LintError(f"severity {severity!r}{did_you_mean(severity, SEVERITIES)}; expected {', '.join(SEVERITIES)}")
+    if isinstance(target, Task):
+        found = check_task(target)
+    elif _is_function(str(target)):
+        path = Path(str(target).rpartition(":")[0])
+        found = [*_in_file(path), *check_task(load_task(str(target)))]
+    else:
+        files = python_files(Path(target))
+        found = [finding for file in files for finding in _in_file(file, among=len(files))]
+    kept = [f for f in found if SEVERITIES.index(f.severity) <= SEVERITIES.index(severity) and not _ignored(f)]
+    return sorted(dict.fromkeys(kept), key=lambda f: (f.file, f.line, f.code))
+
+
+def python_files(path: Path) -> list[Path]:
+    """Return the Python files that `path` is or holds.
+
+    Raises:
+        LintError: there are none.
+    """
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*.py") if not _left_out(p.relative_to(path).parts[:-1]))
+        if not files:
+            raise LintError(f"folder {str(path)!r} holds no Python files")
+        return files
+    if not path.exists():
+        raise LintError(
+            f"target {str(path)!r} does not exist; expected a .py file, a folder or path/to/file.py:function"
+        )
+    if path.suffix == ".ipynb":
+        raise LintError(f"{str(path)!r} is a notebook; `jupyter nbconvert --to script {path}` makes a .py file of it")
+    if path.suffix not in (".py", ".pyi"):
+        raise LintError(f"{str(path)!r} is no Python file; expected a .py file, a folder or path/to/file.py:function")
+    return [path]
+
+
+def _is_function(target: str) -> bool:
+    path, colon, function = target.rpartition(":")
+    return bool(colon) and path.endswith(".py") and function.isidentifier()
+
+
+def _left_out(parts: Iterable[str]) -> bool:
+    return any(part in LEFT_OUT or part.startswith(".") for part in parts)
+
+
+def _in_file(path: Path, among: int = 1) -> Iterator[LintFinding]:
+    """Yield what the static rules find in a file; a file among others that cannot be parsed is a finding itself."""
+    try:
+        script = Script.read(path)
+    except LintError as error:
+        if among == 1:
+            raise
+        yield RULES["HS000"].finding(Hit(0, str(error)), str(path))
+        return
+    for rule in RULES.values():
+        if not rule.traced:
+            yield from (rule.finding(hit, str(path)) for hit in rule.check(script))
+
+
+def _ignored(finding: LintFinding) -> bool:
+    """Return whether the finding's line has a comment that takes it out."""
+    match = IGNORE.search(linecache.getline(finding.file, finding.line)) if finding.line else None
+    return match is not None and finding.code in {code.strip().upper() for code in match.group(1).split(",")}

@@ -1,0 +1,1 @@
+"""Static rules: what a script's syntax tree shows without running it."""

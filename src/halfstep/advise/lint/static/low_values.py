@@ -1,0 +1,249 @@
+"""Rules on values that are low for certain: losses of them, masks and constants that their format does not have.
+
+A value is low if it comes from a product in a region whose format is known, or was made low by hand; casts, views and
+elementwise operators keep its format, any other operator ends what is known.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.advise.lint.rule import Hit, Rule
+from halfstep.advise.lint.static.regions import Placed, argument, placed
+from halfstep.advise.lint.static.script import Function, Script
+
+__all__ = ["LOW_VALUE_RULES", "PRODUCTS"]
+
+PRODUCTS = re.compile(
+    r"torch\.(mm|matmul|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|chain_matmul|linalg\.multi_dot)"
+    r"|torch\.nn\.functional\.(linear|conv\w*|bilinear)"
+)
+"""Functions that autocast runs in the low format."""
+
+KEEPING = frozenset(
+    "sigmoid tanh relu abs view reshape transpose permute squeeze unsqueeze contiguous clone detach masked_fill expand "
+    "flatten mul div add sub neg clamp t mT T".split()
+)
+"""Methods and functions whose result has the format of their first operand."""
+
+LOSSES = re.compile(
+    r"torch\.nn\.functional\.(cross_entropy|nll_loss|mse_loss|l1_loss|smooth_l1_loss|huber_loss|kl_div|ctc_loss"
+    r"|binary_cross_entropy_with_logits|cosine_embedding_loss|triplet_margin_loss|poisson_nll_loss)"
+    r"|torch\.nn\.(CrossEntropy|NLL|MSE|L1|SmoothL1|Huber|KLDiv|CTC|BCEWithLogits|CosineEmbedding|TripletMargin|PoissonNLL)Loss"
+)
+
+BY_INDEX = re.compile(r"torch\.nn\.(functional\.)?(cross_entropy|nll_loss|CrossEntropyLoss|NLLLoss)")
+"""Losses whose target is an index: they have the format of their first operand. Others promote it to the target's."""
+
+LARGEST_FP16 = 65504.0
+ROUNDS_TO_ZERO = 2.0**-25
+"""The largest number that fp16 rounds to 0."""
+
+
+class _Formats:
+    """The formats of a function's values, statement by statement."""
+
+    def __init__(self, script: Script, function: Function) -> None:
+        self.script = script
+        self.function = function
+        self.known: dict[str, str] = {}
+
+    def of(self, node: ast.AST, where: Placed) -> str:
+        """Return "fp16" or "bf16" for an expression that has this format for certain, else ""."""
+        region = where.place.region
+        low = region.dtype if region is not None and region.sure and region.enabled else ""
+        if isinstance(node, ast.Name):
+            return self.known.get(node.id, "")
+        if isinstance(node, ast.BinOp):
+            if isinstance(node.op, ast.MatMult):
+                return low
+            sides = [self.of(side, where) for side in (node.left, node.right) if not _is_number(side)]
+            return sides[0] if len(set(sides)) == 1 else ""
+        if isinstance(node, ast.Call):
+            name = self.script.called(node)
+            if PRODUCTS.fullmatch(name):
+                return low
+            if isinstance(node.func, ast.Attribute):
+                method, owner = node.func.attr, node.func.value
+                if method in ("matmul", "mm", "bmm") and not name.startswith("torch."):
+                    return low
+                if method in ("half", "bfloat16") and not node.args:
+                    return "fp16" if method == "half" else "bf16"
+                if method == "to":
+                    forms = [self.script.format_of(a) for a in (*node.args, *(k.value for k in node.keywords))]
+                    return next((form for form in forms if form in ("fp16", "bf16")), "")
+                if name.startswith("torch.") and method in KEEPING and node.args:
+                    return self.of(node.args[0], where)
+                if method in KEEPING and not name.startswith("torch."):
+                    return self.of(owner, where)
+        return ""
+
+    def note(self, where: Placed) -> None:
+        """Note what a statement assigns."""
+        statement = where.node
+        if isinstance(statement, ast.Assign):
+            form = self.of(statement.value, where)
+            for target in statement.targets:
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                        self.known[name.id] = form if name is target else ""
+        elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)) and isinstance(statement.target, ast.Name):
+            self.known.pop(statement.target.id, None)
+
+
+def _is_number(node: ast.AST) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+
+
+def _number(script: Script, node: ast.expr | None) -> float | None:
+    node = script.constant(node)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _number(script, node.operand)
+        return None if value is None else -value
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        return float(node.value)
+    return None
+
+
+def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]:
+    """Yield every expression of the file in the order of the source, with the formats known before its statement."""
+    for function in script.functions if script.uses_torch else ():
+        formats = _Formats(script, function)
+        for where in placed(script, function):
+            yield from ((formats, where, node) for node in ast.walk(where.node) if isinstance(node, ast.expr))
+            formats.note(where)
+
+
+def _large_fill(script: Script) -> Iterator[Hit]:
+    for formats, where, node in _with_formats(script):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if (
+            node.func.attr not in ("masked_fill", "masked_fill_", "fill_")
+            or formats.of(node.func.value, where) != "fp16"
+        ):
+            continue
+        value = _number(script, argument(node, 0 if node.func.attr == "fill_" else 1, "value"))
+        if value is not None and LARGEST_FP16 < abs(value) < float("inf"):
+            yield Hit(node.lineno, f"{value:g} is filled into fp16 values, whose largest number is 65504")
+
+
+def _lost_constant(script: Script) -> Iterator[Hit]:
+    for formats, where, node in _with_formats(script):
+        constant: ast.expr | None = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            value, constant = node.left, node.right
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("clamp", "clamp_min")
+        ):
+            value, constant = node.func.value, argument(node, 0, "min")
+        number = _number(script, constant) if constant is not None else None
+        if number is not None and 0 < number <= ROUNDS_TO_ZERO and formats.of(value, where) == "fp16":
+            yield Hit(node.lineno, f"{number:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
+
+
+def _loss(script: Script, node: ast.AST) -> str:
+    """Return the name of torch's loss that a call computes; "" if it is none."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return ""
+    made = script.constant(node.func)
+    names = (script.called(node), script.called(made) if made is not None else "")
+    return next((name for name in names if LOSSES.fullmatch(name)), "")
+
+
+def _low_loss(script: Script) -> Iterator[Hit]:
+    for formats, where, node in _with_formats(script):
+        name = _loss(script, node) if where.place.region is None and not where.place.no_grad else ""
+        if name and isinstance(node, ast.Call):
+            operands = node.args[: 1 if BY_INDEX.fullmatch(name) else 2]
+            form = formats.of(node.args[0], where)
+            if form and all(formats.of(operand, where) == form for operand in operands):
+                yield Hit(node.lineno, f"the loss is computed from {form} values, outside of a region")
+
+
+def _loss_outside(script: Script) -> Iterator[Hit]:
+    for function in script.functions if script.uses_torch else ():
+        outputs: dict[str, tuple[str, int]] = {}  # result of a model in a region -> its format, the region's line
+        for where in placed(script, function):
+            region, node = where.place.region, where.node
+            for call in [n for n in ast.walk(node) if isinstance(n, ast.Call)]:
+                if region is None and not where.place.no_grad and BY_INDEX.fullmatch(_loss(script, call)):
+                    first = call.args[0]
+                    if isinstance(first, ast.Name) and first.id in outputs:
+                        form, line = outputs[first.id]
+                        yield Hit(
+                            call.lineno,
+                            f"`{first.id}` leaves the region of line {line} in {form}, and so does the loss of it",
+                        )
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for name in [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]:
+                    outputs.pop(name, None)
+                if region is not None and region.sure and region.enabled and region.dtype in ("fp16", "bf16"):
+                    model = script.called(node.value) if node.value is not None else ""
+                    if (
+                        model in script.models
+                        and isinstance(node, ast.Assign)
+                        and isinstance(node.targets[0], ast.Name)
+                    ):
+                        if region.library == "torch":
+                            outputs[node.targets[0].id] = (region.dtype, region.node.lineno)
+
+
+LOW_VALUE_RULES = (
+    Rule(
+        code="HS044",
+        severity="error",
+        title="a mask's number that fp16 does not have",
+        why="torch raises where a number above 65504 is filled into an fp16 tensor.",
+        fix="Fill in float('-inf') or torch.finfo(scores.dtype).min.",
+        bad='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    scores = q @ k.transpose(-2, -1)\n'
+        "    weights = scores.masked_fill(mask, -1e9).softmax(-1)",
+        good='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    scores = q @ k.transpose(-2, -1)\n'
+        "    weights = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1)",
+        check=_large_fill,
+    ),
+    Rule(
+        code="HS045",
+        severity="warning",
+        title="a small constant that is 0 in fp16",
+        why="fp16's smallest number is 6e-8: the constant changes nothing, and the logarithm, root or quotient it protects is "
+        "not finite at 0.",
+        fix="Use 1e-7 or more (1e-4 is safe), or compute on x.float().",
+        bad='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    p = torch.sigmoid(x @ w)\n'
+        "    loss = -torch.log(p + 1e-8).mean()",
+        good='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    p = torch.sigmoid(x @ w)\n'
+        "    loss = -torch.log(p.float() + 1e-8).mean()",
+        check=_lost_constant,
+    ),
+    Rule(
+        code="HS046",
+        severity="warning",
+        title="a loss in low precision by hand",
+        why="The loss and its first gradients have 8 (bf16) or 11 (fp16) significant bits, and squares in fp16 overflow from "
+        "256 on.",
+        fix="Compute the loss on .float() values, or in a region, which does so.",
+        bad="import torch\nimport torch.nn.functional as F\n\nloss = F.mse_loss(model(x).half(), y.half())\nloss.backward()",
+        good="import torch\nimport torch.nn.functional as F\n\nloss = F.mse_loss(model(x).float(), y)\nloss.backward()",
+        check=_low_loss,
+    ),
+    Rule(
+        code="HS047",
+        severity="warning",
+        title="the loss is computed behind the region",
+        why="The output has the region's low format (unless the model ends in an fp32 operator), and outside nothing casts "
+        "it: log-probabilities and loss are rounded to it.",
+        fix="Move the loss into the region, or pass `output.float()`.",
+        bad='import torch\nimport torch.nn.functional as F\n\nmodel.train()\nwith torch.autocast("cuda", torch.float16):\n'
+        "    output = model(x)\nloss = F.cross_entropy(output, y)",
+        good='import torch\nimport torch.nn.functional as F\n\nmodel.train()\nwith torch.autocast("cuda", torch.float16):\n'
+        "    output = model(x)\n    loss = F.cross_entropy(output, y)",
+        check=_loss_outside,
+    ),
+)

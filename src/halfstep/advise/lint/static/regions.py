@@ -1,0 +1,193 @@
+"""Regions: which blocks of a script autocast, in which format, and the place of each call among them.
+
+Input: a `Script`. Output: its `Site`s, the calls with the regions, loops and gradient-free blocks around them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from halfstep.advise.lint.static.script import Function, Script, calls_in
+
+__all__ = ["Place", "Region", "Site", "argument", "blocks", "entered", "placed", "region_of", "sites"]
+
+DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
+"""Autocast's constructors that are for one device."""
+
+ANY_DEVICE = frozenset({"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"})
+"""Autocast's constructors whose first argument is the device type."""
+
+NO_GRAD = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
+
+DEFAULTS = {"cuda": "fp16", "cpu": "bf16"}
+"""Device type -> the format of torch.autocast without a dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One autocast.
+
+    Attributes:
+        node: the call that makes it.
+        library: "torch" or "halfstep".
+        device: its device type; "" if it is not a literal.
+        dtype: "fp16", "bf16", "fp32"; "" if it is not known.
+        enabled: False if it is off, None if that depends on a value, else True.
+        sure: whether the block is always in it: not with ``ctx`` that may be a null context.
+        loops: how many loops are around it.
+    """
+
+    node: ast.Call
+    library: str
+    device: str
+    dtype: str
+    enabled: bool | None
+    sure: bool = True
+    loops: int = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether operators of the block autocast for certain when training in mixed precision."""
+        return self.enabled is not False and self.dtype != "fp32"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is around a statement, from the outside in.
+
+    Attributes:
+        regions: the autocasts.
+        loops: the for and while loops.
+        branches: the ifs.
+        no_grad: whether gradients are off.
+    """
+
+    regions: tuple[Region, ...] = ()
+    loops: tuple[ast.stmt, ...] = ()
+    branches: tuple[ast.stmt, ...] = ()
+    no_grad: bool = False
+
+    @property
+    def region(self) -> Region | None:
+        """The innermost autocast if it is on, else None."""
+        return self.regions[-1] if self.regions and self.regions[-1].on else None
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A call, where it stands, and the statement it is part of."""
+
+    call: ast.Call
+    place: Place
+    statement: ast.stmt
+
+
+def region_of(script: Script, node: ast.expr | None) -> Region | None:
+    """Return the region that an expression makes, or None if it makes none."""
+    node = script.constant(node)
+    if isinstance(node, ast.IfExp):  # ``nullcontext() if cpu else autocast(...)``
+        found = region_of(script, node.body) or region_of(script, node.orelse)
+        return replace(found, sure=False) if found else None
+    if not isinstance(node, ast.Call):
+        return None
+    name = script.called(node)
+    if name in DEVICES:
+        device = DEVICES[name]
+    elif name in ANY_DEVICE or name == "halfstep.autocast":
+        first = script.constant(argument(node, 0, "device_type"))
+        device = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+    else:
+        return None
+    dtype, enabled = argument(node, 1, "dtype"), argument(node, 0 if name in DEVICES else 2, "enabled")
+    policy = argument(node, None, "policy")
+    known = enabled.value if isinstance(enabled, ast.Constant) and isinstance(enabled.value, bool) else None
+    return Region(
+        node, "halfstep" if name.startswith("halfstep") else "torch", device,
+        script.format_of(dtype) if dtype is not None else "" if policy is not None else DEFAULTS.get(device, ""),
+        True if enabled is None else known,
+    )  # fmt: skip
+
+
+def argument(call: ast.Call, index: int | None, name: str) -> ast.expr | None:
+    """Return an argument of a call by its place or its name; None if it is not given."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if index is not None and index < len(call.args) and not any(isinstance(arg, ast.Starred) for arg in call.args):
+        return call.args[index]
+    return None
+
+
+def entered(script: Script, place: Place, node: ast.expr) -> Place:
+    """Return the place inside of a with block, or of a decorated function, that enters `node`."""
+    region = region_of(script, node)
+    if region is not None:
+        return replace(place, regions=(*place.regions, replace(region, loops=len(place.loops))))
+    name = script.called(node) or script.name(node)
+    if name in NO_GRAD:
+        return replace(place, no_grad=True)
+    if name == "torch.enable_grad":
+        return replace(place, no_grad=False)
+    return place
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A statement without blocks, or the expression at the head of one with blocks, and its place."""
+
+    node: ast.AST
+    place: Place
+    statement: ast.stmt
+
+
+@lru_cache(maxsize=4096)
+def placed(script: Script, function: Function) -> tuple[Placed, ...]:
+    """Return the statements of a function in the order of the source, without those of functions defined in it."""
+    place = Place()
+    if not isinstance(function.node, ast.Module):
+        for decorator in function.node.decorator_list:
+            place = entered(script, place, decorator)
+    return tuple(_placed(script, function.body, place))
+
+
+@lru_cache(maxsize=4096)
+def sites(script: Script, function: Function) -> tuple[Site, ...]:
+    """Return the calls of a function in the order of the source, without those in functions defined in it."""
+    return tuple(Site(call, p.place, p.statement) for p in placed(script, function) for call in calls_in(p.node))
+
+
+def _placed(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Placed]:
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        inner = place
+        if isinstance(statement, (ast.With, ast.AsyncWith)):
+            for item in statement.items:
+                yield Placed(item.context_expr, place, statement)
+                inner = entered(script, inner, item.context_expr)
+        elif isinstance(statement, (ast.For, ast.AsyncFor)):
+            yield Placed(statement.iter, place, statement)
+            inner = replace(place, loops=(*place.loops, statement))
+        elif isinstance(statement, ast.While):
+            yield Placed(statement.test, place, statement)
+            inner = replace(place, loops=(*place.loops, statement))
+        elif isinstance(statement, ast.If):
+            yield Placed(statement.test, place, statement)
+            inner = replace(place, branches=(*place.branches, statement))
+        inside = blocks(statement)
+        if not inside:
+            yield Placed(statement, place, statement)
+        for block in inside:
+            yield from _placed(script, block, inner)
+
+
+def blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks of a compound statement, in the order of the source."""
+    found = [getattr(statement, field, []) for field in ("body", "orelse", "finalbody")]
+    found[1:1] = [handler.body for handler in getattr(statement, "handlers", ())]
+    if isinstance(statement, ast.Match):
+        found = [case.body for case in statement.cases]
+    return [block for block in found if block]

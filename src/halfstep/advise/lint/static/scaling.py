@@ -1,0 +1,308 @@
+"""Rules on the order of a loss scaler's calls: scale, backward, unscale_, clip, step, update."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from halfstep.advise.lint.rule import Hit, Rule
+from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
+from halfstep.advise.lint.static.paths import BACKWARDS, Op, judged, plain
+from halfstep.advise.lint.static.script import Script
+
+__all__ = ["SCALING_RULES"]
+
+Verdict = Iterator[tuple[Op, str]]
+
+UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
+"""Operations behind which the gradients' scale is not known."""
+
+
+def _clip_scaled(path: Sequence[Op]) -> Verdict:
+    scaler, known, waiting = "", False, []
+    for op in path:
+        if op.kind == "scaled_backward":
+            scaler, known = op.scaler, True
+        elif op.kind in UNKNOWN or op.kind in ("unscale", "plain_backward"):
+            known = False
+        elif op.kind == "clip" and scaler:
+            waiting.append((op, known))
+        elif op.kind == "scaler_step":
+            for clip, bad in waiting:
+                what = f"gradients are clipped while they are multiplied by the scale of `{plain(scaler)}`"
+                yield clip, f"{what}: no `{plain(scaler)}.unscale_` since the backward pass" if bad else ""
+            waiting = []
+        elif op.kind in ("update", "zero"):
+            scaler, known, waiting = "", False, []
+
+
+def _update_twice(path: Sequence[Op]) -> Verdict:
+    state: dict[str, str] = {}
+    for number, op in enumerate(path):
+        if op.kind in ("scaler_step", "unscale"):
+            state[op.scaler] = "stepped"
+        elif op.kind == "escape" and op.scaler:
+            state[op.scaler] = "unknown"
+        elif op.kind == "new_scaler":
+            state.pop(op.scaler, None)
+        elif op.kind == "update" and isinstance(op.call, ast.Call) and not (op.call.args or op.call.keywords):
+            name, before = plain(op.scaler), state.get(op.scaler, "")
+            later = any(o.kind == "scaler_step" and o.scaler == op.scaler for o in path[number:])
+            if before == "updated":
+                yield op, f"`{name}.update()` runs twice with no `{name}.step` between"
+            elif not before and later:
+                yield op, f"`{name}.update()` runs before the first `{name}.step`"
+            else:
+                yield op, ""
+            state[op.scaler] = "updated"
+
+
+def _unscale_twice(path: Sequence[Op]) -> Verdict:
+    done: dict[tuple[str, str], str] = {}
+    for op in path:
+        key = (op.scaler, op.target)
+        if op.kind == "unscale":
+            name, target = plain(op.scaler), plain(op.target)
+            before = done.get(key)
+            what = f"`{name}.unscale_({target})` runs a second time before `{name}.update()`"
+            if before == "step":
+                what = f"`{name}.unscale_({target})` runs after `{name}.step({target})`, before `{name}.update()`"
+            yield op, what if before else ""
+            done[key] = "unscale"
+        elif op.kind == "scaler_step":
+            done[key] = "step"
+        elif op.kind in ("update", "escape", "new_scaler"):
+            done = {k: v for k, v in done.items() if k[0] != op.scaler and op.target not in k[1:]}
+
+
+def _step_without_update(path: Sequence[Op]) -> Verdict:
+    done: set[tuple[str, str]] = set()
+    for op in path:
+        if op.kind == "scaler_step":
+            name, target = plain(op.scaler), plain(op.target)
+            twice = (op.scaler, op.target) in done
+            yield (
+                op,
+                f"`{name}.step({target})` runs again with no `{name}.update()` since the last time" if twice else "",
+            )
+            done.add((op.scaler, op.target))
+        elif op.kind in ("update", "escape", "new_scaler"):
+            done = {k for k in done if k[0] != op.scaler and op.target not in k[1:]}
+
+
+def _unprotected_step(path: Sequence[Op]) -> Verdict:
+    scaler, sure, stepped = "", False, set[str]()
+    for op in path:
+        if op.kind == "scaled_backward":
+            sure = sure if scaler else True
+            scaler, stepped = op.scaler, set()
+        elif op.kind in UNKNOWN or op.kind in ("unscale", "plain_backward"):
+            scaler, sure = scaler or op.scaler or "?", False
+        elif op.kind == "scaler_step":
+            stepped.add(op.target)
+        elif op.kind == "step" and op.target not in stepped:
+            what = f"`{plain(op.target)}.step()` is given gradients of a loss scaled by `{plain(scaler)}`"
+            yield op, what if sure else ""
+        elif op.kind in ("iteration", "zero"):
+            scaler, sure = "", False
+
+
+def _second_step(path: Sequence[Op]) -> Verdict:
+    stepped: set[str] = set()
+    for op in path:
+        if op.kind == "scaler_step":
+            stepped.add(op.target)
+        elif op.kind == "step":
+            yield op, f"`{plain(op.target)}.step()` runs after the scaler's step of it" if op.target in stepped else ""
+        elif op.kind in BACKWARDS or op.kind in ("zero", "iteration", "escape"):
+            stepped = set()
+
+
+def _forgotten_scale(script: Script) -> Iterator[Hit]:
+    scales = [n for n in ast.walk(script.tree) if isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss")]
+    dropped = [
+        node.value
+        for node in ast.walk(script.tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.func in scales
+    ]
+    for call in dropped:
+        if (owner := script.called(call).rpartition(".")[0]) in script.scalers:
+            yield Hit(
+                call.lineno,
+                f"the result of `{owner}.scale` is not used: it returns the scaled loss, and scales nothing in place",
+            )
+    if not scales:
+        yield from judged(script, _never_scaled)
+
+
+def _never_scaled(path: Sequence[Op]) -> Verdict:
+    backward: Op | None = None
+    for op in path:
+        if op.kind == "plain_backward":
+            backward = op
+        elif op.kind in UNKNOWN:
+            backward = None
+        elif op.kind == "scaler_step" and backward:
+            yield (
+                backward,
+                f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and the file scales no loss",
+            )
+
+
+def _update_between(path: Sequence[Op]) -> Verdict:
+    scaled, updated = set[str](), set[str]()  # scalers by which a loss was scaled; those updated since
+    stepped: set[str] = set()
+    for op in path:
+        if op.kind in ("scale", "scaled_backward"):
+            scaled, updated, stepped = scaled | {op.scaler}, updated - {op.scaler}, set()
+        elif op.kind == "update":
+            updated.add(op.scaler)
+        elif op.kind in UNKNOWN or op.kind == "new_scaler":
+            scaled, updated = set(), set()
+        elif op.kind == "scaler_step":
+            bad = op.scaler in scaled & updated and bool(stepped) and op.target not in stepped
+            name, target = plain(op.scaler), plain(op.target)
+            yield (
+                op,
+                f"`{name}.step({target})` follows `{name}.update()`, and its loss was scaled before it" if bad else "",
+            )
+            stepped.add(op.target)
+
+
+def _closure(script: Script) -> Iterator[Hit]:
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+            if script.scalers.get(owner := script.name(node.func.value)) == "torch":
+                named = any(keyword.arg == "closure" for keyword in node.keywords)
+                if named or (len(node.args) == 2 and not isinstance(node.args[1], ast.Starred)):
+                    yield Hit(node.lineno, f"`{owner}.step` is given a closure")
+
+
+def _scheduler(path: Sequence[Op]) -> Verdict:
+    step: Op | None = None
+    for op in path:
+        if op.kind == "scaler_step":
+            step = op
+        elif op.kind in ("iteration", "scaled_backward"):
+            step = None
+        elif op.kind == "schedule" and step is not None:
+            name = plain(op.target)
+            same = op.place.loops == step.place.loops and set(op.place.branches) <= set(step.place.branches)
+            what = f"`{name}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
+            yield op, what if same and op.place.loops else ""
+
+
+ZEROS = "model.zero_grad()"
+
+SCALING_RULES = (
+    Rule(
+        code="HS001",
+        severity="error",
+        title="gradients are clipped before unscale_",
+        why="The gradients are still multiplied by the loss scale, so the bound is thousands of times too small: after "
+        "unscaling every step is close to zero.",
+        fix="Call `scaler.unscale_(optimizer)` after the backward pass and before clipping.",
+        bad=loop(FORWARD, SCALED, CLIP, STEP, UPDATE, ZERO),
+        good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
+        check=lambda script: judged(script, _clip_scaled),
+    ),
+    Rule(
+        code="HS002",
+        severity="error",
+        title="update without a step",
+        why="torch raises: no gradients were checked since the last update.",
+        fix="Call `scaler.update()` once an iteration, after the steps of all optimizers.",
+        bad=loop(FORWARD, SCALED, STEP, UPDATE, UPDATE, ZERO),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=lambda script: judged(script, _update_twice),
+    ),
+    Rule(
+        code="HS003",
+        severity="error",
+        title="unscale_ twice",
+        why="torch raises: gradients are unscaled once between two updates, and step does it where unscale_ did not.",
+        fix="Unscale once, just before clipping; with accumulation only in the micro-batch that ends a window.",
+        bad=loop(FORWARD, SCALED, UNSCALE, CLIP, UNSCALE, STEP, UPDATE, ZERO),
+        good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
+        check=lambda script: judged(script, _unscale_twice),
+    ),
+    Rule(
+        code="HS004",
+        severity="error",
+        title="a scaler's step without update",
+        why="torch raises at the second step, and the scale never adapts.",
+        fix="Call `scaler.update()` after `scaler.step(optimizer)`.",
+        bad=loop(FORWARD, SCALED, STEP, ZERO),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=lambda script: judged(script, _step_without_update),
+    ),
+    Rule(
+        code="HS005",
+        severity="error",
+        title="the optimizer steps on scaled gradients",
+        why="Gradients are as many times too large as the scale, which Adam hides and SGD does not, and gradients that "
+        "overflowed are applied: the weights become inf or NaN.",
+        fix="Call `scaler.step(optimizer)` in its place, then `scaler.update()`.",
+        bad=loop(FORWARD, SCALED, "optimizer.step()", ZERO),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=lambda script: judged(script, _unprotected_step),
+    ),
+    Rule(
+        code="HS006",
+        severity="error",
+        title="a second step that nothing protects",
+        why="The same gradients are applied twice, and those of a step that the scaler skipped are applied by the second "
+        "call.",
+        fix="Delete `optimizer.step()`: the scaler calls it.",
+        bad=loop(FORWARD, SCALED, STEP, "optimizer.step()", UPDATE, ZERO),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=lambda script: judged(script, _second_step),
+    ),
+    Rule(
+        code="HS007",
+        severity="error",
+        title="backward of a loss that is not scaled",
+        why="The scaler divides gradients by a scale that they were not multiplied with: torch raises if no loss was ever "
+        "scaled, and else every update is thousands of times too small.",
+        fix="Write `scaler.scale(loss).backward()`.",
+        bad=loop(FORWARD, "scaler.scale(loss)", BACKWARD, STEP, UPDATE, ZERO),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=_forgotten_scale,
+    ),
+    Rule(
+        code="HS008",
+        severity="error",
+        title="update between the steps of two optimizers",
+        why="update may change the scale, and the second optimizer's gradients are then divided by another scale than "
+        "they were multiplied with.",
+        fix="Step all optimizers, then call `scaler.update()` once.",
+        bad=loop(FORWARD, SCALED, "scaler.step(one)", UPDATE, "scaler.step(two)", UPDATE, ZEROS),
+        good=loop(FORWARD, SCALED, "scaler.step(one)", "scaler.step(two)", UPDATE, ZEROS),
+        check=lambda script: judged(script, _update_between),
+    ),
+    Rule(
+        code="HS009",
+        severity="error",
+        title="a closure under a loss scaler",
+        why="The closure runs its backward pass inside of the step: torch raises, or its gradients are never unscaled.",
+        fix="Use an optimizer without a closure, or train this part in bf16 or fp32 without a scaler.",
+        bad=loop(FORWARD, SCALED, "scaler.step(optimizer, closure)", UPDATE),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=_closure,
+    ),
+    Rule(
+        code="HS010",
+        severity="note",
+        title="the scheduler advances after skipped steps",
+        why="A step that overflows is skipped, and the learning rate moves on: a warm-up begins too late, and torch may "
+        "warn of lr_scheduler.step() before optimizer.step().",
+        fix="Compare the scale before and after `scaler.update()`, and step the scheduler if it did not fall; "
+        "hs.TrainStep(scheduler=) does it.",
+        bad=loop(FORWARD, SCALED, STEP, UPDATE, "scheduler.step()", ZERO),
+        good=loop(
+            FORWARD, SCALED, STEP, "before = scaler.get_scale()", UPDATE,
+            "if scaler.get_scale() >= before:\n        scheduler.step()", ZERO,
+        ),
+        check=lambda script: judged(script, _scheduler),
+    ),
+)  # fmt: skip
