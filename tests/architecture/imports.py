@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = "halfstep"
 
 LAYERS: Mapping[str, int] = {
-    "errors": 0, "formats": 0, "events": 0, "trees": 0,
+    "errors": 0, "formats": 0, "events": 0, "ratios": 0, "trees": 0,
     "kernels": 1, "policy": 1,
     "cast": 2, "optim": 2, "scale": 2, "weights": 2,
     "step": 3,
@@ -23,7 +23,7 @@ LAYERS: Mapping[str, int] = {
 OUTSIDE = 5
 """Parts of this layer are users of the package: they import its public names, never its inside."""
 
-PUBLIC = frozenset({"", "errors", "formats", "lens", "policy", "step", "testing", "trees"})
+PUBLIC = frozenset({"", "errors", "formats", "lens", "policy", "ratios", "step", "testing", "trees"})
 """Parts whose `__all__` is public ("" is `halfstep` itself): users of the package import these names and no others."""
 
 ARROWS: Mapping[tuple[str, str], str] = {

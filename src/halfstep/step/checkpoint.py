@@ -24,6 +24,8 @@ __all__ = ["check_state", "load_step", "rebuild", "refuse_window", "rounding", "
 
 KEYS = frozenset({"model", "optimizer", "scaler", "scheduler", "policy", "step"})
 WEIGHTS = "weights"  # only there where a weight strategy has a state besides the fp32 weights
+CHOICE = "choice"  # only there under policy="auto": what it chose besides the policy; None: nothing yet
+OPTIONAL = frozenset({WEIGHTS, CHOICE})
 
 
 def refuse_window(step: TrainStep, what: str) -> None:
@@ -41,8 +43,10 @@ def save_step(step: TrainStep, updater: Updater) -> dict[str, Any]:
     policy = prepared_policy(step.model)
     assert policy is not None
     weights = rounding(updater)
+    chosen = step.choice and {CHOICE: {"compiled": step.choice.compiled, "line": step.choice.line}}
     return {
         **({WEIGHTS: weights} if weights else {}),
+        **(chosen or {}),
         "model": unwrap(step.model).state_dict(),
         "optimizer": step.optimizer.state_dict(),
         "scaler": step.scaler.state_dict(),
@@ -143,23 +147,22 @@ def check_state(step: TrainStep, state: object) -> int:
     Raises:
         StepError, PolicyError: a piece is missing, unknown or malformed, by its path.
     """
-    if not isinstance(state, Mapping) or set(state) - {WEIGHTS} != KEYS:
+    if not isinstance(state, Mapping) or set(state) - OPTIONAL != KEYS:
         got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise StepError(f"a TrainStep state has the keys {sorted(KEYS)} and this has {got}")
     if not isinstance(state["policy"], str):
         kind = type(state["policy"]).__name__
         raise StepError(f"policy: a {kind}, expected the text that state_dict() saves (TOML); nothing was loaded")
     policy = prepared_policy(step.model)
-    assert policy is not None
     saved = Policy.from_toml(state["policy"])
-    if saved != policy:
+    if policy is not None and saved != policy:  # a step that has not chosen takes the state's
         raise StepError(
             "the state was saved under another policy; build the TrainStep with the policy it was saved with, or load "
             f"its parts ('model', 'optimizer') by hand. They differ:\n{saved.diff(policy)}"
         )
     number = check_step(state["step"])
-    for name in ("scaler", WEIGHTS):
-        if not isinstance(state.get(name, {}), Mapping):
+    for name in ("scaler", WEIGHTS, CHOICE):
+        if not isinstance(state.get(name) or {}, Mapping):
             raise StepError(f"{name}: a {type(state[name]).__name__}, expected a dict; nothing was loaded")
     check_scheduler(step.scheduler, state["scheduler"])
     check_optimizer(step.optimizer, state["optimizer"])

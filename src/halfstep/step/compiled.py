@@ -26,7 +26,7 @@ from halfstep.formats import DTYPES
 from halfstep.policy.policy import Policy
 from halfstep.trees import map_tensors
 
-__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable"]
+__all__ = ["CompiledLoss", "compile_options", "refuse_untraceable", "uses_graphs"]
 
 LOG = logging.getLogger("halfstep.step")
 OPTIONS = frozenset({"backend", "dynamic", "fullgraph", "mode", "options"})
@@ -59,12 +59,12 @@ def compile_options(compile: object, *, accumulate: int, cuda_graph: bool) -> di
     backend = options.get("backend", "")
     if not isinstance(backend, str) and not callable(backend):
         raise StepError(f"compile={{'backend': {backend!r}}}: a backend is a name or a function")
-    if accumulate > 1 and _uses_graphs(options):
+    if accumulate > 1 and uses_graphs(options):
         raise StepError(
             f"compile={compile!r} with accumulate={accumulate}: torch's own CUDA graphs overwrite the gradients of "
             "one micro-batch with those of the next; use mode='max-autotune-no-cudagraphs', or cuda_graph=True"
         )
-    if cuda_graph and _uses_graphs(options):
+    if cuda_graph and uses_graphs(options):
         raise StepError(
             f"compile={compile!r} makes CUDA graphs of its own, which cuda_graph=True cannot capture; leave one of "
             "them out, or use mode='max-autotune-no-cudagraphs'"
@@ -72,7 +72,7 @@ def compile_options(compile: object, *, accumulate: int, cuda_graph: bool) -> di
     return options
 
 
-def _uses_graphs(options: Mapping[str, Any]) -> bool:
+def uses_graphs(options: Mapping[str, Any]) -> bool:
     """Return whether torch.compile with `options` makes CUDA graphs, whose results the next run overwrites."""
     return options.get("mode") in GRAPH_MODES or bool((options.get("options") or {}).get("triton.cudagraphs"))
 
@@ -122,7 +122,7 @@ class CompiledLoss:
                 f"compile={dict(options)!r} is refused by torch.compile: {str(error).strip()} (backends: "
                 f"{', '.join(torch.compiler.list_backends())})"
             ) from error
-        self._overwritten = _uses_graphs(options)
+        self._overwritten = uses_graphs(options)
         self.breaks: tuple[str, ...] = ()
 
     def __call__(self, model: Any, *batch: Any, **named: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A training step that cannot be built leaves model and optimizer as they were."""
+"""A training step that cannot be built, or was built on trial, leaves model and optimizer as they were."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,17 +13,28 @@ from halfstep.step.bind import binding_of, is_bound
 from halfstep.step.prepare import unprepare, unwrap
 from halfstep.weights import WeightStore
 
-__all__ = ["unchanged_on_failure"]
+__all__ = ["unbuilt", "unchanged_on_failure"]
 
 MARKER = "_step_supports_amp_scaling"  # torch's, of its fused optimizers
 
 
 @contextmanager
 def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Undo what a block does to `model` and `optimizer` if it raises: binding, low weights, hooks, forms of the step.
+    """Undo what a block does to `model` and `optimizer` if it raises; see `unbuilt`."""
+    undo = unbuilt(model, optimizer)
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
-    A model that was prepared before stays prepared. Low weights with nothing behind them (a policy's master="none",
-    frozen parameters) come back rounded, since their fp32 values are gone.
+
+def unbuilt(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+    """Note what `model` and `optimizer` are; return a function that undoes what a training step makes of them.
+
+    It takes off binding, low weights, hooks and forms of the step. A model that was prepared before stays prepared. Low
+    weights with nothing behind them (a policy's master="none", frozen parameters) come back rounded, since their fp32
+    values are gone.
     """
     inner = unwrap(model)
     fresh = not is_bound(inner)
@@ -31,9 +42,8 @@ def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[Non
     marker = {name: value for name, value in vars(optimizer).items() if name == MARKER}
     loading = set(optimizer._optimizer_load_state_dict_pre_hooks)
     gradients = [(p, p.grad_dtype, set(_hooks(p))) for p in inner.parameters()]
-    try:
-        yield
-    except BaseException:
+
+    def undo() -> None:
         if fresh:
             _release(inner)
         for group, before in groups:
@@ -48,7 +58,8 @@ def unchanged_on_failure(model: nn.Module, optimizer: Optimizer) -> Iterator[Non
                 parameter.grad_dtype = dtype
             for key in set(_hooks(parameter)) - hooks:
                 del _hooks(parameter)[key]
-        raise
+
+    return undo
 
 
 def _hooks(parameter: nn.Parameter) -> dict[int, Any]:

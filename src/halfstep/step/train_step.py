@@ -68,6 +68,7 @@ from halfstep.step.wrappers import unwrap_optimizer
 
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
+    from halfstep.step.auto import Choice
     from halfstep.step.checkpoints.preemption import Preemption
     from halfstep.step.save import Saving
 
@@ -130,7 +131,7 @@ class TrainStep:
         accumulate: int = 1,
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, Any] | None = None,
         cuda_graph: bool = False,
         blackbox: bool | str | Path = True,
         retry: bool | int = False,
@@ -142,6 +143,14 @@ class TrainStep:
         self.evidence = evidence_folder(blackbox)
         self.retry = retries(retry, ENOUGH, cuda_graph=cuda_graph)
         self.update_in_backward = switch("update_in_backward", update_in_backward)
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
+        self.choice: Choice | None = None
+        if policy == "auto":
+            from halfstep.step.auto import undecide  # which makes training steps
+
+            undecide(self, scaler, blackbox)
+            return
         options = compile_options(compile, accumulate=accumulate, cuda_graph=cuda_graph)
         graph_device = refuse_graph(model, optimizer) if cuda_graph else None
         wanted = Policy.of(policy if policy is not None else prepared_policy(model) or "mixed")
@@ -149,8 +158,6 @@ class TrainStep:
             refuse_untraceable(wanted)
         self._ranks = ranks_of(model, wanted)
         self._compiled = None if options is None else CompiledLoss(loss_fn, options)
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.scheduler, self.accumulate, self.compile, self.cuda_graph = scheduler, accumulate, compile, cuda_graph
         self._no_sync = getattr(model, "no_sync", None)  # DistributedDataParallel: reduce in the last micro-batch only
         # ranks that make steps together examine a bad one together: in `_update`
         self._alone = self._no_sync is None and not is_distributed(unwrap(model))
@@ -592,7 +599,8 @@ class TrainStep:
         refuse_window(self, "a copy")
         named = {name: getattr(self, name) for name in KEPT} | {"policy": prepared_policy(self.model)}
         weights = rounding(self._updater)
-        return rebuild, (type(self), self.model, self.optimizer, self.loss_fn, named, self.record.done, weights)
+        made = type(self), self.model, self.optimizer, self.loss_fn, named, self.record.done, weights
+        return rebuild, made, {"choice": self.choice}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; all of it is validated before anything changes.

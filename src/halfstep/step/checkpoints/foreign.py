@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
 from halfstep.formats import LOW_DTYPES
-from halfstep.step.checkpoint import KEYS, WEIGHTS
+from halfstep.step.checkpoint import KEYS, OPTIONAL
 from halfstep.step.prepare import unwrap
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def converted(
         found = _folder(place, rank, ranks)
     else:
         content = _read(place)
-        if isinstance(content, Mapping) and set(content) - {WEIGHTS} == KEYS and isinstance(content["policy"], str):
+        if isinstance(content, Mapping) and set(content) - OPTIONAL == KEYS and isinstance(content["policy"], str):
             return dict(content), (), None, None  # what torch.save(step.state_dict(), path) wrote
         found = _file(place, content)
     return _state(step, found), tuple(found.notes), found.random, found.extra

@@ -1,0 +1,127 @@
+"""A race: candidates are timed in rounds, and slower ones are dropped as soon as their paired ratios show it.
+
+In: names in the order of preference, and a function that times one step of a candidate. Out: times by round, and of
+each candidate that was dropped the reason.
+
+Note [ties]: a candidate replaces one that is preferred to it only if it is faster by more than `MARGIN` with
+confidence: the upper end of the interval of their paired ratio counts. It is dropped once the lower end shows that it
+is not. So every pair ends in one of the two, unless rounds or time are up: then the preferred one stays.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from halfstep.ratios import Ratio, paired_ratio
+
+__all__ = ["Race", "Unfit"]
+
+MARGIN = 0.01  # a smaller gain does not pay for less precise numbers, or for code that is compiled again
+CLEAR = {1: 1.0, 2: 0.25, 3: 0.15, 4: 0.1}
+"""Rounds -> how far all ratios must lie beyond the margin. With five, the interval is their range, and those of equal
+candidates lie on one side of it in one case of 16."""
+
+
+class Unfit(Exception):
+    """A candidate cannot be chosen; the message is the reason."""
+
+
+class Race:
+    """Times of candidates by round.
+
+    Args:
+        measure: returns the seconds of one step of a candidate in the coming round; raises `Unfit`.
+        most: rounds.
+        seconds: after so many no further round begins.
+        clock: returns seconds.
+
+    Attributes:
+        names: the candidates that are left, in the order of preference.
+        times: seconds by candidate and round.
+        dropped: candidate -> reason, of those that are unfit.
+        rounds: how many there were.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[str], float],
+        *,
+        most: int,
+        seconds: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._measure, self._most, self._seconds, self._clock = measure, most, seconds, clock
+        self.names: list[str] = []
+        self.times: dict[str, dict[int, float]] = {}
+        self.dropped: dict[str, str] = {}
+        self.rounds = 0
+
+    def run(self, names: Sequence[str], most: int | None = None) -> None:
+        """Race until one candidate is left, or rounds or time are up.
+
+        Args:
+            names: candidates, those first that are preferred; some may have times of an earlier call.
+            most: the last round, if it is before the race's own.
+        """
+        self.names = [name for name in names if name not in self.dropped]
+        begun, least = self._clock(), self.rounds + 1
+        while len(self.names) > 1 or self.rounds < least:
+            if self.rounds >= (self._most if most is None else min(most, self._most)):
+                return
+            if self.rounds >= least and self._clock() - begun > self._seconds:
+                return
+            shift = self.rounds % max(1, len(self.names))  # each place in a round is each one's in turn
+            for name in (*self.names[shift:], *self.names[:shift]):
+                try:
+                    self.times.setdefault(name, {})[self.rounds] = self._measure(name)
+                except Unfit as reason:
+                    self.dropped[name] = str(reason)
+                    self.names.remove(name)
+            self.rounds += 1
+            self._drop_slower()
+
+    def ratio(self, name: str, other: str) -> Ratio | None:
+        """Return the paired ratio of the steps of two candidates; None if they had no round in common."""
+        mine, theirs = self.times.get(name, {}), self.times.get(other, {})
+        common = sorted(mine.keys() & theirs.keys())
+        return paired_ratio([mine[i] for i in common], [theirs[i] for i in common]) if common else None
+
+    def faster(self, name: str, preferred: str) -> bool | None:
+        """Return whether `name` replaces `preferred`, see note [ties]; None if that is not known."""
+        ratio = self.ratio(name, preferred)
+        if ratio is None:
+            return None
+        beyond = CLEAR.get(ratio.rounds, 0.0)
+        if ratio.high < (1.0 - MARGIN) / (1.0 + beyond):
+            return True
+        return False if ratio.low > (1.0 - MARGIN) * (1.0 + beyond) else None
+
+    def times_over(self, name: str, other: str) -> float:
+        """Return the median of the paired ratios of two candidates; infinite if they had no round in common."""
+        ratio = self.ratio(name, other)
+        return math.inf if ratio is None else ratio.median
+
+    def typical(self, name: str) -> float:
+        """Return the median seconds of a candidate's steps."""
+        return statistics.median(self.times[name].values())
+
+    def best(self) -> str:
+        """Return the candidate that replaces all that are preferred to it; "" if none is left."""
+        best = ""
+        for name in self.names:
+            if not best or self.faster(name, best):
+                best = name
+        return best
+
+    def _drop_slower(self) -> None:
+        """Drop candidates that another one replaces, or that do not replace one that is preferred."""
+        slower = set()
+        for place, preferred in enumerate(self.names):
+            for name in self.names[place + 1 :]:
+                faster = self.faster(name, preferred)
+                if faster is not None:
+                    slower.add(preferred if faster else name)
+        self.names = [name for name in self.names if name not in slower] or [self.best()]
