@@ -5,14 +5,17 @@ The first step makes the optimizer's state and the low copies; the second is lik
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -50,7 +53,7 @@ def plan_step(
     windows = int(options.get("accumulate", 1))
     with mode, Tracer(ledger, device) as tracer:
         ledger.mark(-2 if way.in_parts else -1, "setup")
-        inputs = tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), (batch, named))
+        inputs = tree_map_only(Tensor, lambda t: _input(tracer, t, device), (batch, named))
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, Tensor) and (block := ledger.of(tensor)) is not None:
                 block.part = "batch"
@@ -71,13 +74,12 @@ def plan_step(
         tracer.watch(model)
         way.ready(model, step.policy, ledger, device)
         tracer.after_backward = partial(way.sums, ledger)
-        for number in range(2):
-            tracer.step = number
-            tracer.begin("forward")
-            for _ in range(windows):
-                step(*inputs[0], **inputs[1])
-                if tracer.phase == "backward":
-                    tracer.begin("update")
+        with _as_real():
+            for number in range(2):
+                tracer.step = number
+                tracer.begin("forward")
+                for _ in range(windows):
+                    step(*inputs[0], **inputs[1])
         ledger.mark(2, "setup")
         _name_parts(ledger, model, optimizer, before)
         live = list(ledger.live())
@@ -86,6 +88,26 @@ def plan_step(
         ledger.close()
     made = _made(ledger, live, name=name, device=device, policy=resolved, parameters=count)
     return replace(made, sent=sent)
+
+
+def _as_real() -> AbstractContextManager[Any]:
+    """Return a context in which transformers takes fake tensors for real ones.
+
+    It asks whether a mask is a fake tensor, and then keeps masks that it drops after a look at real ones. The values
+    it looks at are known here (`values.py`).
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        return nullcontext()
+    return mock.patch.object(module, "is_fake_tensor", lambda tensor: False)
+
+
+def _input(tracer: Tracer, tensor: Tensor, device: str) -> Tensor:
+    """Return a fake tensor like one of the batch, whose value is known."""
+    made = torch.empty_like(tensor, device=device)
+    if not isinstance(tensor, FakeTensor):
+        tracer.values.give(made, tensor)
+    return made
 
 
 def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, before: list[Block]) -> None:
