@@ -27,6 +27,13 @@ from halfstep.tasks import Task, load_task
 
 __all__ = ["plan"]
 
+OTHER_KERNELS = (
+    "planned with the operators of a CPU: a GPU's attention, dropout and batch norm may keep other tensors for the "
+    "backward pass, and its kernels take workspaces of their own"
+)
+SAME_SIZE = "planned in bf16, which has the size of fp16: a CPU emulates fp16 with fp32 temporaries"
+"""Notes of a plan for a GPU."""
+
 
 def plan(
     what: Task | str | nn.Module | Callable[[], nn.Module],
@@ -84,13 +91,27 @@ def plan(
     args, named = (args, named) if batch_size is None else with_size((args, named), batch_size)
     chosen = hs.Policy.of(policy)
     card = gpu_named(gpu) if gpu else None
+    traced, notes = _on_card(chosen, device or "cpu") if card is not None else (chosen, ())
     with way_of(shard, devices, device or "cpu", units) as way:
         made = plan_step(
-            make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=chosen,
+            make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=traced,
             options=options, way=way,
         )  # fmt: skip
-    made = replace(made, devices=devices, shard=shard, batch_size=size_of((args, named)))
+    made = replace(
+        made, policy=made.policy if traced is chosen else chosen, devices=devices, shard=shard,
+        batch_size=size_of((args, named)), notes=(*made.notes, *notes),
+    )  # fmt: skip
     return made if card is None else replace(made, fit=fit_of(made, card))
+
+
+def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]]:
+    """Return the policy to trace for a GPU with the operators of `device`, and what that leaves out."""
+    if device != "cpu":
+        return policy, ()
+    if policy.dtype != "fp16":
+        return policy, (OTHER_KERNELS,)
+    master = "master" if policy.master == "auto" else policy.master  # "auto" is "split" in bf16
+    return hs.Policy.of(policy, dtype="bf16", master=master), (OTHER_KERNELS, SAME_SIZE)
 
 
 def _on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

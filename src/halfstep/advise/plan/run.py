@@ -51,6 +51,7 @@ def plan_step(
     """Trace two updates; the arguments are those of `plan`, checked."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
+    batch, named = tree_map_only(Tensor, Tensor.clone, (batch, named))  # with the strides that an empty_like has
     with mode, Tracer(ledger, device) as tracer:
         ledger.mark(-2 if way.in_parts else -1, "setup")
         inputs = tree_map_only(Tensor, lambda t: _input(tracer, t, device), (batch, named))
@@ -105,7 +106,7 @@ def _as_real() -> AbstractContextManager[Any]:
 def _input(tracer: Tracer, tensor: Tensor, device: str) -> Tensor:
     """Return a fake tensor like one of the batch, whose value is known."""
     made = torch.empty_like(tensor, device=device)
-    if not isinstance(tensor, FakeTensor):
+    if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
         tracer.values.give(made, tensor)
     return made
 
