@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 import halfstep as hs
+from halfstep.advise.plan.elsewhere import elsewhere
 from halfstep.advise.plan.memory import MemoryPlan, PlanError
 from halfstep.advise.plan.run import plan_step
 from halfstep.tasks import Task, load_task
+from halfstep.testing import fake_cuda
 
-__all__ = ["plan"]
+__all__ = ["plan", "plan_each"]
+
+DEVICES = ("cpu", "cuda")
+WITHOUT = ("compile", "cuda_graph", "blackbox", "scheduler", "scaler")
+"""Arguments of hs.TrainStep that a plan does not take: compiled code and graphs have no operators to follow."""
 
 
 def plan(
@@ -29,52 +37,129 @@ def plan(
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     *,
     policy: hs.Policy | str | Path = "mixed",
-    device: str = "",
+    device: str = "cpu",
     **options: Any,
 ) -> MemoryPlan:
     """Return the memory of a training step of `what` under `policy`; nothing of it is allocated or computed.
 
+    Two updates are traced on fake tensors, block by block. A CPU is planned as it runs here; a GPU in a process of its
+    own, on a fake one of compute capability 9.0, with the operators and formats of a GPU, blocks in multiples of 512
+    bytes as torch's allocator hands them out, and without cuDNN's and cuBLAS's workspaces.
+
     Args:
         what: an hs.Task, its name or ``path.py:function``; a function that returns a model; or a model, which is not
             changed.
-        batch: positional arguments of `loss_fn` after the model, or named ones; a task has its own.
+        batch: positional arguments of `loss_fn` after the model, or named ones, with tensors on the CPU: masks and
+            other small integers are read by some models. A task has its own.
         loss_fn: ``loss_fn(model, *batch, **batch)`` returns a 0-dim loss; a task has its own.
         optimizer: returns a torch optimizer over the parameters of the model it is given; a task has its own.
         policy: preset name, TOML path or Policy.
-        device: "cpu" or "cuda", whose operators are planned; default: "cpu".
-        **options: arguments of hs.TrainStep that change its memory: `accumulate`, `clip_norm`, `clip_value`,
-            `update_in_backward`, ...
+        device: "cpu" or "cuda".
+        **options: arguments of hs.TrainStep that change its memory: `accumulate`, `clip_norm`, `clip_value`, `retry`,
+            `update_in_backward`.
 
     Raises:
-        PlanError: the step needs values, or arguments that do not fit.
+        PlanError: the step needs values that depend on weights, or arguments do not fit.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    name = getattr(what, "__name__", type(what).__name__)
-    if isinstance(what, str):
-        what = load_task(what)
-    if isinstance(what, Task):
-        name, make = what.name, what.model
-        batch, loss_fn, optimizer = batch or what.batches(0, 0), loss_fn or what.loss_fn, optimizer or what.optimizer
-        options = {"clip_norm": what.clip_norm, **options}
-    elif isinstance(what, nn.Module):
-        model, make = what, lambda: _on_fake_tensors(model, mode)
+    request = {
+        "what": what, "batch": batch, "loss_fn": loss_fn, "optimizer": optimizer, "policy": policy, "device": device,
+        **options,
+    }  # fmt: skip
+    (found,) = plan_each([request])
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
+    """Return the plan of each request, a dictionary of arguments of `plan`, or the error it raises.
+
+    Those for a GPU are made in one process, as its start takes seconds.
+    """
+    found: list[MemoryPlan | Exception] = []
+    ready = []
+    for request in requests:
+        try:
+            ready.append(_checked(**request))
+        except hs.HalfstepError as error:
+            ready.append(error)
+    there = [one for one in ready if isinstance(one, dict) and one["device"] == "cuda"]
+    answers = iter(elsewhere(_planned, there) if there else ())
+    for one in ready:
+        if isinstance(one, Exception):
+            found.append(one)
+        elif one["device"] == "cuda":
+            found.append(next(answers))
+        else:
+            try:
+                found.append(_planned(**one))
+            except Exception as error:
+                found.append(error)
+    return found
+
+
+def _checked(
+    what: Any,
+    batch: Any = None,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    *,
+    policy: hs.Policy | str | Path = "mixed",
+    device: str = "cpu",
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the arguments of `_planned`."""
+    if device not in DEVICES:
+        raise PlanError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
+    for name in WITHOUT:
+        if options.pop(name, None):
+            raise PlanError(f"a plan does not take {name}=; leave it out, and see docs/plan.md for what differs")
+    if not isinstance(what, (str, Task, nn.Module)) and not callable(what):
+        raise PlanError(f"expected an hs.Task, its name, a model or a function that returns one, and got {what!r}")
+    if isinstance(what, (str, Task)):
+        if batch is not None or loss_fn is not None or optimizer is not None:
+            raise PlanError("a task has its own batch, loss_fn and optimizer; leave them out, or plan its model")
+        load_task(what) if isinstance(what, str) else what
+    elif batch is None or loss_fn is None or optimizer is None:
+        missing = {"batch": batch, "loss_fn": loss_fn, "optimizer": optimizer}
+        names = ", ".join(f"{name}=" for name, value in missing.items() if value is None)
+        raise PlanError(f"a plan of a model also needs {names}")
+    if isinstance(what, nn.Module):
+        if hs.prepared_policy(what) is not None:
+            raise PlanError("this model is prepared already; plan a new one, which the plan prepares")
+        what = _copied(what, partial(torch.empty_like, device="meta"))
+    elif not isinstance(what, (str, Task)) and isinstance(what, type) and not issubclass(what, nn.Module):
+        raise PlanError(f"expected a function that returns a model, and got the class {what.__name__}")
+    return {
+        "what": what, "batch": batch, "loss_fn": loss_fn, "optimizer": optimizer, "policy": hs.Policy.of(policy),
+        "device": device, "options": options,
+    }  # fmt: skip
+
+
+def _planned(
+    what: Any, batch: Any, loss_fn: Any, optimizer: Any, policy: hs.Policy, device: str, options: dict[str, Any]
+) -> MemoryPlan:
+    """Trace one request, in a process that has `device`."""
+    task = load_task(what) if isinstance(what, str) else what
+    if isinstance(task, Task):
+        name, make, batch, loss_fn, optimizer = task.name, task.model, task.batches(0, 0), task.loss_fn, task.optimizer
+        options = {"clip_norm": task.clip_norm, **options}
+    elif isinstance(task, nn.Module):
+        name, make = type(task).__name__, partial(_copied, task, partial(torch.empty_like, device=device))
     else:
-        make = what
-    if batch is None or loss_fn is None or optimizer is None:
-        raise PlanError("a plan of a model needs batch=, loss_fn= and optimizer=, a function of the model")
+        name, make = getattr(task, "__name__", type(task).__name__), task
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    chosen = hs.Policy.of(policy)
-    return plan_step(
-        make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=chosen,
-        options=options,
-    )  # fmt: skip
+    with fake_cuda() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True):
+        return plan_step(
+            make, optimizer, loss_fn, args, named, name=name, device=device, policy=policy, options=options
+        )
 
 
-def _on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are fake."""
+def _copied(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are made by `empty`."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        fake: Tensor = tensor.new_empty(tensor.shape)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        made = empty(tensor.detach())
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     return copy.deepcopy(model, memo)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -38,21 +38,19 @@ def plan_step(
     batch: tuple[Any, ...],
     named: dict[str, Any],
     *,
-    mode: FakeTensorMode,
     name: str,
     device: str,
     policy: hs.Policy,
     options: dict[str, Any],
 ) -> MemoryPlan:
-    """Trace two updates; the arguments are those of `plan`, checked."""
+    """Trace two updates where a fake mode is on and `device` is there; the arguments are those of `plan`, checked."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
-    with mode, Tracer(ledger, device) as tracer:
+    if device != "cpu":
+        batch, named = tree_map_only(Tensor, _packed, (batch, named))
+    with Tracer(ledger, device) as tracer:
         ledger.mark(-1, "setup")
         inputs = tree_map_only(Tensor, lambda t: _input(tracer, t, device), (batch, named))
-        for tensor in tree_leaves(inputs):
-            if isinstance(tensor, Tensor) and (block := ledger.of(tensor)) is not None:
-                block.part = "batch"
         with torch.device(device):
             model = make()
         tracer.watch(model)
@@ -76,8 +74,9 @@ def plan_step(
         live = list(ledger.live())
         count = sum(p.numel() for p in model.parameters())
         resolved = step.policy
+        notes = (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
         ledger.close()
-    return _made(ledger, live, name=name, device=device, policy=resolved, parameters=count)
+    return _made(ledger, live, name=name, device=device, policy=resolved, parameters=count, notes=notes)
 
 
 def _as_real() -> AbstractContextManager[Any]:
@@ -92,9 +91,19 @@ def _as_real() -> AbstractContextManager[Any]:
     return mock.patch.object(module, "is_fake_tensor", lambda tensor: False)
 
 
+def _packed(tensor: Tensor) -> Tensor:
+    """Return a tensor of the batch with the strides that ``tensor.to(device)`` gives it."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    with unset_fake_temporarily():
+        return torch.empty_like(tensor).copy_(tensor)
+
+
 def _input(tracer: Tracer, tensor: Tensor, device: str) -> Tensor:
     """Return a fake tensor like one of the batch, whose value is known."""
-    made = torch.empty_like(tensor, device=device)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if (block := tracer.ledger.of(made)) is not None:
+        block.part = "batch"
     if not isinstance(tensor, FakeTensor):
         tracer.values.give(made, tensor)
     return made
@@ -149,7 +158,14 @@ def _format(dtype: torch.dtype) -> str:
 
 
 def _made(
-    ledger: Ledger, live: list[Block], *, name: str, device: str, policy: hs.Policy, parameters: int
+    ledger: Ledger,
+    live: list[Block],
+    *,
+    name: str,
+    device: str,
+    policy: hs.Policy,
+    parameters: int,
+    notes: tuple[str, ...],
 ) -> MemoryPlan:
     """Walk the events once for the peaks and the timeline, and once more to the peak."""
     blocks, parts = ledger.blocks, {part: n for n, part in enumerate(PARTS)}
@@ -193,7 +209,7 @@ def _made(
         name=name, policy=policy, device=device, parameters=parameters, operators=end - begin,
         persistent=_rows(live), peak=_rows(alive.values()),
         peak_at=_moment(ledger, at, starts[step].operators, tuple(peak)),
-        first_peak=peaks[0][0], setup_peak=peaks[-1][0], timeline=tuple(timeline),
+        first_peak=peaks[0][0], setup_peak=peaks[-1][0], timeline=tuple(timeline), notes=notes,
     )  # fmt: skip
 
 
