@@ -64,8 +64,6 @@ def _answer(request: Path, answer: Path) -> None:
             found.append(function(**one))
         except hs.HalfstepError as error:
             found.append(_sendable(error))
-        except Exception as error:
-            found.append(PlanError(f"{type(error).__name__}: {error}"))
     answer.write_bytes(pickle.dumps(found))
 
 

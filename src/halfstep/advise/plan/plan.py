@@ -6,6 +6,8 @@ Input: a task, or a model with batch, loss function and optimizer; output: a `Me
 from __future__ import annotations
 
 import copy
+import logging
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -20,6 +23,7 @@ import halfstep as hs
 from halfstep.advise.plan.elsewhere import elsewhere
 from halfstep.advise.plan.memory import MemoryPlan, PlanError
 from halfstep.advise.plan.run import plan_step
+from halfstep.advise.plan.trace import OUTSIDE
 from halfstep.tasks import Task, load_task
 from halfstep.testing import fake_cuda
 
@@ -94,7 +98,7 @@ def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
         else:
             try:
                 found.append(_planned(**one))
-            except Exception as error:
+            except hs.HalfstepError as error:
                 found.append(error)
     return found
 
@@ -150,10 +154,29 @@ def _planned(
     else:
         name, make = getattr(task, "__name__", type(task).__name__), task
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    with fake_cuda() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True):
-        return plan_step(
-            make, optimizer, loss_fn, args, named, name=name, device=device, policy=policy, options=options
-        )
+    log = logging.getLogger(fake_tensor.__name__)
+    quiet, log.disabled = log.disabled, True  # torch logs the traceback of an error that is raised too
+    try:
+        with fake_cuda() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True):
+            return plan_step(
+                make, optimizer, loss_fn, args, named, name=name, device=device, policy=policy, options=options
+            )
+    except hs.HalfstepError:
+        raise
+    except Exception as error:  # of the task's own functions, of torch, or a wrong argument of hs.TrainStep
+        raise PlanError(f"the planned step raises {type(error).__name__}: {error}{_place(error)}") from error
+    finally:
+        log.disabled = quiet
+
+
+def _place(error: Exception) -> str:
+    """Return where a user's code raised, in brackets; "" if it was not in a user's code."""
+    lines = [
+        f" ({Path(frame.filename).name}:{frame.lineno} {frame.line})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(OUTSIDE)
+    ]
+    return lines[-1] if lines else ""
 
 
 def _copied(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import halfstep as hs
 from halfstep.advise.plan.ledger import Block, Ledger
-from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, Row
+from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, PlanError, Row
 from halfstep.advise.plan.trace import Tracer, local
 from halfstep.formats import format_of
 
@@ -53,6 +53,8 @@ def plan_step(
         inputs = tree_map_only(Tensor, lambda t: _input(tracer, t, device), (batch, named))
         with torch.device(device):
             model = make()
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"the function of the model must return a torch.nn.Module and returned {model!r}")
         tracer.watch(model)
         before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
         optimizer = make_optimizer(model)

@@ -38,7 +38,7 @@ from halfstep.advise.plan.memory import PlanError
 from halfstep.advise.plan.values import Values
 from halfstep.advise.plan.workspace import KERNELS
 
-__all__ = ["Tracer"]
+__all__ = ["OUTSIDE", "Tracer", "local"]
 
 READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
