@@ -56,8 +56,14 @@ def plan_step(
         if not isinstance(model, nn.Module):
             raise PlanError(f"the function of the model must return a torch.nn.Module and returned {model!r}")
         tracer.watch(model)
-        before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
+        originals = {
+            id(ledger.of(local(parameter))): name
+            for name, module in model.named_modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
         optimizer = make_optimizer(model)
+        own = len(ledger.blocks)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             with tracer.forward():
@@ -72,7 +78,7 @@ def plan_step(
                 for _ in range(windows):
                     step(*inputs[0], **inputs[1])
         ledger.mark(2, "setup")
-        _name_parts(ledger, model, optimizer, before)
+        _name_parts(ledger, model, optimizer, originals, own)
         live = list(ledger.live())
         count = sum(p.numel() for p in model.parameters())
         resolved = step.policy
@@ -111,8 +117,16 @@ def _input(tracer: Tracer, tensor: Tensor, device: str) -> Tensor:
     return made
 
 
-def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, before: list[Block]) -> None:
-    """Say of every block what it was for; what lives on and has no name is a precise value or the model's own."""
+def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, originals: dict[int, str], own: int) -> None:
+    """Say of every block what it was for.
+
+    Args:
+        ledger: whose blocks.
+        model: prepared.
+        optimizer: of it.
+        originals: id of the block of a parameter before the model was prepared -> its module.
+        own: number of blocks that were there before the model was prepared.
+    """
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
         for tensors, part in ((module._parameters, "parameters"), (module._buffers, "buffers")):
@@ -125,14 +139,17 @@ def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, before: 
         for tensor in _tensors(state):
             if (block := ledger.of(local(tensor))) is not None and block.part not in ("parameters", "buffers"):
                 block.part, block.module = "optimizer state", names.get(id(parameter), "")
-    for block in ledger.live():
-        if not block.part or block.part == "temporaries":
-            block.part = "precise values" if block.phase == "setup" else "temporaries"
-    for block in before:
-        if block.alive and block.part == "":
-            block.part = "precise values"
-    for block in ledger.blocks:
-        if not block.part:
+    for number, block in enumerate(ledger.blocks):
+        if block.part == "saved for backward" and block.alive:
+            block.part = "temporaries"  # the loss, and what the model keeps
+        if block.part:
+            continue
+        kept = block.alive and block.phase == "setup"
+        if kept and id(block) in originals:  # the fp32 values, behind low ones in other memory
+            block.part, block.module = "precise values", originals[id(block)]
+        elif kept:
+            block.part = "buffers" if number < own else "precise values"
+        else:
             block.part = "temporaries"
 
 
