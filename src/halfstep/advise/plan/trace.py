@@ -34,12 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.advise.plan.gathered import Gathered
-from halfstep.advise.plan.ledger import Ledger
+from halfstep.advise.plan.ledger import Block, Ledger
 from halfstep.advise.plan.memory import PlanError
 from halfstep.advise.plan.values import Values
 from halfstep.advise.plan.workspace import KERNELS
 
-__all__ = ["Tracer"]
+__all__ = ["OUTSIDE", "Tracer", "local"]
 
 READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
@@ -78,7 +78,8 @@ class Tracer(TorchDispatchMode):
         self._parameters: list[nn.Parameter] = []
         self._running: list[str] = []  # names of modules whose forward runs
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
-        self._made: list[Any] = []  # blocks made since the outermost module that runs again in backward began
+        self._cast_from: dict[int, Block] = {}  # id of the block of a gradient -> that of the low one it was cast from
+        self._made: list[Block] = []  # blocks made since the outermost module that runs again in backward began
         self._exits = ExitStack()
 
     def __enter__(self) -> Tracer:
@@ -227,6 +228,8 @@ class Tracer(TorchDispatchMode):
             return
         if backward and self._running:
             self._made.append(block)
+        elif backward and name == CAST and (source := ledger.of(args[0])) is not None:
+            self._cast_from[id(block)] = source
         if name in COPIES and isinstance(args[0], Tensor):
             source = ledger.of(args[0])
             kind = self._kinds.get(id(source))
@@ -237,8 +240,9 @@ class Tracer(TorchDispatchMode):
 
     def _is_gradient(self, tensor: Tensor) -> None:
         block = self.ledger.of(local(tensor))
-        if block is not None and block.part == "":
+        while block is not None and block.part == "":
             block.part = "gradients"
+            block = self._cast_from.get(id(block))
 
     def _read(self, func: Any, tensor: Tensor) -> Any:
         """Answer a read of a value: of a known one, or of the step's flags and counters what a good step has."""
