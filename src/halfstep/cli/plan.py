@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 import halfstep as hs
-from halfstep.advise.plan import Largest, MemoryPlan, gpu_named, largest_batch
+from halfstep.advise.plan import MemoryPlan, gpu_named, plan_each
 from halfstep.advise.plan.drawing import drawing
 from halfstep.advise.plan.page import plan_page
 from halfstep.advise.plan.words import (
@@ -28,7 +27,7 @@ from halfstep.advise.plan.words import (
 )
 from halfstep.cli.terminal import command_line, complain, console, item, say, table, writable, write_json
 from halfstep.report import render, require_extra
-from halfstep.tasks import Task, TaskError, load_task
+from halfstep.tasks import TaskError, load_task
 from halfstep.tasks.candidates import policy_candidate
 
 __all__ = ["run_plan"]
@@ -54,28 +53,29 @@ def run_plan(
         card = gpu_named(gpu) if gpu else None
         low = "bf16" if card is None or "bf16" in card.formats else card.formats[0]
         chosen = _policies([policy, *policies], low)
-        loaded = load_task(task)
-        given: dict[str, Any] = {
-            "devices": devices, "shard": shard or "none", "gpu": gpu, "device": device, "units": list(units) or None,
+        load_task(task)  # refuses a wrong one before a process is started for it
+        given = {
+            "what": task, "device": device or ("cpu" if card is None else "cuda"), "devices": devices,
+            "shard": shard or "none", "units": list(units) or None, "gpu": gpu, "batch_size": batch,
+            "largest": largest and card is not None,
         }  # fmt: skip
-        plans, most = [], []
-        for one in chosen:
-            plans.append(hs.plan(loaded, policy=one, batch_size=batch, **given))
-            most.append(_largest(loaded, one, plans[-1], given) if card is not None and largest else None)
+        plans: list[MemoryPlan] = []
+        for found in plan_each([{**given, "policy": one} for one in chosen]):
+            if isinstance(found, Exception):
+                raise found
+            plans.append(found)
     except hs.HalfstepError as error:
         return complain(error)
-    _print(out, plans, most)
+    _print(out, plans)
     words = command_line(
         "plan", task, policy=policy, policies=",".join(policies), devices=devices if devices > 1 else None,
         shard=shard, gpu=gpu, batch=batch, device=device,
     )  # fmt: skip
-    rows = [
-        {**plan.record(), "largest_batch": None if found is None else asdict(found)}
-        for plan, found in zip(plans, most, strict=True)
-    ]
-    write_json(out, json_path, {"command": words, "halfstep": hs.__version__, "plans": rows})
+    write_json(
+        out, json_path, {"command": words, "halfstep": hs.__version__, "plans": [plan.record() for plan in plans]}
+    )
     if html_path is not None:
-        html_path.write_text(render(plan_page(plans, most)), encoding="utf-8")
+        html_path.write_text(render(plan_page(plans)), encoding="utf-8")
         say(out, f"written: {html_path}")
     return 0
 
@@ -95,21 +95,12 @@ def _policies(labels: Sequence[str], low: str) -> list[hs.Policy]:
     return found
 
 
-def _largest(task: Task, policy: hs.Policy, first: MemoryPlan, given: dict[str, Any]) -> Largest | None:
-    """Return the largest batch that fits; None if the batch has no size to change."""
-    if not first.batch_size:
-        return None
-    return largest_batch(
-        lambda size: hs.plan(task, policy=policy, batch_size=size, **given), first, first.batch_size, given["gpu"]
-    )
-
-
-def _print(out: Any, plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) -> None:
+def _print(out: Any, plans: Sequence[MemoryPlan]) -> None:
     plan = plans[0]
     style = "bold" if plan.fit is None else STYLES[plan.fit.verdict]
     size = f", batch {plan.batch_size:,}" if plan.batch_size else ""
     each = f", {plan.devices} devices under {plan.shard}" if plan.devices > 1 else ""
-    say(out, f"{plan.name}, {label(plan)}{size}{each}: {verdict(plan, largest[0])}", style=style)
+    say(out, f"{plan.name}, {label(plan)}{size}{each}: {verdict(plan)}", style=style)
     if plan.fit is None:
         say(out, f"of the GPUs that are known: {gpus_line(plan)}")
     for note in plan.notes:
@@ -127,7 +118,7 @@ def _print(out: Any, plans: Sequence[MemoryPlan], largest: Sequence[Largest | No
     if len(plans) > 1:
         say(out)
         headers = PRESET_HEADERS if plan.fit is not None else PRESET_HEADERS[:7]
-        _table(out, headers, preset_rows(plans, largest))
+        _table(out, headers, preset_rows(plans))
 
 
 def _table(out: Any, headers: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:

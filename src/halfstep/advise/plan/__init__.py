@@ -3,10 +3,10 @@
 from halfstep.advise.plan.fit import Fit, Largest, fit_of, largest_batch
 from halfstep.advise.plan.gpus import Gpu, gpu_named, gpu_names
 from halfstep.advise.plan.memory import PARTS, PHASES, MemoryPlan, Moment, PlanError, Row
-from halfstep.advise.plan.plan import plan
+from halfstep.advise.plan.plan import plan, plan_each
 from halfstep.advise.plan.traffic import Sent
 
 __all__ = [
     "PARTS", "PHASES", "Fit", "Gpu", "Largest", "MemoryPlan", "Moment", "PlanError", "Row", "Sent", "fit_of",
-    "gpu_named", "gpu_names", "largest_batch", "plan",
+    "gpu_named", "gpu_names", "largest_batch", "plan", "plan_each",
 ]  # fmt: skip

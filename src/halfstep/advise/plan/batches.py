@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from halfstep.advise.plan.memory import PlanError
 
 __all__ = ["batch_size", "with_size"]
 
+LARGEST = 1 << 22  # elements of a tensor whose values are kept: models read those of masks and lengths
+
 
 def batch_size(batch: Any) -> int:
     """Return the first dimension of the first tensor that has one; 0 without such a tensor."""
@@ -19,7 +22,9 @@ def batch_size(batch: Any) -> int:
 
 
 def with_size(batch: Any, size: int) -> Any:
-    """Return `batch` with `size` in the place of its size: every tensor whose first dimension it is, on meta.
+    """Return `batch` with `size` in the place of its size, in every tensor whose first dimension it is.
+
+    Rows are repeated; a large tensor is on the meta device.
 
     Raises:
         PlanError: it has no size, or `size` is none.
@@ -35,6 +40,9 @@ def with_size(batch: Any, size: int) -> Any:
     def sized(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
             return tensor
-        return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        shape = (size, *tensor.shape[1:])
+        if tensor.is_meta or math.prod(shape) > LARGEST:
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return tensor[torch.arange(size) % old]
 
     return tree_map_only(Tensor, sized, batch)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import halfstep as hs
 
 if TYPE_CHECKING:
-    from halfstep.advise.plan.fit import Fit
+    from halfstep.advise.plan.fit import Fit, Largest
     from halfstep.advise.plan.traffic import Sent
 
 __all__ = ["PARTS", "PHASES", "MemoryPlan", "Moment", "PlanError", "Row"]
@@ -105,6 +105,7 @@ class MemoryPlan:
         batch_size: the first dimension of the batch; 0 if it has none.
         sent: the collectives of a step.
         fit: whether it fits a GPU; None if none was named.
+        largest: the largest batch that fits; None if it was not looked for.
     """
 
     name: str
@@ -124,6 +125,7 @@ class MemoryPlan:
     batch_size: int = 0
     sent: tuple[Sent, ...] = ()
     fit: Fit | None = None
+    largest: Largest | None = None
 
     @property
     def persistent_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from halfstep.advise.plan.drawing import figure
-from halfstep.advise.plan.fit import TOLERANCE, Largest, gib, unit_of
+from halfstep.advise.plan.fit import TOLERANCE, gib, unit_of
 from halfstep.advise.plan.memory import MemoryPlan
 from halfstep.advise.plan.words import (
     MODULE_HEADERS,
@@ -55,17 +55,12 @@ METHOD = (
 )
 
 
-def plan_page(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None] = ()) -> Document:
-    """Return the report of plans of one task under several policies; the first is shown in full.
-
-    Args:
-        plans: of one task and one GPU.
-        largest: the largest batch of each; empty: not looked for.
-    """
-    plan, largest = plans[0], largest or [None] * len(plans)
-    sections = [_answer(plan, largest[0])]
+def plan_page(plans: Sequence[MemoryPlan]) -> Document:
+    """Return the report of plans of one task and GPU under several policies; the first is shown in full."""
+    plan = plans[0]
+    sections = [_answer(plan)]
     if len(plans) > 1:
-        sections.append(_policies(plans, largest))
+        sections.append(_policies(plans))
     sections += [_pictures(plans), _tables(plan), _method(plan)]
     where = f" on {plan.devices} devices, {plan.shard}" if plan.devices > 1 else ""
     return Document(
@@ -76,8 +71,8 @@ def plan_page(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None] = (
     )
 
 
-def _answer(plan: MemoryPlan, largest: Largest | None) -> Section:
-    text, fit = verdict(plan, largest), plan.fit
+def _answer(plan: MemoryPlan) -> Section:
+    text, fit = verdict(plan), plan.fit
     more = () if fit is not None else (f"{gpus_line(plan)}.",)
     tone = "" if fit is None else TONES[fit.verdict]
     fact = Fact(heading=label(plan), text=f"{text[0].upper()}{text[1:]}.", more=more, tone=tone)
@@ -87,10 +82,10 @@ def _answer(plan: MemoryPlan, largest: Largest | None) -> Section:
     return Section(heading="Answer", blocks=tuple(blocks))
 
 
-def _policies(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) -> Section:
+def _policies(plans: Sequence[MemoryPlan]) -> Section:
     fit = plans[0].fit
     headers = PRESET_HEADERS if fit is not None else PRESET_HEADERS[:7]
-    table = _table("Every policy, bytes of a device", headers, preset_rows(plans, largest))
+    table = _table("Every policy, bytes of a device", headers, preset_rows(plans))
     return Section(heading="Policies", blocks=(table,))
 
 

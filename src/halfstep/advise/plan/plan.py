@@ -6,26 +6,45 @@ Input: a task, or a model with batch, loss function and optimizer; output: a `Me
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.advise.plan.batches import batch_size as size_of
 from halfstep.advise.plan.batches import with_size
-from halfstep.advise.plan.fit import fit_of
-from halfstep.advise.plan.gpus import gpu_named
+from halfstep.advise.plan.elsewhere import elsewhere
+from halfstep.advise.plan.fit import fit_of, largest_batch
+from halfstep.advise.plan.gpus import Gpu, gpu_named
 from halfstep.advise.plan.memory import MemoryPlan, PlanError
 from halfstep.advise.plan.run import plan_step
-from halfstep.advise.plan.ways import way_of
+from halfstep.advise.plan.trace import OUTSIDE
+from halfstep.advise.plan.ways import check_way, way_of
 from halfstep.tasks import Task, load_task
+from halfstep.testing import fake_cuda
 
-__all__ = ["plan"]
+__all__ = ["plan", "plan_each"]
+
+DEVICES = ("cpu", "cuda")
+OTHER_KERNELS = (
+    "planned with the operators of a CPU: a GPU's attention, dropout and batch norm may keep other tensors for the "
+    "backward pass, and its kernels take workspaces of their own"
+)
+SAME_SIZE = "planned in bf16, which has the size of fp16: a CPU emulates fp16 with fp32 temporaries"
+"""Notes of a plan for a GPU with the operators of a CPU."""
+
+WITHOUT = ("compile", "cuda_graph", "blackbox", "scheduler", "scaler")
+"""Arguments of hs.TrainStep that a plan does not take: compiled code and graphs have no operators to follow."""
 
 
 def plan(
@@ -35,68 +54,214 @@ def plan(
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     *,
     policy: hs.Policy | str | Path = "mixed",
-    device: str = "",
+    device: str = "cpu",
     devices: int = 1,
     shard: str = "none",
-    units: Iterable[str | nn.Module] | None = None,
+    units: Sequence[str] | None = None,
     gpu: str = "",
     batch_size: int | None = None,
+    largest: bool = False,
     **options: Any,
 ) -> MemoryPlan:
     """Return the memory of a training step of `what` under `policy`; nothing of it is allocated or computed.
 
+    Two updates are traced on fake tensors, block by block. A CPU is planned as it runs here; a GPU in a process of its
+    own, on a fake one of compute capability 9.0, with the operators and formats of a GPU, blocks in multiples of 512
+    bytes as torch's allocator hands them out, and without cuDNN's and cuBLAS's workspaces.
+
     Args:
         what: an hs.Task, its name or ``path.py:function``; a function that returns a model; or a model, which is not
             changed.
-        batch: positional arguments of `loss_fn` after the model, or named ones; a task has its own.
+        batch: positional arguments of `loss_fn` after the model, or named ones, with tensors on the CPU: masks and
+            other small integers are read by some models. A task has its own.
         loss_fn: ``loss_fn(model, *batch, **batch)`` returns a 0-dim loss; a task has its own.
         optimizer: returns a torch optimizer over the parameters of the model it is given; a task has its own.
         policy: preset name, TOML path or Policy.
-        device: "cpu" or "cuda", whose operators are planned; default: "cpu".
+        device: "cpu" or "cuda".
         devices: how many train together; bytes are those of the first, which has the largest part.
         shard: how: "ddp" (`DistributedDataParallel`, torch's defaults) or "fsdp2" (`hs.shard`); "none" for one device.
-        units: as `hs.shard` takes them: the modules that are gathered one after the other.
-        gpu: name of a GPU ("h200", "a100-80", "t4", ... or a size as "96GiB"): the plan's `fit` says whether it fits.
+        units: patterns of the modules that are gathered one after the other, as `hs.shard` takes them.
+        gpu: name of a GPU ("h200", "a100-80", "t4", ... or a size as "96GiB"): `fit` of the plan says whether it fits.
         batch_size: a size for the batch in the place of its own; each device has one.
-        **options: arguments of hs.TrainStep that change its memory: `accumulate`, `clip_norm`, `clip_value`,
-            `update_in_backward`, ...
+        largest: whether to look for the largest batch that fits `gpu`, by planning others too: `largest` of the plan.
+        **options: arguments of hs.TrainStep that change its memory: `accumulate`, `clip_norm`, `clip_value`, `retry`,
+            `update_in_backward`.
 
     Raises:
-        PlanError: the step needs values, an unknown GPU, devices without `shard` or the other way round, a process
-            group where `shard="fsdp2"` needs its own, or arguments that do not fit.
+        PlanError: the step needs values that depend on weights, arguments do not fit, unknown GPU, devices without
+            `shard` or the other way round, or a process group where ``shard="fsdp2"`` needs its own.
         TaskError, PolicyError, StepError, BindError, UnbuiltError: as the task, the policy and hs.TrainStep raise.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    name = getattr(what, "__name__", type(what).__name__)
-    if isinstance(what, str):
-        what = load_task(what)
-    if isinstance(what, Task):
-        name, make = what.name, what.model
-        batch, loss_fn, optimizer = batch or what.batches(0, 0), loss_fn or what.loss_fn, optimizer or what.optimizer
-        options = {"clip_norm": what.clip_norm, **options}
-    elif isinstance(what, nn.Module):
-        model, make = what, lambda: _on_fake_tensors(model, mode)
+    request = {
+        "what": what, "batch": batch, "loss_fn": loss_fn, "optimizer": optimizer, "policy": policy, "device": device,
+        "devices": devices, "shard": shard, "units": units, "gpu": gpu, "batch_size": batch_size, "largest": largest,
+        **options,
+    }  # fmt: skip
+    (found,) = plan_each([request])
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
+    """Return the plan of each request, a dictionary of arguments of `plan`, or the error it raises.
+
+    Those for a GPU are made in one process, as its start takes seconds.
+    """
+    found: list[MemoryPlan | Exception] = []
+    ready = []
+    for request in requests:
+        try:
+            ready.append(_checked(**request))
+        except hs.HalfstepError as error:
+            ready.append(error)
+    there = [one for one in ready if isinstance(one, dict) and one["device"] == "cuda"]
+    answers = iter(elsewhere(_planned, there) if there else ())
+    for one in ready:
+        if isinstance(one, Exception):
+            found.append(one)
+        elif one["device"] == "cuda":
+            found.append(next(answers))
+        else:
+            try:
+                found.append(_planned(**one))
+            except hs.HalfstepError as error:
+                found.append(error)
+    return found
+
+
+def _checked(
+    what: Any,
+    batch: Any = None,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    *,
+    policy: hs.Policy | str | Path = "mixed",
+    device: str = "cpu",
+    devices: int = 1,
+    shard: str = "none",
+    units: Sequence[str] | None = None,
+    gpu: str = "",
+    batch_size: int | None = None,
+    largest: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the arguments of `_planned`."""
+    check_way(shard, devices, units)
+    if largest and not gpu:
+        raise PlanError("the largest batch that fits needs a GPU; name one: gpu='h200'")
+    if device not in DEVICES:
+        raise PlanError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
+    for name in WITHOUT:
+        if options.pop(name, None):
+            raise PlanError(f"a plan does not take {name}=; leave it out, and see docs/plan.md for what differs")
+    if not isinstance(what, (str, Task, nn.Module)) and not callable(what):
+        raise PlanError(f"expected an hs.Task, its name, a model or a function that returns one, and got {what!r}")
+    if isinstance(what, (str, Task)):
+        if batch is not None or loss_fn is not None or optimizer is not None:
+            raise PlanError("a task has its own batch, loss_fn and optimizer; leave them out, or plan its model")
+        load_task(what) if isinstance(what, str) else what
+    elif batch is None or loss_fn is None or optimizer is None:
+        missing = {"batch": batch, "loss_fn": loss_fn, "optimizer": optimizer}
+        names = ", ".join(f"{name}=" for name, value in missing.items() if value is None)
+        raise PlanError(f"a plan of a model also needs {names}")
+    if isinstance(what, nn.Module):
+        if hs.prepared_policy(what) is not None:
+            raise PlanError("this model is prepared already; plan a new one, which the plan prepares")
+        what = _copied(what, partial(torch.empty_like, device="meta"))
+    elif not isinstance(what, (str, Task)) and isinstance(what, type) and not issubclass(what, nn.Module):
+        raise PlanError(f"expected a function that returns a model, and got the class {what.__name__}")
+    return {
+        "what": what, "batch": batch, "loss_fn": loss_fn, "optimizer": optimizer, "policy": hs.Policy.of(policy),
+        "device": device, "options": options, "devices": devices, "shard": shard, "units": units,
+        "card": gpu_named(gpu) if gpu else None, "batch_size": batch_size, "largest": largest,
+    }  # fmt: skip
+
+
+def _planned(
+    what: Any, batch: Any, loss_fn: Any, optimizer: Any, policy: hs.Policy, device: str, options: dict[str, Any], *,
+    devices: int, shard: str, units: Sequence[str] | None, card: Gpu | None, batch_size: int | None, largest: bool,
+) -> MemoryPlan:  # fmt: skip
+    """Trace one request, in a process that has `device`, and others of other batch sizes for the largest."""
+    task = load_task(what) if isinstance(what, str) else what
+    if isinstance(task, Task):
+        name, make, batch, loss_fn, optimizer = task.name, task.model, task.batches(0, 0), task.loss_fn, task.optimizer
+        options = {"clip_norm": task.clip_norm, **options}
+    elif isinstance(task, nn.Module):
+        name, make = type(task).__name__, partial(_copied, task, partial(torch.empty_like, device=device))
     else:
-        make = what
-    if batch is None or loss_fn is None or optimizer is None:
-        raise PlanError("a plan of a model needs batch=, loss_fn= and optimizer=, a function of the model")
+        name, make = getattr(task, "__name__", type(task).__name__), task
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    args, named = (args, named) if batch_size is None else with_size((args, named), batch_size)
-    chosen = hs.Policy.of(policy)
-    card = gpu_named(gpu) if gpu else None
-    with way_of(shard, devices, device or "cpu", units) as way:
-        made = plan_step(
-            make, optimizer, loss_fn, args, named, mode=mode, name=name, device=device or "cpu", policy=chosen,
-            options=options, way=way,
-        )  # fmt: skip
-    made = replace(made, devices=devices, shard=shard, batch_size=size_of((args, named)))
-    return made if card is None else replace(made, fit=fit_of(made, card))
+    traced, notes = (policy, ()) if card is None else _on_card(policy, device)
+
+    def plan_of(size: int | None) -> MemoryPlan:
+        inputs = (args, named) if size is None else with_size((args, named), size)
+        with way_of(shard, devices, device, units) as way:
+            made = _traced(
+                partial(
+                    plan_step,
+                    make,
+                    optimizer,
+                    loss_fn,
+                    *inputs,
+                    name=name,
+                    device=device,
+                    policy=traced,
+                    options=options,
+                    way=way,
+                ),
+                device,
+            )
+        if traced is not policy:
+            made = replace(made, policy=policy)
+        made = replace(made, devices=devices, shard=shard, batch_size=size_of(inputs), notes=(*made.notes, *notes))
+        return made if card is None else replace(made, fit=fit_of(made, card))
+
+    found = plan_of(batch_size)
+    if card is None or not largest or not found.batch_size:
+        return found
+    return replace(found, largest=largest_batch(plan_of, found, found.batch_size, card))
 
 
-def _on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are fake."""
+def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]]:
+    """Return the policy to trace for a GPU with the operators of `device`, and what that leaves out."""
+    if device != "cpu":
+        return policy, ()
+    if policy.dtype != "fp16":
+        return policy, (OTHER_KERNELS,)
+    master = "master" if policy.master == "auto" else policy.master  # "auto" is "split" in bf16
+    return hs.Policy.of(policy, dtype="bf16", master=master), (OTHER_KERNELS, SAME_SIZE)
+
+
+def _traced(trace: Callable[[], MemoryPlan], device: str) -> MemoryPlan:
+    """Return what `trace` plans under the fake mode of `device`; what raises in the step as a PlanError."""
+    log = logging.getLogger(fake_tensor.__name__)
+    quiet, log.disabled = log.disabled, True  # torch logs the traceback of an error that is raised too
+    try:
+        with fake_cuda() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True):
+            return trace()
+    except hs.HalfstepError:
+        raise
+    except Exception as error:  # of the task's own functions, of torch, or a wrong argument of hs.TrainStep
+        raise PlanError(f"the planned step raises {type(error).__name__}: {error}{_place(error)}") from error
+    finally:
+        log.disabled = quiet
+
+
+def _place(error: Exception) -> str:
+    """Return where a user's code raised, in brackets; "" if it was not in a user's code."""
+    lines = [
+        f" ({Path(frame.filename).name}:{frame.lineno} {frame.line})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(OUTSIDE)
+    ]
+    return lines[-1] if lines else ""
+
+
+def _copied(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are made by `empty`."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        fake: Tensor = tensor.new_empty(tensor.shape)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        made = empty(tensor.detach())
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     return copy.deepcopy(model, memo)

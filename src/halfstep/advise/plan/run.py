@@ -5,20 +5,23 @@ The first step makes the optimizer's state and the low copies; the second is lik
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import halfstep as hs
 from halfstep.advise.plan.ledger import Block, Ledger
-from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, Row
+from halfstep.advise.plan.memory import PARTS, MemoryPlan, Moment, PlanError, Row
 from halfstep.advise.plan.trace import Tracer, local
 from halfstep.advise.plan.ways import Way
 from halfstep.formats import format_of
@@ -38,29 +41,35 @@ def plan_step(
     batch: tuple[Any, ...],
     named: dict[str, Any],
     *,
-    mode: FakeTensorMode,
     name: str,
     device: str,
     policy: hs.Policy,
     options: dict[str, Any],
     way: Way,
 ) -> MemoryPlan:
-    """Trace two updates; the arguments are those of `plan`, checked."""
+    """Trace two updates where a fake mode is on and `device` is there; the arguments are those of `plan`, checked."""
     ledger = Ledger(GRANULE[device])
     windows = int(options.get("accumulate", 1))
-    with mode, Tracer(ledger, device) as tracer:
+    if device != "cpu":
+        batch, named = tree_map_only(Tensor, _packed, (batch, named))
+    with Tracer(ledger, device) as tracer:
         ledger.mark(-2 if way.in_parts else -1, "setup")
-        inputs = tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), (batch, named))
-        for tensor in tree_leaves(inputs):
-            if isinstance(tensor, Tensor) and (block := ledger.of(tensor)) is not None:
-                block.part = "batch"
+        inputs = tree_map_only(Tensor, lambda t: _input(tracer, t, device), (batch, named))
         with torch.device(device):
             model = make()
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"the function of the model must return a torch.nn.Module and returned {model!r}")
         model = way.model(model, policy)
         ledger.mark(-1, "setup")
         tracer.watch(model)
-        before = [block for block in map(ledger.of, map(local, model.parameters())) if block is not None]
+        originals = {
+            id(ledger.of(local(parameter))): name
+            for name, module in model.named_modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
         optimizer = make_optimizer(model)
+        own = len(ledger.blocks)
         way.prepare(model, optimizer, policy)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -71,25 +80,63 @@ def plan_step(
         tracer.watch(model)
         way.ready(model, step.policy, ledger, device)
         tracer.after_backward = partial(way.sums, ledger)
-        for number in range(2):
-            tracer.step = number
-            tracer.begin("forward")
-            for _ in range(windows):
-                step(*inputs[0], **inputs[1])
-                if tracer.phase == "backward":
-                    tracer.begin("update")
+        with _as_real():
+            for number in range(2):
+                tracer.step = number
+                tracer.begin("forward")
+                for _ in range(windows):
+                    step(*inputs[0], **inputs[1])
         ledger.mark(2, "setup")
-        _name_parts(ledger, model, optimizer, before)
+        _name_parts(ledger, model, optimizer, originals, own)
         live = list(ledger.live())
         count = sum(p.numel() for p in model.parameters())
         resolved, sent = step.policy, way.sent(tracer.gathered.seen.get(1, ()))
+        notes = (f"the update is that of the optimizer's own step: {step.generic}",) if step.generic else ()
         ledger.close()
-    made = _made(ledger, live, name=name, device=device, policy=resolved, parameters=count)
+    made = _made(ledger, live, name=name, device=device, policy=resolved, parameters=count, notes=notes)
     return replace(made, sent=sent)
 
 
-def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, before: list[Block]) -> None:
-    """Say of every block what it was for; what lives on and has no name is a precise value or the model's own."""
+def _as_real() -> AbstractContextManager[Any]:
+    """Return a context in which transformers takes fake tensors for real ones.
+
+    It asks whether a mask is a fake tensor, and then keeps masks that it drops after a look at real ones. The values
+    it looks at are known here (`values.py`).
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        return nullcontext()
+    return mock.patch.object(module, "is_fake_tensor", lambda tensor: False)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return a tensor of the batch with the strides that ``tensor.to(device)`` gives it."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return tensor
+    with unset_fake_temporarily():
+        return torch.empty_like(tensor).copy_(tensor)
+
+
+def _input(tracer: Tracer, tensor: Tensor, device: str) -> Tensor:
+    """Return a fake tensor like one of the batch, whose value is known."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if (block := tracer.ledger.of(made)) is not None:
+        block.part = "batch"
+    if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
+        tracer.values.give(made, tensor)
+    return made
+
+
+def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, originals: dict[int, str], own: int) -> None:
+    """Say of every block what it was for.
+
+    Args:
+        ledger: whose blocks.
+        model: prepared.
+        optimizer: of it.
+        originals: id of the block of a parameter before the model was prepared -> its module.
+        own: number of blocks that were there before the model was prepared.
+    """
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
         for tensors, part in ((module._parameters, "parameters"), (module._buffers, "buffers")):
@@ -102,14 +149,17 @@ def _name_parts(ledger: Ledger, model: nn.Module, optimizer: Optimizer, before: 
         for tensor in _tensors(state):
             if (block := ledger.of(local(tensor))) is not None and block.part not in ("parameters", "buffers"):
                 block.part, block.module = "optimizer state", names.get(id(parameter), "")
-    for block in ledger.live():
-        if not block.part or block.part == "temporaries":
-            block.part = "precise values" if block.phase == "setup" else "temporaries"
-    for block in before:
-        if block.alive and block.part == "":
-            block.part = "precise values"
-    for block in ledger.blocks:
-        if not block.part:
+    for number, block in enumerate(ledger.blocks):
+        if block.part == "saved for backward" and block.alive:
+            block.part = "temporaries"  # the loss, and what the model keeps
+        if block.part:
+            continue
+        kept = block.alive and block.phase == "setup"
+        if kept and id(block) in originals:  # the fp32 values, behind low ones in other memory
+            block.part, block.module = "precise values", originals[id(block)]
+        elif kept:
+            block.part = "buffers" if number < own else "precise values"
+        else:
             block.part = "temporaries"
 
 
@@ -137,7 +187,14 @@ def _format(dtype: torch.dtype) -> str:
 
 
 def _made(
-    ledger: Ledger, live: list[Block], *, name: str, device: str, policy: hs.Policy, parameters: int
+    ledger: Ledger,
+    live: list[Block],
+    *,
+    name: str,
+    device: str,
+    policy: hs.Policy,
+    parameters: int,
+    notes: tuple[str, ...],
 ) -> MemoryPlan:
     """Walk the events once for the peaks and the timeline, and once more to the peak."""
     blocks, parts = ledger.blocks, {part: n for n, part in enumerate(PARTS)}
@@ -181,7 +238,7 @@ def _made(
         name=name, policy=policy, device=device, parameters=parameters, operators=end - begin,
         persistent=_rows(live), peak=_rows(alive.values()),
         peak_at=_moment(ledger, at, starts[step].operators, tuple(peak)),
-        first_peak=peaks[0][0], setup_peak=peaks[-1][0], timeline=tuple(timeline),
+        first_peak=peaks[0][0], setup_peak=peaks[-1][0], timeline=tuple(timeline), notes=notes,
     )  # fmt: skip
 
 

@@ -23,17 +23,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.advise.plan.gathered import Gathered
-from halfstep.advise.plan.ledger import Ledger
+from halfstep.advise.plan.ledger import Block, Ledger
 from halfstep.advise.plan.memory import PlanError
+from halfstep.advise.plan.values import Values
 from halfstep.advise.plan.workspace import KERNELS
 
-__all__ = ["Tracer"]
+__all__ = ["OUTSIDE", "Tracer", "local"]
 
 READ = "aten::_local_scalar_dense"
 DEVICE = torch.ops.prim.device.default
@@ -51,6 +57,7 @@ class Tracer(TorchDispatchMode):
 
     Attributes:
         ledger: what it found.
+        values: of the tensors that have known ones.
         phase: set by `begin`; "backward" is found by itself.
         names: id of a module -> its dotted name.
         gathered: what sharding allocates and sends.
@@ -62,6 +69,7 @@ class Tracer(TorchDispatchMode):
     def __init__(self, ledger: Ledger, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates its modes in part
         self.ledger, self.device = ledger, device
+        self.values = Values()
         self.phase, self.step = "setup", -1
         self.names: dict[int, str] = {}
         self.gathered = Gathered(ledger)
@@ -70,7 +78,8 @@ class Tracer(TorchDispatchMode):
         self._parameters: list[nn.Parameter] = []
         self._running: list[str] = []  # names of modules whose forward runs
         self._made_by: dict[int, str] = {}  # number of an autograd node -> name of its module
-        self._made: list[Any] = []  # blocks made since the outermost module that runs again in backward began
+        self._cast_from: dict[int, Block] = {}  # id of the block of a gradient -> that of the low one it was cast from
+        self._made: list[Block] = []  # blocks made since the outermost module that runs again in backward began
         self._exits = ExitStack()
 
     def __enter__(self) -> Tracer:
@@ -161,22 +170,14 @@ class Tracer(TorchDispatchMode):
                         self._is_gradient(parameter.grad)
             module = self._running[-1] if self._running else ""
             if module:
-                self._made_by[torch._C._autograd._get_sequence_nr() - 1] = module
+                self._made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, module)
         name = func._schema.name
         for place in _gradients(func):
             for tensor in args[place] if len(args) > place else ():
                 self._is_gradient(tensor)
         if name == READ:
             return self._read(func, args[0])
-        try:
-            result = func(*args, **kwargs)
-        except DynamicOutputShapeException as error:
-            raise PlanError(
-                f"the shape of what {name} returns depends on values ({line_outside()}), and a plan has none; replace "
-                "it by an operator with a fixed shape, such as torch.where"
-            ) from error
-        except DataDependentOutputException as error:
-            raise PlanError(f"{name} needs values ({line_outside()}), and a plan has none") from error
+        result = self._run(func, name, args, kwargs)
         if name in KERNELS and self.device == "cpu":
             ledger.passing(KERNELS[name](args, result), args[0].dtype, module, name, self.phase)
         if isinstance(result, Tensor):
@@ -191,6 +192,35 @@ class Tracer(TorchDispatchMode):
             ledger.resized(args[0])
         return result
 
+    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; what needs values gets those that are known."""
+        forward = self.phase == "forward"
+        try:
+            result = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            found = self._from_values(func, args, kwargs) if forward else None
+            if found is None:
+                raise PlanError(
+                    f"the result of {name} needs values that depend on the weights ({line_outside()}), and a plan has "
+                    "none; use an operator whose result has a fixed shape, such as torch.where, or plan without it"
+                ) from error
+            return found
+        if forward:
+            self.values.follow(func, args, kwargs, result)
+        return result
+
+    def _from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operator whose shape depends on known values; None if they are not known."""
+        if func is torch.ops.aten.index.Tensor and self.values.of(args[0]) is None:
+            dense = self.values.dense_index(args)
+            return None if dense is None else func(*dense)
+        value = self.values.compute(func, args, kwargs)
+        if not isinstance(value, Tensor):
+            return value
+        result = torch.empty_like(value, device=self.device)
+        self.values.give(result, value)
+        return result
+
     def _note(self, tensor: Tensor, module: str, name: str, args: tuple[Any, ...], backward: bool) -> None:
         ledger = self.ledger
         block = ledger.note(tensor, module, name, self.phase)
@@ -198,6 +228,8 @@ class Tracer(TorchDispatchMode):
             return
         if backward and self._running:
             self._made.append(block)
+        elif backward and name == CAST and (source := ledger.of(args[0])) is not None:
+            self._cast_from[id(block)] = source
         if name in COPIES and isinstance(args[0], Tensor):
             source = ledger.of(args[0])
             kind = self._kinds.get(id(source))
@@ -208,21 +240,26 @@ class Tracer(TorchDispatchMode):
 
     def _is_gradient(self, tensor: Tensor) -> None:
         block = self.ledger.of(local(tensor))
-        if block is not None and block.part == "":
+        while block is not None and block.part == "":
             block.part = "gradients"
+            block = self._cast_from.get(id(block))
 
     def _read(self, func: Any, tensor: Tensor) -> Any:
-        """Answer a read of a value: of constants their own, of the step's flags and counters what a good step has."""
+        """Answer a read of a value: of a known one, or of the step's flags and counters what a good step has."""
+        value = self.values.of(tensor) if self.phase == "forward" else None
+        if value is not None and type(value) is not FakeTensor:
+            with unset_fake_temporarily():
+                return func(value)
         try:
             return func(tensor)
         except DataDependentOutputException as error:
             if self.phase == "forward":
                 raise PlanError(
-                    f"the model reads a value ({line_outside()}), and a plan has none; compute with tensors instead, "
-                    "such as torch.where for `if`"
+                    f"the model reads a value that depends on weights or random numbers ({line_outside()}), and a plan "
+                    "has none; compute with tensors instead, such as torch.where for `if`"
                 ) from error
-        value = 0 if tensor.dtype is torch.bool else 1
-        return bool(value) if tensor.dtype is torch.bool else float(value) if tensor.is_floating_point() else value
+        one = 0 if tensor.dtype is torch.bool else 1
+        return bool(one) if tensor.dtype is torch.bool else float(one) if tensor.is_floating_point() else one
 
 
 @cache

@@ -9,7 +9,7 @@ itself (`ranks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from halfstep.advise.plan.ranks import fake_ranks
 from halfstep.advise.plan.traffic import Sent, ddp_bytes, sent
 from halfstep.errors import did_you_mean
 
-__all__ = ["WAYS", "Way", "way_of"]
+__all__ = ["WAYS", "Way", "check_way", "way_of"]
 
 WAYS = ("none", "ddp", "fsdp2")
 
@@ -99,7 +99,7 @@ class Sharded(Way):
 
     in_parts = True
 
-    def __init__(self, devices: int, mesh: Any, units: Iterable[str | nn.Module] | None) -> None:
+    def __init__(self, devices: int, mesh: Any, units: Sequence[str] | None) -> None:
         super().__init__(devices)
         self._mesh, self._units = mesh, units
 
@@ -108,12 +108,11 @@ class Sharded(Way):
         return hs.shard(model, policy, units=self._units, mesh=self._mesh)
 
 
-@contextmanager
-def way_of(shard: str, devices: int, device: str, units: Iterable[str | nn.Module] | None = None) -> Iterator[Way]:
-    """Give the way called `shard`.
+def check_way(shard: str, devices: int, units: Sequence[str] | None) -> None:
+    """Make sure that there is a way called `shard` for that many devices.
 
     Raises:
-        PlanError: there is none, devices and way do not fit together, or fsdp2 cannot have a process group.
+        PlanError: there is not.
     """
     if shard not in WAYS:
         raise PlanError(f"unknown shard={shard!r}{did_you_mean(shard, WAYS)}; expected one of {', '.join(WAYS)}")
@@ -125,6 +124,15 @@ def way_of(shard: str, devices: int, device: str, units: Iterable[str | nn.Modul
         raise PlanError(f"devices={devices} need a way to share the work: shard='ddp' or shard='fsdp2'")
     if units is not None and shard != "fsdp2":
         raise PlanError("units= name what hs.shard gathers together; they need shard='fsdp2'")
+
+
+@contextmanager
+def way_of(shard: str, devices: int, device: str, units: Sequence[str] | None = None) -> Iterator[Way]:
+    """Give the way called `shard`, which `check_way` has found.
+
+    Raises:
+        PlanError: fsdp2 cannot have a process group of its own.
+    """
     if shard == "fsdp2":
         with fake_ranks(devices, device) as mesh:
             yield Sharded(devices, mesh, units)

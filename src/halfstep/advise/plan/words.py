@@ -26,7 +26,7 @@ def label(plan: MemoryPlan) -> str:
     return policy.name if policy.dtype == "fp32" else f"{policy.name} {policy.dtype}"
 
 
-def verdict(plan: MemoryPlan, largest: Largest | None = None) -> str:
+def verdict(plan: MemoryPlan) -> str:
     """Return the answer in one sentence."""
     fit = plan.fit
     each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
@@ -43,7 +43,7 @@ def verdict(plan: MemoryPlan, largest: Largest | None = None) -> str:
             f"undecided for {card}{each}: peak{at} {gib(fit.need)} of {gib(fit.usable)}, and a plan may be "
             f"{TOLERANCE:.0%} off"
         )
-    return f"{text}; {largest_words(largest)}" if largest is not None else text
+    return f"{text}; {largest_words(plan.largest)}" if plan.largest is not None else text
 
 
 def largest_words(largest: Largest) -> str:
@@ -106,10 +106,10 @@ def sent_rows(found: Sequence[Sent]) -> Rows:
     return rows
 
 
-def preset_rows(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) -> Rows:
+def preset_rows(plans: Sequence[MemoryPlan]) -> Rows:
     """Return a row for each plan: policy, parameters to temporaries at the peak, peak, verdict, largest batch."""
     rows: Rows = []
-    for plan, most in zip(plans, largest, strict=True):
+    for plan in plans:
         peak = plan.by_part()
         kept = sum(peak.get(part, 0) for part in ("parameters", "precise values", "low copies", "gathered parameters"))
         state, saved = peak.get("optimizer state", 0), peak.get("saved for backward", 0)
@@ -125,7 +125,7 @@ def preset_rows(plans: Sequence[MemoryPlan], largest: Sequence[Largest | None]) 
         ]
         if plan.fit is not None:
             row.append(plan.fit.verdict)
-            row.append("" if most is None else _batch(most))
+            row.append("" if plan.largest is None else _batch(plan.largest))
         rows.append(tuple(row))
     return rows
 

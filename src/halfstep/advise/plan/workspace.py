@@ -44,12 +44,17 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     gradient, input, weight, mask = args[0], args[1], args[2], args[-1]
     if input.dim() < 3:
         return 0
-    wide = 4 // weight.element_size()  # the gradient of a weight is summed in fp32
-    larger = max(_blocked(gradient), _blocked(input))
-    by_input = 2 * larger + _bytes(input) + _bytes(weight) if mask[0] else 0
-    kept = _bytes(input) if mask[0] else 0
-    sums = _bytes(weight) * wide
-    by_weight = kept + max(_reads(input) + _blocked(gradient) + sums, sums + _bytes(weight)) if mask[1] else 0
+    made, kernel = _bytes(input) if mask[0] else 0, _bytes(weight)
+    by_input = by_weight = 0
+    if mask[0]:
+        by_input = _blocked(input) + _blocked(gradient) + kernel
+        if input.shape[1] >= BLOCK:
+            strided = gradient.shape[2:].numel() < input.shape[2:].numel()
+            by_input += made + (_blocked(gradient) if strided else 0)
+    if mask[1]:
+        read = _reads(input) + _blocked(gradient)
+        low = weight.element_size() < 4  # the gradient of a low weight is summed in fp32
+        by_weight = made + (read + 3 * kernel if low else max(read + kernel, 2 * kernel))
     return max(by_input, by_weight)
 
 
