@@ -132,32 +132,28 @@ class Search:
         board = self.board
         low = [t for t in board.tried.values() if t.verdict == "within" and t.preset != SAFE]
         base = min(low, key=board.cost, default=None)
+        whole = True
         for _ in range(ROUNDS if base is not None else 0):
             assert base is not None
             moves = savings(board.calibration(base.label), base.policy)
-            singles = [t for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
-            if not singles:
-                break
-            labels = [base.label, *(single.label for single in singles)]
+            new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
             limit = math.inf if board.weights.memory else 1.0
-            if not board.race(labels, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
-                              reserve=self._reserve(), phase="changes that save"):  # fmt: skip
-                return False
-            together = self._together(board[base.label], [self._explain(t.label, base) for t in singles])
-            if not together:
-                break
-            if not board.race([base.label, *together], self.steps, base=base.label, reserve=self._reserve(),
-                              phase="changes together"):  # fmt: skip
-                return False
+            whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
+                                reserve=self._reserve(), phase="changes that save")  # fmt: skip
+            timed = [self._explain(label, base) for label in new if board[label].time is not None]
+            together = self._together(board[base.label], timed)
+            whole &= board.race(
+                together, self.steps, base=base.label, reserve=self._reserve(), phase="changes together"
+            )
             base = board[base.label]
-            better = [t for t in (board[x] for x in together) if t.verdict == "within" and board.saves(t, base)]
-            for tried in better:
-                board.prefer(tried.label)
+            better = [t for t in map(board.__getitem__, together) if t.verdict == "within" and board.saves(t, base)]
             if not better:
                 break
             base = min(better, key=board.cost)
+            for tried in better:
+                board.prefer(tried.label)
             self._settle(base.label)
-        return True
+        return whole
 
     def compile(self) -> bool:
         """Try the best candidate and fp32 with compiled steps."""
@@ -217,8 +213,10 @@ class Search:
         order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
-        if board.race(labels, WARM_UP + 2 * LOOKS, judged=False, seed=self.lab.seed + SEEDS, reserve=self._reserve(),
-                      phase="the finalists"):  # fmt: skip
+        seed = self.lab.seed + SEEDS
+        if labels != [SAFE] and board.race(
+            labels, WARM_UP + 2 * LOOKS, judged=False, seed=seed, reserve=self._reserve(), phase="the finalists"
+        ):
             board.best = SAFE
             for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
                 board.prefer(label)
