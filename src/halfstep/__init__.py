@@ -37,6 +37,7 @@ from halfstep.tasks import Task
 if TYPE_CHECKING:
     from halfstep import integrations as integrations
     from halfstep import lens as lens
+    from halfstep.advise.tune import tune
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
 
@@ -69,6 +70,7 @@ __all__ = [
     "save",
     "shard",
     "suspended",
+    "tune",
     "unprepare",
 ]
 
@@ -78,6 +80,7 @@ _LATER = {
     "Monitor": "lens",
     "SketchWriter": "lens",
     "audit": "lens.audit.audit",
+    "tune": "advise.tune",
 }
 """Name -> the module that is imported when the name is first used; training alone needs none of them."""
 

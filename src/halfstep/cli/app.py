@@ -225,3 +225,52 @@ def run(
     raise typer.Exit(
         run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)
     )
+
+
+@app.command()
+def tune(
+    task: Annotated[
+        str, typer.Argument(help="lenet5, resnet, gpt or path/to/file.py:function, which returns an hs.Task.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the policy to this file (.toml).")],
+    target: Annotated[
+        str, typer.Option("--target", help="time, memory, or the weights of both, such as 0.7:0.3.")
+    ] = "time",
+    max_loss_rise: Annotated[
+        float | None,
+        typer.Option(
+            "--max-loss-rise",
+            help="How much higher than fp32's the loss may end, as a fraction (0.01: one per cent). Default: the "
+            "spread of fp32 from seed to seed.",
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", help="Time for measuring.")] = 10.0,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="Pairs of trainings of the test at the end, at least. Default: what it takes.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and orders.")] = 0,
+    dtypes: Annotated[
+        str,
+        typer.Option("--dtypes", help="Low formats to try: bf16, fp16, or both with a comma. Default: the device's."),
+    ] = "",
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Whether compiled steps are tried.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what an earlier search for this file measured.")
+    ] = False,
+    device: Device = "",
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report with pictures: one file.")] = None,
+    json: Json = None,
+) -> None:
+    """Find the cheapest policy for a task on this machine, and test whether it trains as fp32 does.
+
+    Measures presets, exceptions, weight strategies and compiled steps beside fp32; writes the policy with its reasons.
+    Ctrl-C writes the best safe policy so far; --resume goes on from there.
+    """
+    from halfstep.cli.tune import run_tune
+
+    formats = [name.strip() for name in dtypes.split(",") if name.strip()]
+    code = run_tune(
+        task=task, output=output, target=target, max_loss_rise=max_loss_rise, minutes=minutes, seeds=seeds, seed=seed,
+        dtypes=formats, compile=compile, resume=resume, device=device, html_path=html, json_path=json,
+    )  # fmt: skip
+    raise typer.Exit(code)

@@ -9,6 +9,7 @@ from torch import nn
 
 from halfstep.advise.tune.board import Board
 from halfstep.advise.tune.lab import Lab
+from halfstep.advise.tune.text import size
 from halfstep.tasks.compare import started
 
 __all__ = ["advice"]
@@ -32,15 +33,16 @@ def advice(board: Board, lab: Lab) -> Iterator[str]:
         last = products[-1] if products else None
         if last is not None and last.bytes > LARGE * best.saved_bytes:
             yield (
-                f"the result of {last.module or 'the last linear'} takes {_mb(last.bytes)} of {_mb(best.saved_bytes)} "
-                "kept for the backward pass: hs.linear_cross_entropy computes the loss without it"
+                f"the result of {last.module or 'the last linear'} takes {size(last.bytes)} of "
+                f"{size(best.saved_bytes)} kept for the backward pass: hs.linear_cross_entropy computes "
+                "the loss without it"
             )
     if best.saved_bytes > best.state_bytes:
         found = _blocks(started(lab.task, lab.seed, "cpu"))
         if found:
             count, kind, path = found
             yield (
-                f"{_mb(best.saved_bytes)} are kept for the backward pass and {_mb(best.state_bytes)} between steps: "
+                f"{size(best.saved_bytes)} are kept for the backward pass and {size(best.state_bytes)} between steps: "
                 f"torch.utils.checkpoint around each of the {count} {kind} in {path} keeps their inputs only, "
                 "for about one more forward pass"
             )
@@ -55,7 +57,3 @@ def _blocks(model: nn.Module) -> tuple[int, str, str] | None:
             if count >= OFTEN and (best is None or count > best[0]):
                 best = count, kind, path or "the model"
     return best
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:.3g} MB"

@@ -23,7 +23,6 @@ from halfstep.advise.tune.calibration import Calibration, calibration_of
 from halfstep.advise.tune.journal import Journal
 from halfstep.advise.tune.proof import Proof, Run, prove
 from halfstep.advise.tune.race import BASELINE, Race, error_line, race
-from halfstep.advise.tune.result import TuneError
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import WARM_UP, probed, started
 from halfstep.tasks.loops import Fp32Loop, make_loop
@@ -32,7 +31,7 @@ from halfstep.tasks.measure import student_quantile
 from halfstep.tasks.task import Task, TaskError
 from halfstep.trees import tensors
 
-__all__ = ["SEEDS", "Lab", "Progress", "Reference", "refuse"]
+__all__ = ["SEEDS", "Lab", "Progress", "Reference"]
 
 SEEDS = 3
 """Trainings of fp32 that show whether its loss falls, and how far apart it ends by chance."""
@@ -79,11 +78,37 @@ class Reference:
         return statistics.stdev(self.end) / mean if mean else math.inf
 
     @property
-    def falls(self) -> bool:
-        """Whether the loss falls, by a one-sided t test at the 5 % level."""
+    def finite(self) -> bool:
+        """Whether all losses are."""
+        return all(map(math.isfinite, (*self.start, *self.end)))
+
+    def flaw(self, bound: float | None) -> str:
+        """Return why no loss can be compared with these, "" if it can.
+
+        The loss has to fall by a one-sided t test at the 5 % level, and by more than the bound lets it rise: else a
+        policy that learns nothing could pass.
+        """
+        if not self.finite:
+            return (
+                "the loss of fp32 is not finite; no precision helps: lower the learning rate, or look at the data "
+                "(hs.TrainStep(...).explain() names the operator)"
+            )
         falls = [a - b for a, b in zip(self.start, self.end, strict=True)]
-        error = statistics.stdev(falls) / math.sqrt(len(falls))
-        return statistics.fmean(falls) > student_quantile(0.95, len(falls) - 1) * error
+        mean, error = statistics.fmean(falls), statistics.stdev(falls) / math.sqrt(len(falls))
+        shown = ", ".join(f"{a:.4g} -> {b:.4g}" for a, b in zip(self.start, self.end, strict=True))
+        if not mean > student_quantile(0.95, len(falls) - 1) * error:
+            return (
+                f"the loss does not fall in fp32 ({shown}, one a seed), so that no policy can be judged by it; train "
+                "longer (excerpt_steps), raise the learning rate, or look at the task"
+            )
+        allowed = (self.noise if bound is None else bound) * abs(statistics.fmean(self.end))
+        if not mean > allowed:
+            return (
+                f"the loss falls by {mean:.3g} in fp32 ({shown}, one a seed), and a rise by {allowed:.3g} would be "
+                "allowed, so that a policy that learns nothing could pass; train longer (excerpt_steps), or give a "
+                "smaller max_loss_rise"
+            )
+        return ""
 
 
 class Lab:
@@ -294,22 +319,3 @@ def _sum(tree: object) -> str:
 
 def _summable(tensor: Tensor) -> bool:
     return not tensor.is_complex() and not tensor.is_meta
-
-
-def refuse(reference: Reference, task: Task, steps: int) -> None:
-    """Raise for a task for which no loss can be compared.
-
-    Raises:
-        TuneError: the loss is not finite in fp32, or does not fall.
-    """
-    if not all(map(math.isfinite, (*reference.start, *reference.end))):
-        raise TuneError(
-            f"task {task.name!r}: the loss of fp32 is not finite within {steps} steps; no precision helps: lower the "
-            "learning rate, or look at the data (hs.TrainStep(...).explain() names the operator)"
-        )
-    if not reference.falls:
-        falls = ", ".join(f"{a:.4g} -> {b:.4g}" for a, b in zip(reference.start, reference.end, strict=True))
-        raise TuneError(
-            f"task {task.name!r}: the loss does not fall in fp32 within {steps} steps ({falls}, one a seed), so that "
-            "no policy can be judged by it; raise excerpt_steps or the learning rate, or look at the task"
-        )

@@ -23,7 +23,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "residual": ("low", "fp32"),
         "params": ("low", "fp32"),
         "norms": ("low", "fp32"),
-        "master": ("split", "master", "stochastic", "kahan"),
+        "master": ("master", "stochastic", "kahan"),  # "auto" is split in bf16, master in fp16
         "inputs": ("low", "keep"),
         "state": ("low",),
     }
@@ -61,12 +61,17 @@ def savings(calibration: Calibration, policy: hs.Policy) -> list[Remedy]:
     """Return changes that may save time or memory, at most `MOST`: fields, then operators, classes and modules."""
     found = list(_fields(policy))
     found += sorted(_rules(calibration), key=lambda pair: pair[0], reverse=True)
-    chosen: dict[tuple[str, str, str | float], Remedy] = {}
+    chosen: list[Remedy] = []
+    known: set[object] = set()
     for _, remedy in found:
-        change = remedy.field, remedy.pattern, remedy.value
-        if applied(policy, [change]) != policy:
-            chosen.setdefault(change, remedy)
-    return list(chosen.values())[:MOST]
+        if applied(policy, [(remedy.field, remedy.pattern, remedy.value)]) == policy:
+            continue
+        spots = calibration.covered(remedy.field, remedy.pattern) if remedy.pattern else [remedy.field]
+        same = (frozenset(spots), remedy.value)  # a class with one operator is tried once, by the operator
+        if same not in known:
+            known.add(same)
+            chosen.append(remedy)
+    return chosen[:MOST]
 
 
 def _fields(policy: hs.Policy) -> Iterator[tuple[float, Remedy]]:
@@ -74,7 +79,7 @@ def _fields(policy: hs.Policy) -> Iterator[tuple[float, Remedy]]:
         if field in BEHIND_LOW and policy.params != "low":
             continue
         for value in values:
-            if field == "master" and value == "split" and policy.dtype != "bf16":
+            if field == "master" and value == "master" and policy.dtype == "fp16":
                 continue
             yield 1.0, Remedy(field=field, pattern="", value=value, why=f"{field} was {getattr(policy, field)}")
 

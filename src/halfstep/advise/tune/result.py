@@ -60,8 +60,9 @@ class Tried:
             the parameters; 0.0 for fp32, inf if one is not finite, nan if not measured.
         loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
             fraction of fp32's; inf if it is not finite, nan if not measured.
-        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (left
-            the race before its loss was judged), "failed" (an error, no memory) or "unmeasured".
+        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not
+            cheaper for certain, so that its loss was not judged), "saves" (saves alone, and was judged with other
+            changes), "failed" (an error, no memory) or "unmeasured".
         reason: one sentence: why it was chosen or rejected.
         predicted: step time over that of fp32 as its changes, each measured alone, made expect; nan without changes.
         predicted_bytes: likewise, `bytes`; 0 without changes.
@@ -110,6 +111,7 @@ class Tuning:
         advice: lines on what no policy can hold: linear_cross_entropy, checkpointing, compile.
         notes: what the reader should know: what was left out and what is missing for a decision.
         finished: whether the search came to its end; not after Ctrl-C or when the time was up.
+        interrupted: whether Ctrl-C ended it.
         seconds: that the search took, all its parts together.
         command: the command line that made it, "" from Python.
     """
@@ -130,6 +132,7 @@ class Tuning:
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     finished: bool = True
+    interrupted: bool = False
     seconds: float = 0.0
     command: str = ""
 

@@ -18,6 +18,7 @@ from halfstep.advise.tune.lab import SEEDS, Reference
 from halfstep.advise.tune.moves import exceptions, savings
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.result import Change, Tried
+from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.compare import WARM_UP
 
@@ -38,8 +39,8 @@ ROUNDS = 3
 TOGETHER = 6
 """Changes that are combined at most, the best first."""
 
-FINALISTS = 4
-"""Candidates that are tested for equivalence at most, one after the other."""
+CHANGED = 2
+"""Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
 
 PROOF = 13
 """Short trainings of a proof with the fewest seeds, five pairs, and a little more; time for them is kept free."""
@@ -62,6 +63,7 @@ class Search:
         notes: what was left out and what is missing.
         proofs: (label, Proof), in order.
         finished: whether it came to its end.
+        interrupted: whether Ctrl-C ended it.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Search:
         self.given, self.dtypes, self.seeds, self.compiling = bound, dtypes, seeds, compile
         self.notes: list[str] = []
         self.proofs: list[tuple[str, Proof]] = []
-        self.finished = False
+        self.finished = self.interrupted = False
 
     def run(self, reference: Reference) -> None:
         """Search until the end or until the time is up."""
         self.board.bound = reference.noise if self.given is None else self.given
+        self.board.set(SAFE, error=0.0)
         if not reference.repeatable:
             self.notes.append(
                 "two trainings in fp32 with the same weights, batches and random numbers differ: the model draws "
@@ -129,32 +132,28 @@ class Search:
         board = self.board
         low = [t for t in board.tried.values() if t.verdict == "within" and t.preset != SAFE]
         base = min(low, key=board.cost, default=None)
+        whole = True
         for _ in range(ROUNDS if base is not None else 0):
             assert base is not None
             moves = savings(board.calibration(base.label), base.policy)
-            singles = [t for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
-            if not singles:
-                break
-            labels = [base.label, *(single.label for single in singles)]
+            new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
             limit = math.inf if board.weights.memory else 1.0
-            if not board.race(labels, WARM_UP + LOOKS, base=base.label, limit=limit, reserve=self._reserve(),
-                              phase="changes that save"):  # fmt: skip
-                return False
-            together = self._together(board[base.label], [self._explain(t.label, base) for t in singles])
-            if not together:
-                break
-            if not board.race([base.label, *together], self.steps, base=base.label, reserve=self._reserve(),
-                              phase="changes together"):  # fmt: skip
-                return False
+            whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
+                                reserve=self._reserve(), phase="changes that save")  # fmt: skip
+            timed = [self._explain(label, base) for label in new if board[label].time is not None]
+            together = self._together(board[base.label], timed)
+            whole &= board.race(
+                together, self.steps, base=base.label, reserve=self._reserve(), phase="changes together"
+            )
             base = board[base.label]
-            better = [t for t in (board[x] for x in together) if t.verdict == "within" and board.saves(t, base)]
-            for tried in better:
-                board.prefer(tried.label)
+            better = [t for t in map(board.__getitem__, together) if t.verdict == "within" and board.saves(t, base)]
             if not better:
                 break
             base = min(better, key=board.cost)
+            for tried in better:
+                board.prefer(tried.label)
             self._settle(base.label)
-        return True
+        return whole
 
     def compile(self) -> bool:
         """Try the best candidate and fp32 with compiled steps."""
@@ -174,9 +173,8 @@ class Search:
         """Test the best candidates for equivalence until one passes; without one, take the best preset that is safe."""
         board = self.board
         for tried in self._finalists():
-            if tried.preset == SAFE and not tried.compile:
-                board.best = tried.label
-                return True
+            if tried.label == SAFE:
+                break
             proof = self.lab.prove(board.candidate(tried.label), self.steps, bound=self.given, seeds=self.seeds)
             self.proofs.append((tried.label, proof))
             self.lab.say(f"{tried.label}: {proof.verdict}; {proof.reason}")
@@ -209,14 +207,16 @@ class Search:
     # ------------------------------------------------------------------ what they share
 
     def _finalists(self) -> list[Tried]:
-        """Race the best candidates and fp32 on other batches, for times that no choice has favoured; return them."""
+        """Race the best candidates on other batches, for times that no choice has favoured; return them in order."""
         board = self.board
         within = [t for t in board.tried.values() if t.verdict == "within" and t.label != FP32]
-        order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))[:FINALISTS]
-        labels = list(dict.fromkeys([*(t.label for t in order), SAFE]))
-        rounds = WARM_UP + LOOKS
-        if board[SAFE].verdict == "within" and rounds < self.steps:
-            board.race(labels, rounds, seed=self.lab.seed + SEEDS, reserve=self._reserve(), phase="the finalists")
+        order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))
+        changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
+        labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
+        seed = self.lab.seed + SEEDS
+        if labels != [SAFE] and board.race(
+            labels, WARM_UP + 2 * LOOKS, judged=False, seed=seed, reserve=self._reserve(), phase="the finalists"
+        ):
             board.best = SAFE
             for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
                 board.prefer(label)
@@ -224,7 +224,7 @@ class Search:
 
     def _settle(self, label: str) -> None:
         """Measure the error of a candidate that was judged, and make it the best if it is."""
-        if self.board[label].verdict in {"within", "worse"}:
+        if self.board[label].verdict in {"within", "worse"} and label != SAFE:
             self.board.calibration(label)
         self.board.prefer(label)
 
@@ -238,7 +238,7 @@ class Search:
             words = f"{new} changes together {words.replace('saves', 'save').replace('costs', 'cost')}"
         memory = tried.bytes - base.bytes
         if tried.bytes and memory:
-            words += f", {abs(memory) / 1e6:.3g} MB {'more' if memory > 0 else 'less'}"
+            words += f", {size(abs(memory))} {'more' if memory > 0 else 'less'}"
         last = replace(tried.changes[-1], why=f"{tried.changes[-1].why}; {words}")
         return board.set(label, changes=(*tried.changes[:-1], last))
 
@@ -246,6 +246,9 @@ class Search:
         """Return candidates with the changes that save: the best one, the best two, ...; one rule a place."""
         board = self.board
         good = sorted((t for t in singles if board.saves(t, base)), key=lambda t: board.beside(t.label))
+        for tried in singles:
+            if tried.verdict == "unmeasured":
+                board.set(tried.label, verdict="saves" if tried in good else "slower")
         chosen: list[Change] = []
         labels = []
         predicted, bytes_, policy = 1.0 if base.time is None else base.time.median, base.bytes, base.policy
@@ -256,7 +259,7 @@ class Search:
             chosen.append(change)
             predicted *= board.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
-            policy = _made(policy, change)
+            policy = applied(policy, [(change.field, change.pattern, change.value)])
             made = board.add(policy, base.preset, (*base.changes, *chosen))
             labels.append(board.set(made.label, predicted=predicted, predicted_bytes=bytes_).label)
         return labels
@@ -270,7 +273,3 @@ class Search:
         steps = self.lab.task.excerpt_steps
         minutes = math.ceil((2.5 * len(PRESETS) * len(self.dtypes) + 4 * PROOF) * steps * self.lab.pace() / 60 + 1)
         return f"about {minutes} minutes suffice on this machine, also with --resume"
-
-
-def _made(policy: hs.Policy, change: Change) -> hs.Policy:
-    return applied(policy, [(change.field, change.pattern, change.value)])

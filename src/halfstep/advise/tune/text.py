@@ -10,7 +10,9 @@ from halfstep.advise.tune.result import Tried, Tuning
 from halfstep.tasks.candidates import FP32
 from halfstep.tasks.measure import Ratio
 
-__all__ = ["commented", "summary"]
+__all__ = ["commented", "size", "summary"]
+
+UNITS = (("GB", 1_000_000_000), ("MB", 1_000_000), ("kB", 1_000), ("B", 1))
 
 WIDTH = 110
 """Columns of a comment."""
@@ -41,19 +43,21 @@ def _head(tuning: Tuning) -> Iterator[str]:
         yield f"command: {tuning.command}"
     on = f", {here['accelerator']}" if here["accelerator"] else ""
     yield (
-        f"machine: {here['cpu']}, {here['cores']} cores, {here['torch_threads']} threads{on}; torch {here['torch']}; "
-        f"device {tuning.device}"
+        f"machine: {here['cpu']}, {here['cores']} cores, torch {here['torch']} with {here['torch_threads']} threads"
+        f"{on}; device {tuning.device}"
     )
     yield f"chosen: {chosen.reason}"
     yield f"time: {_time(chosen, tuning.control)}"
     fp32 = next(tried for tried in tuning.tried if tried.label == FP32)
     if chosen.bytes and fp32.bytes:
         yield (
-            f"memory: {_mb(chosen.state_bytes)} between steps (fp32 {_mb(fp32.state_bytes)}), {_mb(chosen.saved_bytes)} "
-            f"kept for the backward pass (fp32 {_mb(fp32.saved_bytes)}){_predicted_bytes(chosen)}"
+            f"memory: {size(chosen.state_bytes)} between steps (fp32 {size(fp32.state_bytes)}), "
+            f"{size(chosen.saved_bytes)} kept for the backward pass (fp32 {size(fp32.saved_bytes)})"
+            f"{_predicted_bytes(chosen)}"
         )
     if not math.isnan(chosen.error):
-        yield f"error of the gradients: {chosen.error:.2g}; loss {_percent(chosen.loss_rise)} of fp32's in {tuning.steps} steps"
+        rise = _percent(chosen.loss_rise)
+        yield f"error of the gradients: {chosen.error:.2g}; loss after {tuning.steps} steps {rise} beside fp32's"
     if tuning.compile:
         yield "compile: give it to hs.TrainStep(..., compile=True), as it was measured"
     for change in chosen.changes:
@@ -78,17 +82,19 @@ def _ratio(ratio: Ratio) -> str:
 
 
 def _predicted_bytes(tried: Tried) -> str:
-    return f"; predicted {_mb(tried.predicted_bytes)} together, counted {_mb(tried.bytes)}" * bool(
+    return f"; predicted {size(tried.predicted_bytes)} together, counted {size(tried.bytes)}" * bool(
         tried.predicted_bytes
     )
 
 
 def _percent(rise: float) -> str:
-    return "unknown" if math.isnan(rise) else f"{100 * rise:+.2g} %"
+    return "unknown" if math.isnan(rise) else f"{100 * rise:+.2f} %"
 
 
-def _mb(count: int) -> str:
-    return f"{count / 1e6:.3g} MB"
+def size(count: int) -> str:
+    """Return a number of bytes with three digits."""
+    unit, divisor = next((pair for pair in UNITS if count >= pair[1]), UNITS[-1])
+    return f"{count / divisor:.3g} {unit}"
 
 
 def _rejected(tuning: Tuning) -> Iterator[str]:

@@ -12,10 +12,11 @@ import torch
 import halfstep as hs
 from halfstep.advise.tune.advice import advice
 from halfstep.advise.tune.board import Board, Weights
-from halfstep.advise.tune.lab import Lab, Progress, Reference, refuse
-from halfstep.advise.tune.result import TuneError, Tuning
+from halfstep.advise.tune.lab import Lab, Progress, Reference
+from halfstep.advise.tune.result import Tried, TuneError, Tuning
 from halfstep.advise.tune.search import Search
 from halfstep.errors import did_you_mean
+from halfstep.tasks.candidates import FP32
 from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
 
@@ -80,14 +81,16 @@ def tune(
         reference: Reference | None = None
         try:
             reference = lab.reference(steps)
-            if reference is not None:
-                if steps >= task.excerpt_steps or not all(map(math.isfinite, reference.end)):
-                    refuse(reference, task, steps)
-                search.run(reference)
-            else:
+            if reference is None:
                 search.notes.append(f"the time was too short for fp32 alone, the reference: {search.enough()}")
+            elif flaw := reference.flaw(max_loss_rise):
+                if steps >= task.excerpt_steps or not reference.finite:
+                    raise TuneError(f"task {task.name!r}: {flaw}")
+                search.notes.append(f"in {steps} of the excerpt's {task.excerpt_steps} steps {flaw}; {search.enough()}")
+            else:
+                search.run(reference)
         except KeyboardInterrupt:
-            search.finished = False
+            search.interrupted = True
             search.fall_back()
             search.notes.append("interrupted: what was measured is kept, and --resume goes on from there")
     return _result(task, search, reference, where, target)
@@ -99,11 +102,15 @@ def _result(task: Task, search: Search, reference: Reference | None, device: str
     chosen = board.set(board.best, verdict="chosen", reason=search.reason(proof))
     where_from = "max_loss_rise" if search.given is not None else "fp32's spread from seed to seed"
     return Tuning(
-        task=task.name, chosen=chosen, tried=tuple(board.tried.values()), target=target, bound=board.bound,
+        task=task.name, chosen=chosen, tried=_measured(board), target=target, bound=board.bound,
         bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=board.control, steps=board.steps,
         seed=lab.seed, device=device, machine=machine(), advice=tuple(advice(board, lab)), notes=tuple(search.notes),
-        finished=search.finished, seconds=lab.spent,
+        finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
     )  # fmt: skip
+
+
+def _measured(board: Board) -> tuple[Tried, ...]:
+    return tuple(t for t in board.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
 
 
 def weights_of(target: str) -> Weights:

@@ -1,0 +1,114 @@
+"""``halfstep tune``: find the cheapest policy for a task on this machine, and write it with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import halfstep as hs
+from halfstep.advise.tune import Progress as Moment
+from halfstep.advise.tune import Tuning
+from halfstep.cli.terminal import command_line, complain, console, device_type, say, writable, write_json
+from halfstep.report import require_extra
+from halfstep.tasks import TaskError, load_task
+
+__all__ = ["Watch", "run_tune"]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def run_tune(
+    *, task: str, output: Path, target: str, max_loss_rise: float | None, minutes: float, seeds: int, seed: int,
+    dtypes: Sequence[str], compile: bool, resume: bool, device: str, html_path: Path | None, json_path: Path | None,
+) -> int:  # fmt: skip
+    """Run the command, whose options the arguments are.
+
+    Returns:
+        Its exit code: 0; 2 for bad input; 130 after Ctrl-C, when the best safe policy so far was written.
+    """
+    out, err = console(), console(stderr=True)
+    state = output.with_name(output.name + ".state.json")
+    try:
+        where = device_type(device)
+        _check_outputs(output, html_path, json_path)
+        loaded = load_task(task)
+        if resume and not state.exists():
+            raise TaskError(f"--resume: there is no {str(state)!r} of an earlier search; leave --resume out")
+        if not resume:
+            state.unlink(missing_ok=True)
+        with Watch(err) as watch:
+            found = hs.tune(
+                loaded, target=target, max_loss_rise=max_loss_rise, minutes=minutes, device=where, seed=seed,
+                seeds=seeds, dtypes=dtypes, compile=compile, resume=state, on_progress=watch.see,
+            )  # fmt: skip
+    except hs.HalfstepError as error:
+        return complain(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    command = command_line(
+        "tune", task, output=output, target=target, max_loss_rise=max_loss_rise, minutes=minutes, seeds=seeds,
+        seed=seed, dtypes=",".join(dtypes), no_compile=not compile, device=device,
+    )  # fmt: skip
+    found = replace(found, command=command)
+    output.write_text(found.to_toml(), encoding="utf-8")
+    _print(out, found)
+    say(out, f"written: {output}; what was measured: {state}")
+    write_json(out, json_path, {"halfstep": hs.__version__, **found.record()})
+    if html_path is not None:
+        found.save_html(html_path)
+        say(out, f"written: {html_path}")
+    return INTERRUPTED if found.interrupted else 0
+
+
+def _check_outputs(output: Path, html_path: Path | None, json_path: Path | None) -> None:
+    """Check that all output can be written, before minutes of measuring."""
+    if output.suffix != ".toml":
+        raise TaskError(f"--output {str(output)!r}: a policy's file ends in .toml, so that Policy.of reads it")
+    if html_path is not None:
+        require_extra("--html")
+    for path, option in ((output, "--output"), (html_path, "--html"), (json_path, "--json")):
+        writable(path, option)
+
+
+def _print(out: Console, found: Tuning) -> None:
+    say(out)
+    for line in str(found).splitlines():
+        say(out, line, style="bold" if line.startswith("chosen") else "yellow" if line.startswith("note") else None)
+
+
+class Watch:
+    """Shows how far a search has come: a bar on a terminal, and a plain line for each result."""
+
+    def __init__(self, err: Console) -> None:
+        self._err = err
+        self._bar: Progress | None = None
+        if err.is_terminal:
+            columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=err, transient=True)
+            self._id = self._bar.add_task("", total=1.0)
+        self._phase = ""
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def see(self, moment: Moment) -> None:
+        """Take in one moment of a search."""
+        if moment.phase and moment.phase != self._phase:
+            self._phase = moment.phase
+            if self._bar is None:
+                say(self._err, f"[{100 * moment.share:.0f} %] {moment.phase} ...")
+        if self._bar is not None:
+            self._bar.update(self._id, completed=moment.share, description=self._phase)
+        if moment.note:
+            say(self._err, moment.note)
