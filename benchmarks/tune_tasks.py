@@ -98,7 +98,7 @@ OFFSET = 512.0
 class Stream(nn.Module):
     """Residual MLPs on a stream that starts with a large offset in every channel."""
 
-    def __init__(self, width: int = 192, depth: int = 3, inputs: int = 64) -> None:
+    def __init__(self, width: int = 160, depth: int = 2, inputs: int = 64) -> None:
         super().__init__()
         self.stem = nn.Linear(inputs, width)
         self.offset = nn.Parameter(torch.full((width,), OFFSET))
