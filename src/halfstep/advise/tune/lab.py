@@ -39,8 +39,8 @@ SEEDS = 3
 FEWEST = 20
 """Steps of a short training; with fewer, neither a time nor a loss says much."""
 
-SHARE = 30
-"""Short trainings that a search takes, roughly: of fp32 for reference, of presets, changes, and for the proof."""
+SHARE = 60
+"""Short trainings that a search takes, roughly: 6 of fp32 for reference, 8 of presets, 13 of a proof, and changes."""
 
 AUDITED = 2
 """Steps of an audit, on weights that fp32 has trained."""
