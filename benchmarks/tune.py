@@ -216,9 +216,9 @@ def report(parts: Path, names: Sequence[str], minutes: float, *, quick: bool = F
         made = measured(name, parts, 60 * minutes / len(names), quick=quick)
         found.append(made)
         ratio = made["ratio"]
+        beside = f"{ratio['median']:.3f} of {made['fastest_equivalent']}" if ratio else "not timed"
         print(
-            f"{name}: {made['chosen']['label']} {made['verdict']}, {ratio['median']:.3f} of {made['fastest_equivalent']}, "
-            f"{time.monotonic() - begun:.0f} s",
+            f"{name}: {made['chosen']['label']} {made['verdict']}, {beside}, {time.monotonic() - begun:.0f} s",
             file=sys.stderr,
             flush=True,
         )
