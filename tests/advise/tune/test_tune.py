@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from tests.advise.tune.clocks import WorkClock, loss_fn, work_task
 from tests.tasks.small import small_task
 
 LONG = 1e5  # minutes of a clock that only work moves
+SHORT = 24.0  # likewise: enough for presets and the proof, not for changes
 
 
 def tuned(clock: WorkClock, *, changes: dict[str, Any] | None = None, **options: Any) -> Tuning:
-    fields = {"excerpt_steps": 30, **(changes or {})}
+    fields = {"excerpt_steps": 20, **(changes or {})}
     return hs.tune(work_task(clock, **fields), device="cpu", compile=False, clock=clock,
-                   **{"minutes": LONG, "dtypes": ["bf16"], "max_loss_rise": 0.5, **options})  # fmt: skip
+                   **{"minutes": SHORT, "dtypes": ["bf16"], "max_loss_rise": 0.5, **options})  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuning, Path]:
 def test_where_low_products_take_half_the_time_a_low_policy_is_found_and_proven(found: tuple[Tuning, Path]) -> None:
     tuning, _ = found
     assert tuning.policy.dtype == "bf16" and tuning.chosen.time is not None
-    assert tuning.chosen.time.median == 0.5 and tuning.finished and not tuning.interrupted
+    assert tuning.chosen.time.median == 0.5 and not tuning.interrupted
+    assert not tuning.finished and "too short for changes that save" in tuning.notes[0]
     assert tuning.proof is not None and tuning.proof.holds and tuning.chosen.verdict == "chosen"
     assert tuning.tried[0].label == "fp32" and tuning.chosen in tuning.tried
     assert 0.0 < tuning.chosen.error < 0.1 and abs(tuning.chosen.loss_rise) < 0.5
@@ -65,7 +69,7 @@ def test_resumed_it_measures_nothing_again_and_finds_the_same(found: tuple[Tunin
     path = tmp_path / "state.json"
     path.write_bytes(state.read_bytes())
     clock = WorkClock()
-    again = tuned(clock, resume=path)
+    again = tuned(clock, resume=path, minutes=0.01)
     assert clock.now == 0.0 and again.record() == tuning.record()
 
 
@@ -84,8 +88,28 @@ def test_an_interrupted_search_keeps_what_it_has_and_goes_on(found: tuple[Tuning
     assert first.interrupted and not first.finished and first.policy.dtype == "bf16" and not first.chosen.changes
     assert "interrupted" in first.notes[0] and first.proof is None and "not tested for equivalence" in str(first)
     measured = clock.now
-    second = tuned(clock, resume=path)
-    assert second.finished and second.policy == tuning.policy and clock.now - measured < measured
+    second = tuned(clock, resume=path, minutes=SHORT / 2)
+    assert second.proof == tuning.proof and second.policy == tuning.policy and clock.now - measured < measured
+
+
+@pytest.mark.hours
+def test_with_time_for_everything_changes_are_tried_and_an_interruption_costs_nothing(tmp_path: Path) -> None:
+    whole = tuned(WorkClock(), minutes=LONG)
+    assert whole.finished and not whole.notes and whole.proof is not None and whole.proof.holds
+    assert any(t.changes and t.time is not None for t in whole.tried)
+    path, count = tmp_path / "state.json", 0
+
+    def stop(progress: Any) -> None:
+        nonlocal count
+        count += 1
+        if count % 100 == 0:
+            raise KeyboardInterrupt
+
+    tuning = tuned(WorkClock(), minutes=LONG, resume=path, on_progress=stop)
+    runs = 1
+    while tuning.interrupted:
+        tuning, runs = tuned(WorkClock(), minutes=LONG, resume=path, on_progress=stop), runs + 1
+    assert runs > 2 and tuning.policy == whole.policy and tuning.tried == whole.tried
 
 
 def test_generators_are_restored() -> None:
@@ -108,9 +132,8 @@ def test_a_loss_that_does_not_fall_is_an_error() -> None:
         tuned(WorkClock(), changes=frozen)
 
 
+@pytest.mark.hours
 def test_a_model_that_differs_from_run_to_run_is_noted() -> None:
-    import random
-
     def noisy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return loss_fn(model, x, y) * (1.0 + 1e-3 * random.random())
 
@@ -149,8 +172,8 @@ def test_targets_are_weights_that_add_up_to_one() -> None:
 
 
 def test_formats_are_those_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = hs.policy.Units(bf16=True, fp16=True, reason="")
-    monkeypatch.setattr(hs.policy, "units", lambda device: there)
-    assert low_formats("cpu") == ("bf16", "fp16")
-    monkeypatch.setattr(hs.policy, "units", lambda device: hs.policy.Units(bf16=False, fp16=False, reason=""))
-    assert low_formats("cpu") == ("bf16",)
+    here = hs.policy.units("cpu")
+    for bf16, fp16, formats in ((True, True, ("bf16", "fp16")), (False, True, ("fp16",)), (False, False, ("bf16",))):
+        there = dataclasses.replace(here, bf16=bf16, fp16=fp16)
+        monkeypatch.setattr(hs.policy, "units", lambda device, there=there: there)
+        assert low_formats("cpu") == formats

@@ -39,8 +39,8 @@ SEEDS = 3
 FEWEST = 20
 """Steps of a short training; with fewer, neither a time nor a loss says much."""
 
-SHARE = 30
-"""Short trainings that a search takes, roughly: of fp32 for reference, of presets, changes, and for the proof."""
+SHARE = 60
+"""Short trainings that a search takes, roughly: 6 of fp32 for reference, 8 of presets, 13 of a proof, and changes."""
 
 AUDITED = 2
 """Steps of an audit, on weights that fp32 has trained."""
@@ -167,8 +167,16 @@ class Lab:
         return float(found) / 1e3
 
     def steps(self) -> int:
-        """Return how many steps a short training has: those of the task's excerpt, or fewer if time is short."""
-        return max(FEWEST, min(self.task.excerpt_steps, int(self.seconds / (SHARE * max(self.pace(), 1e-9)))))
+        """Return how many steps a short training has: those of the task's excerpt, or fewer if time is short.
+
+        A search that goes on has as many as before, so that what was measured counts, or more.
+        """
+        affordable = int(self.seconds / (SHARE * max(self.pace(), 1e-9)))
+        before = int(self.journal.entries.get("steps", 0))
+        steps = max(FEWEST, before, min(self.task.excerpt_steps, affordable))
+        if steps != before:
+            self._keep("steps", steps)
+        return steps
 
     def reference(self, steps: int) -> Reference | None:
         """Train fp32 with `SEEDS` seeds; None if the time is too short."""

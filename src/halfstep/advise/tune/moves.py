@@ -39,6 +39,9 @@ MOST = 16
 NAMED = 6
 """Modules that are tried one by one, the most expensive ones."""
 
+MINOR = 0.05
+"""Where only time counts, fields rank as rules for so much of the time: presets have shown most of what they do."""
+
 COUNTS = 0.01
 """Share of the time of all operators below which an operator or module is not worth a rule."""
 
@@ -57,10 +60,17 @@ def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Remedy]:
     return [r for r in found if applied(policy, [(r.field, r.pattern, r.value)]) != policy]
 
 
-def savings(calibration: Calibration, policy: hs.Policy) -> list[Remedy]:
-    """Return changes that may save time or memory, at most `MOST`: fields, then operators, classes and modules."""
-    found = list(_fields(policy))
-    found += sorted(_rules(calibration), key=lambda pair: pair[0], reverse=True)
+def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False) -> list[Remedy]:
+    """Return changes that may save time or memory, at most `MOST`, those first that concern most of the time.
+
+    Args:
+        calibration: of the policy.
+        policy: what is to be changed.
+        memory: whether memory counts: then fields come first, which decide it.
+    """
+    share = 1.0 if memory else MINOR
+    found = [(share, remedy) for remedy in _fields(policy)]
+    found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: list[Remedy] = []
     known: set[object] = set()
     for _, remedy in found:
@@ -74,14 +84,14 @@ def savings(calibration: Calibration, policy: hs.Policy) -> list[Remedy]:
     return chosen[:MOST]
 
 
-def _fields(policy: hs.Policy) -> Iterator[tuple[float, Remedy]]:
+def _fields(policy: hs.Policy) -> Iterator[Remedy]:
     for field, values in FIELDS.items():
         if field in BEHIND_LOW and policy.params != "low":
             continue
         for value in values:
             if field == "master" and value == "master" and policy.dtype == "fp16":
                 continue
-            yield 1.0, Remedy(field=field, pattern="", value=value, why=f"{field} was {getattr(policy, field)}")
+            yield Remedy(field=field, pattern="", value=value, why=f"{field} was {getattr(policy, field)}")
 
 
 def _rules(calibration: Calibration) -> Iterator[tuple[float, Remedy]]:

@@ -31,13 +31,10 @@ LOOKS = 24
 """Timed rounds of a race of changes."""
 
 LADDER = (1, 2, 4, 8)
-"""So many exceptions are made at once, the most sensitive first."""
+"""So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
 
 ROUNDS = 3
 """Times that changes are looked for, each time from the best candidate so far."""
-
-TOGETHER = 6
-"""Changes that are combined at most, the best first."""
 
 CHANGED = 2
 """Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
@@ -135,7 +132,7 @@ class Search:
         whole = True
         for _ in range(ROUNDS if base is not None else 0):
             assert base is not None
-            moves = savings(board.calibration(base.label), base.policy)
+            moves = savings(board.calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
             new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
             limit = math.inf if board.weights.memory else 1.0
             whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
@@ -250,18 +247,24 @@ class Search:
             if tried.verdict == "unmeasured":
                 board.set(tried.label, verdict="saves" if tried in good else "slower")
         chosen: list[Change] = []
-        labels = []
+        prefixes: list[Tried] = []
         predicted, bytes_, policy = 1.0 if base.time is None else base.time.median, base.bytes, base.policy
         for tried in good:
             change = tried.changes[-1]
-            if any((c.field, c.pattern) == (change.field, change.pattern) for c in chosen) or len(chosen) >= TOGETHER:
+            if any((c.field, c.pattern) == (change.field, change.pattern) for c in chosen):
                 continue
             chosen.append(change)
             predicted *= board.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
             policy = applied(policy, [(change.field, change.pattern, change.value)])
-            made = board.add(policy, base.preset, (*base.changes, *chosen))
-            labels.append(board.set(made.label, predicted=predicted, predicted_bytes=bytes_).label)
+            prefixes.append(replace(base, policy=policy, changes=(*base.changes, *chosen), predicted=predicted,
+                                    predicted_bytes=bytes_))  # fmt: skip
+        labels = []
+        for made in (t for n, t in enumerate(prefixes, 1) if n in LADDER or n == len(prefixes)):
+            label = board.add(made.policy, made.preset, made.changes).label
+            labels.append(
+                board.set(label, predicted=made.predicted, predicted_bytes=made.predicted_bytes).label
+            )  # fmt: skip
         return labels
 
     def _reserve(self) -> float:
