@@ -234,9 +234,9 @@ def _plane(tuning: Tuning, heading: str, x_label: str, place: Callable[[Tried], 
         limit_label="bound", front=tuple(stairs),
     )  # fmt: skip
     missing = sum(1 for tried in tuning.tried if math.isnan(tried.loss_rise))
-    caption = f"{len(points)} candidates" + (
-        f"; {missing} were left out before their loss was judged" if missing else ""
-    )
+    caption = f"{len(points)} candidates"
+    if missing:
+        caption += f", without {missing} whose loss was not measured"
     return Figure(
         heading=heading, caption=f"{caption}.", alt=f"{x_label} and loss rise of every candidate.", chart=chart
     )
