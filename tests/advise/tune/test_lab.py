@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.advise.tune import TuneError
 from halfstep.advise.tune.calibration import applied, calibration_of, differences
-from halfstep.advise.tune.lab import Lab, Reference
+from halfstep.advise.tune.lab import Lab
 from halfstep.advise.tune.moves import exceptions, savings
 from halfstep.advise.tune.race import Race, race
+from halfstep.advise.tune.reference import Reference
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.task import TaskError
 from tests.advise.tune.clocks import WorkClock, batches, loss_fn, work_task

@@ -163,9 +163,10 @@ class Board:
             self.set(label, time=lap.time, milliseconds=lap.milliseconds)
         if lap.failed:
             self.set(label, verdict="failed", reason=lap.failed)
-        elif lap.dropped and before.verdict == "unmeasured":
-            words = _over(lap.beside, base)
-            self.set(label, time=lap.time, milliseconds=lap.milliseconds, verdict="slower", reason=words)
+        elif lap.dropped:
+            if before.verdict == "unmeasured":
+                self.set(label, time=lap.time, milliseconds=lap.milliseconds, verdict="slower",
+                         reason=_over(lap.beside, base))  # fmt: skip
         elif judged and found.finished:
             rise = found.rise(label)
             verdict = "within" if rise <= self.bound else "worse"
@@ -179,6 +180,8 @@ class Board:
     def _rise_words(self, rise: float, lap: Lap) -> str:
         if math.isinf(rise):
             return f"its loss is not finite ({lap.skipped} steps skipped)" if lap.skipped else "its loss is not finite"
+        if math.isnan(rise):
+            return "its loss cannot be compared: fp32 ends at 0"
         skipped = f", {lap.skipped} steps skipped" if lap.skipped else ""
         return f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed{skipped}"
 

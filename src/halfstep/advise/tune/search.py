@@ -14,9 +14,10 @@ from dataclasses import replace
 import halfstep as hs
 from halfstep.advise.tune.board import PRESETS, SAFE, Board
 from halfstep.advise.tune.calibration import applied
-from halfstep.advise.tune.lab import SEEDS, Reference
+from halfstep.advise.tune.lab import SEEDS
 from halfstep.advise.tune.moves import exceptions, savings
 from halfstep.advise.tune.proof import Proof
+from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Change, Tried
 from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32

@@ -12,7 +12,8 @@ import torch
 import halfstep as hs
 from halfstep.advise.tune.advice import advice
 from halfstep.advise.tune.board import Board, Weights
-from halfstep.advise.tune.lab import Lab, Progress, Reference
+from halfstep.advise.tune.lab import Lab, Progress
+from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Tried, TuneError, Tuning
 from halfstep.advise.tune.search import Search
 from halfstep.errors import did_you_mean
