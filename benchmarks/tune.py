@@ -1,6 +1,6 @@
 """Benchmark of `hs.tune`: its policy beside every preset, on models that presets suit and on models where they lose.
 
-    python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json
+    OMP_NUM_THREADS=1 python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json
 
 For each task of `tune_tasks`: `hs.tune` searches for some of the time. Then fp32, every preset and the chosen policy
 take their steps in turns in one process (fp32 twice: what the two differ by cannot be resolved), and each is tested for
@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import halfstep as hs
 from benchmarks.run import commit
 from benchmarks.tune_tasks import TASKS
@@ -40,7 +42,7 @@ from halfstep.tasks.compare import WARM_UP, started
 from halfstep.tasks.loops import Loop, make_loop
 from halfstep.tasks.measure import Ratio, paired_ratio
 
-COMMAND = "python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json"
+COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.tune --parts out/tune --json benchmarks/results/tune.json"
 PRESETS = ("O0", "torch", "O1", "mixed", "O2", "pure", "lean", "mixed:fp16", "O2:fp16")
 TUNED, AGAIN = "tuned", "fp32 again"
 MINUTES = 9.5  # for all tasks together
@@ -216,9 +218,9 @@ def report(parts: Path, names: Sequence[str], minutes: float, *, quick: bool = F
         made = measured(name, parts, 60 * minutes / len(names), quick=quick)
         found.append(made)
         ratio = made["ratio"]
+        beside = f"{ratio['median']:.3f} of {made['fastest_equivalent']}" if ratio else "not timed"
         print(
-            f"{name}: {made['chosen']['label']} {made['verdict']}, {ratio['median']:.3f} of {made['fastest_equivalent']}, "
-            f"{time.monotonic() - begun:.0f} s",
+            f"{name}: {made['chosen']['label']} {made['verdict']}, {beside}, {time.monotonic() - begun:.0f} s",
             file=sys.stderr,
             flush=True,
         )
@@ -263,6 +265,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("halfstep").setLevel(logging.ERROR)
+    torch.set_num_threads(1)  # steps of milliseconds: two threads wait for one another
     text = strict_json(report(options.parts, options.only, options.minutes, quick=options.quick))
     if options.json is None:
         print(text)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from xml.etree import ElementTree
@@ -8,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from halfstep.report import Bar, BarChart, Dot, DotChart, HeatMap, Key, LineChart, Series, Strip
+from halfstep.report import Bar, BarChart, Dot, DotChart, HeatMap, Key, LineChart, Point, PointChart, Series, Strip
 from halfstep.report.charts import COLOURS, Chart
 from halfstep.report.pictures import PAINT, Drawing, draw
 
@@ -50,6 +51,21 @@ HEAT = HeatMap(
 )
 
 
+POINTS = PointChart(
+    x_label="time",
+    y_label="loss rise, %",
+    points=(
+        Point(label="lost", x=1.2, y=math.inf, named=True, mark="cross", key=Key(colour=2)),
+        Point(label="far", x=0.4, y=250.0, named=True, mark="cross", key=Key(colour=2)),
+        Point(label="near", x=0.45, y=-0.2, mark="hollow", key=Key(colour=3)),
+        Point(label="best", x=0.5, y=0.1, named=True, mark="chosen", key=Key(colour=1)),
+    ),
+    limit=1.0,
+    limit_label="bound",
+    front=((0.4, 250.0), (0.5, 0.1)),
+)
+
+
 def parsed(drawing: Drawing) -> ElementTree.Element:
     return ElementTree.fromstring(f"<svg>{drawing.body}</svg>")
 
@@ -69,7 +85,7 @@ def widths(drawing: Drawing) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("chart", [LINES, BARS, DOTS, HEAT], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("chart", [LINES, BARS, DOTS, HEAT, POINTS], ids=lambda c: type(c).__name__)
 def test_a_picture_has_no_colour_font_or_style_of_its_own(chart: Chart) -> None:
     drawing = draw(chart)
     root = parsed(drawing)
@@ -82,7 +98,7 @@ def test_a_picture_has_no_colour_font_or_style_of_its_own(chart: Chart) -> None:
     assert all(e.get("href", "")[1:] in named for e in root.iter("use"))
 
 
-@pytest.mark.parametrize("chart", [LINES, BARS, DOTS, HEAT], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("chart", [LINES, BARS, DOTS, HEAT, POINTS], ids=lambda c: type(c).__name__)
 def test_equal_charts_give_equal_pictures(chart: Chart) -> None:
     assert draw(chart) == draw(chart)
 
@@ -184,3 +200,18 @@ def test_a_heat_map_shows_zeros_apart_and_numbers_below_full_precision_in_anothe
 def test_the_axis_of_a_heat_map_has_powers_of_two_and_the_ends_of_near_formats() -> None:
     found = words(draw(HEAT))
     assert {"0", "2⁻²⁴", "2⁰", "2¹⁶", "inside", "bf16"} <= set(found) and "2⁻¹²⁸" not in found
+
+
+def test_points_are_named_where_there_is_room_and_the_limit_is_written() -> None:
+    found = words(draw(POINTS))
+    assert {"lost", "far", "best", "bound", "not finite", "loss rise, %", "+1", "+10", "+100"} <= set(found)
+    assert "near" not in found
+    crowd = tuple(Point(label=f"point {i}", x=1.0, y=0.001 * i, named=True) for i in range(60))
+    names = [w for w in words(draw(dataclasses.replace(POINTS, points=crowd, front=()))) if w.startswith("point")]
+    assert 0 < len(names) < 60 and "point 59" in names  # the last is named first
+
+
+def test_points_of_one_place_and_none_at_all_are_drawn() -> None:
+    one = Point(label="one", x=1.0, y=0.0, named=True)
+    assert "one" in words(draw(dataclasses.replace(POINTS, points=(one,), front=())))
+    assert "one" not in words(draw(dataclasses.replace(POINTS, points=(), front=())))

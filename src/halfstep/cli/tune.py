@@ -39,8 +39,8 @@ def run_tune(
         loaded = load_task(task)
         if resume and not state.exists():
             raise TaskError(f"--resume: there is no {str(state)!r} of an earlier search; leave --resume out")
-        if not resume:
-            state.unlink(missing_ok=True)
+        if state.exists() and not resume:
+            state.replace(state.with_name(state.name + ".old"))
         with Watch(err) as watch:
             found = hs.tune(
                 loaded, target=target, max_loss_rise=max_loss_rise, minutes=minutes, device=where, seed=seed,
@@ -49,6 +49,7 @@ def run_tune(
     except hs.HalfstepError as error:
         return complain(error)
     except KeyboardInterrupt:
+        say(err, "interrupted before anything was measured: nothing was written", style="red")
         return INTERRUPTED
     command = command_line(
         "tune", task, output=output, target=target, max_loss_rise=max_loss_rise, minutes=minutes, seeds=seeds,

@@ -134,7 +134,7 @@ class PointChart:
 
     x_label: str
     y_label: str
-    points: tuple[Point, ...]  # later ones lie above
+    points: tuple[Point, ...]  # later ones lie above, and are named first where names have no room
     limit: float  # positive; what lies from -limit to limit is shaded, and there is a line at the limit
     limit_label: str
     front: tuple[tuple[float, float], ...] = ()  # joined by a line of steps, rising in x

@@ -46,7 +46,10 @@ stroke-width: 3; stroke: var(--{{ "hue%d" % look.hue if look.hue else "ink" }})"
 {%- elif kind == "Table" %}
 <div class="scroll" role="region" tabindex="0" aria-label="{{ block.caption }}"><table>
 <caption>{{ block.caption }}</caption>
-<thead><tr>{% for header in block.headers %}<th scope="col">{{ header }}</th>{% endfor %}</tr></thead>
+<thead><tr>{% for header in block.headers -%}
+<th scope="col"
+{%- if block.rows and block.rows[0][loop.index0].tone == "words" %} class="words"{% endif %}>{{ header }}</th>
+{%- endfor %}</tr></thead>
 <tbody>
 {%- for row in block.rows %}
 <tr>

@@ -338,7 +338,7 @@ def _dots(figure: Figure, chart: DotChart) -> None:
 
 def _points(figure: Figure, chart: PointChart) -> None:
     """Draw points; y in limits up to the limit, beyond it one more unit for each power of ten."""
-    axes = _axes(figure, left=50, right=16, top=30, bottom=FOOT)
+    axes = _axes(figure, left=66, right=16, top=32, bottom=FOOT)
 
     def height(y: float) -> float:
         return y / chart.limit if abs(y) <= chart.limit else math.copysign(1 + math.log10(abs(y) / chart.limit), y)
@@ -355,7 +355,7 @@ def _points(figure: Figure, chart: PointChart) -> None:
     shown = {0.0: 0.0, **{height(n * chart.limit): n * chart.limit for n in powers}}
     ticks = [t for t in sorted(shown) if low <= t <= high]
     names = [_plain(shown[t], form="+.3g" if shown[t] else "g") for t in ticks]
-    axes.set_yticks([*ticks, top] if lost else ticks, [*names, "not\nfinite"] if lost else names)
+    axes.set_yticks([*ticks, top] if lost else ticks, [*names, "not finite"] if lost else names)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(_plain))
     axes.axhspan(-1.0, 1.0, color=BAND, linewidth=0)
@@ -363,7 +363,7 @@ def _points(figure: Figure, chart: PointChart) -> None:
     axes.annotate(
         chart.limit_label, (1, 1.0), (0, 4), ("axes fraction", "data"), "offset points", ha="right", color=MUTED
     )
-    axes.annotate(_printable(chart.y_label), (0, 1), (-46, 14), "axes fraction", "offset points", color=MUTED)
+    axes.annotate(_printable(chart.y_label), (0, 1), (-62, 17), "axes fraction", "offset points", color=MUTED)
     axes.set_xlabel(_printable(chart.x_label), fontsize=FONT)
     if chart.front:
         xs, ys = zip(*chart.front, strict=True)
@@ -371,7 +371,7 @@ def _points(figure: Figure, chart: PointChart) -> None:
     taken: list[tuple[float, float, float, float]] = []
     places = [(p, *axes.transData.transform((p.x, height(p.y) if math.isfinite(p.y) else top))) for p in chart.points]
     taken += [(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
-    for point, x, y in places:
+    for point, _, _ in places:
         at = (point.x, height(point.y) if math.isfinite(point.y) else top)
         colour = _colour(point.key)
         mark, face = ("X" if point.mark == "cross" else "o"), PAPER if point.mark == "hollow" else colour
@@ -379,6 +379,10 @@ def _points(figure: Figure, chart: PointChart) -> None:
         if point.mark == "chosen":
             axes.plot(*at, "o", color=colour, markerfacecolor="none", markersize=15, markeredgewidth=1.6, clip_on=False)
         axes.plot(*at, mark, markersize=7.5, markeredgewidth=1.6, **look)
+    for tick in axes.get_yticks():
+        beside = axes.transData.transform((0.0, tick))[1]
+        taken.append((0.0, beside - 7, 64.0, beside + 7))
+    for point, x, y in reversed(places):
         if point.named:
             _beside(axes, _shortened(point.label, 30), x, y, taken)
 
@@ -389,7 +393,7 @@ def _beside(axes: Axes, text: str, x: float, y: float, taken: list[tuple[float, 
     right, left, middle = x + 10, x - 10 - wide, x - wide / 2
     spots = [(right, y - 4), (left, y - 4), (middle, y + 11), (middle, y - 11 - tall), (right, y + 8), (right, y - 18),
              (left, y + 8), (left, y - 18)]  # fmt: skip
-    spots += [(min(max(middle, 2.0), WIDTH - wide - 2), y + way * n) for n in (26, 40, 54) for way in (1, -1)]
+    spots += [(min(max(middle, 68.0), WIDTH - wide - 2), y + way * n) for n in (26, 40, 54, 68, 82) for way in (-1, 1)]
     for a, b in spots:
         box = (a, b, a + wide, b + tall)
         inside = a >= 0 and a + wide <= WIDTH and b >= FOOT and b + tall <= POINTS_HEIGHT - 18

@@ -9,9 +9,9 @@ from typing import Any
 
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Spot
-from halfstep.advise.tune.lab import Reference
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.race import Lap, Race
+from halfstep.advise.tune.reference import Reference
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.measure import Ratio
 from tests.tasks.small import small_task

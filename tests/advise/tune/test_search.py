@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import halfstep as hs
 from halfstep.advise.tune.board import Board, Weights
+from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Tried
 from halfstep.advise.tune.search import Search
 from tests.advise.tune.fake import REFERENCE, FakeLab, proof, spot
@@ -21,9 +23,12 @@ def preset_time(policy: hs.Policy, compile: bool = False) -> float:
     return PRESET_TIMES[policy.name]
 
 
-def searched(lab: FakeLab, weights: Weights = TIME, *, compile: bool = False, bound: float | None = 0.01) -> Search:
-    search = Search(Board(lab, weights, 40), bound=bound, dtypes=("bf16",), seeds=0, compile=compile)  # type: ignore[arg-type]
-    search.run(REFERENCE)
+def searched(
+    lab: Any, weights: Weights = TIME, *, compile: bool = False, bound: float | None = 0.01,
+    dtypes: tuple[str, ...] = ("bf16",), reference: Reference = REFERENCE,
+) -> Search:  # fmt: skip
+    search = Search(Board(lab, weights, 40), bound=bound, dtypes=dtypes, seeds=0, compile=compile)
+    search.run(reference)
     return search
 
 
@@ -166,11 +171,7 @@ def test_without_time_it_is_fp32_and_what_is_missing_is_said() -> None:
 
 
 def test_a_model_that_differs_from_run_to_run_is_noted() -> None:
-    import dataclasses
-
-    lab = FakeLab(time=preset_time)
-    search = Search(Board(lab, TIME, 40), bound=0.01, dtypes=("bf16",), seeds=0, compile=False)  # type: ignore[arg-type]
-    search.run(dataclasses.replace(REFERENCE, repeatable=False))
+    search = searched(FakeLab(time=preset_time), reference=dataclasses.replace(REFERENCE, repeatable=False))
     assert "differ" in search.notes[0]
 
 
@@ -185,6 +186,4 @@ def test_equal_measurements_give_the_same_search() -> None:
 
 def test_formats_are_raced_side_by_side() -> None:
     lab = FakeLab(time=lambda p, c: preset_time(p) * (0.9 if p.dtype == "fp16" else 1.0))
-    search = Search(Board(lab, TIME, 40), bound=0.01, dtypes=("bf16", "fp16"), seeds=0, compile=False)  # type: ignore[arg-type]
-    search.run(REFERENCE)
-    assert best(search).label == "pure fp16"
+    assert best(searched(lab, dtypes=("bf16", "fp16"))).label == "pure fp16"

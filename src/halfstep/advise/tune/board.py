@@ -27,6 +27,9 @@ SAFE = "O0"
 PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
 """The presets of a search, the safer first: a later one has to be better by more than a race resolves."""
 
+GROUP = 8
+"""Candidates of one race at most, its base not counted: all of them are in memory at once."""
+
 COMPILED = " compiled"
 """Behind the label of a candidate with ``compile=True``."""
 
@@ -118,22 +121,36 @@ class Board:
 
         With `judged` it is long enough to judge the loss by. The other arguments are those of `Lab.race`.
         """
-        labels = list(dict.fromkeys(labels))
-        found = self.lab.race(
-            [self.candidate(x) for x in labels], steps, base=base, limit=limit, seed=seed, reserve=reserve, phase=phase
-        )
-        if found is None:
-            return False
+        others = [label for label in dict.fromkeys(labels) if label != base]
+        for start in range(0, len(others), GROUP):
+            group = [*([] if base == FP32 else [base]), *others[start : start + GROUP]]
+            found = self.lab.race(
+                [self.candidate(x) for x in group],
+                steps,
+                base=base,
+                limit=limit,
+                seed=seed,
+                reserve=reserve,
+                phase=phase,
+            )
+            if found is None:
+                return False
+            self._take(found, group, base, judged=judged)
+            if not found.finished:
+                return False
+        return True
+
+    def _take(self, found: Race, labels: Sequence[str], base: str, *, judged: bool) -> None:
+        """Note what a race showed of fp32 and of its candidates."""
         for label in (FP32, *labels):
             self._count(label)
         self.control, self.resolution = found.control, found.resolution
-        self._laps = dict(found.laps)
+        self._laps.update(found.laps)
         fp32 = found.laps[FP32]
         self.set(FP32, time=fp32.time, milliseconds=fp32.milliseconds, error=0.0, loss_rise=0.0, verdict="within",
                  reason="what the others are compared with")  # fmt: skip
         for label in labels:
             self._judge(label, found, base, judged=judged)
-        return found.finished
 
     def _count(self, label: str) -> None:
         state, saved = self.lab.bytes(BASELINE if label == FP32 else self.candidate(label))
@@ -146,9 +163,10 @@ class Board:
             self.set(label, time=lap.time, milliseconds=lap.milliseconds)
         if lap.failed:
             self.set(label, verdict="failed", reason=lap.failed)
-        elif lap.dropped and before.verdict == "unmeasured":
-            words = _over(lap.beside, base)
-            self.set(label, time=lap.time, milliseconds=lap.milliseconds, verdict="slower", reason=words)
+        elif lap.dropped:
+            if before.verdict == "unmeasured":
+                self.set(label, time=lap.time, milliseconds=lap.milliseconds, verdict="slower",
+                         reason=_over(lap.beside, base))  # fmt: skip
         elif judged and found.finished:
             rise = found.rise(label)
             verdict = "within" if rise <= self.bound else "worse"
@@ -162,6 +180,8 @@ class Board:
     def _rise_words(self, rise: float, lap: Lap) -> str:
         if math.isinf(rise):
             return f"its loss is not finite ({lap.skipped} steps skipped)" if lap.skipped else "its loss is not finite"
+        if math.isnan(rise):
+            return "its loss cannot be compared: fp32 ends at 0"
         skipped = f", {lap.skipped} steps skipped" if lap.skipped else ""
         return f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed{skipped}"
 
@@ -192,7 +212,7 @@ class Board:
             self.best = label
 
     def saves(self, tried: Tried, base: Tried) -> bool:
-        """Return whether it is cheaper than `base`, the base of the last race, for certain."""
+        """Return whether it is cheaper than `base`, the base of its last race, for certain."""
         beside = self._laps[tried.label].beside
         memory = tried.bytes / base.bytes if tried.bytes and base.bytes else math.inf
         if beside is None or tried.verdict in {"failed", "slower"}:
@@ -201,7 +221,7 @@ class Board:
         return least < 0.0 and likely < -self.weights.time * self.resolution
 
     def beside(self, label: str) -> float:
-        """Return its step time over that of the base in the last race; 1.0 if it was not timed."""
+        """Return its step time over that of the base in its last race; 1.0 if it was not timed."""
         lap = self._laps.get(label)
         return 1.0 if lap is None or lap.beside is None else lap.beside.median
 

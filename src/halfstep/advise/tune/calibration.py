@@ -68,7 +68,7 @@ class Remedy:
     field: str  # of the policy
     pattern: str  # the operator or module, where the field has rules
     value: str | float  # the rule, or the field's value
-    why: str  # the finding: kind, place and cause
+    why: str  # the finding: kind, place and numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +102,12 @@ class Calibration:
         if field == "ops":
             return [spot for spot in self.spots if spot.op == pattern]
         kind = pattern.removeprefix("class:")
-        if kind != pattern:
-            return [spot for spot in self.spots if spot.kind == kind]
-        return [spot for spot in self.spots if spot.module == pattern or spot.module.startswith(f"{pattern}.")]
+        places = {s.module for s in self.spots if s.kind == kind and s.module} if kind != pattern else {pattern}
+        return [spot for spot in self.spots if any(_within(spot.module, place) for place in places)]
+
+
+def _within(module: str, place: str) -> bool:
+    return module == place or module.startswith(f"{place}.")
 
 
 def calibration_of(audit: hs.lens.Audit) -> Calibration:
@@ -119,7 +122,10 @@ def calibration_of(audit: hs.lens.Audit) -> Calibration:
     for finding in audit.findings():
         if finding.policy is not None:
             for field, pattern, value in differences(audit.policy, finding.policy):
-                why = f"{finding.kind} in {finding.place}: {finding.cause}"
+                facts = next(
+                    (s.facts for s in spots if (s.module, s.op) == (finding.module, finding.op)), finding.cause
+                )
+                why = f"{finding.kind} in {finding.place}: {facts}"
                 remedies.setdefault((field, pattern), Remedy(field=field, pattern=pattern, value=value, why=why))
     return Calibration(spots=spots, remedies=tuple(remedies.values()), error=_gradient_error(audit), steps=audit.steps)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,17 +20,18 @@ from torch import Tensor
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, calibration_of
 from halfstep.advise.tune.journal import Journal
-from halfstep.advise.tune.proof import Proof, Run, prove
+from halfstep.advise.tune.proof import Proof, prove
 from halfstep.advise.tune.race import BASELINE, Race, error_line, race
+from halfstep.advise.tune.reference import Reference
+from halfstep.advise.tune.trainings import Run
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import WARM_UP, probed, started
 from halfstep.tasks.loops import Fp32Loop, make_loop
 from halfstep.tasks.machine import machine
-from halfstep.tasks.measure import student_quantile
 from halfstep.tasks.task import Task, TaskError
 from halfstep.trees import tensors
 
-__all__ = ["SEEDS", "Lab", "Progress", "Reference"]
+__all__ = ["SEEDS", "Lab", "Progress"]
 
 SEEDS = 3
 """Trainings of fp32 that show whether its loss falls, and how far apart it ends by chance."""
@@ -39,8 +39,8 @@ SEEDS = 3
 FEWEST = 20
 """Steps of a short training; with fewer, neither a time nor a loss says much."""
 
-SHARE = 30
-"""Short trainings that a search takes, roughly: of fp32 for reference, of presets, changes, and for the proof."""
+SHARE = 60
+"""Short trainings that a search takes, roughly: 6 of fp32 for reference, 8 of presets, 13 of a proof, and changes."""
 
 AUDITED = 2
 """Steps of an audit, on weights that fp32 has trained."""
@@ -53,62 +53,6 @@ class Progress:
     phase: str  # what is being measured, in words
     share: float  # of the time of the search that has passed, from 0 to 1
     note: str = ""  # a result, in one line; "" between results
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
-    """fp32's short trainings, one a seed.
-
-    Attributes:
-        start: mean training loss over the first steps, one a seed.
-        end: over the last steps.
-        repeatable: whether two trainings with one seed had the same losses.
-        milliseconds: of a step.
-    """
-
-    start: tuple[float, ...]
-    end: tuple[float, ...]
-    repeatable: bool
-    milliseconds: float
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of the end from seed to seed, as a fraction of its mean."""
-        mean = abs(statistics.fmean(self.end))
-        return statistics.stdev(self.end) / mean if mean else math.inf
-
-    @property
-    def finite(self) -> bool:
-        """Whether all losses are."""
-        return all(map(math.isfinite, (*self.start, *self.end)))
-
-    def flaw(self, bound: float | None) -> str:
-        """Return why no loss can be compared with these, "" if it can.
-
-        The loss has to fall by a one-sided t test at the 5 % level, and by more than the bound lets it rise: else a
-        policy that learns nothing could pass.
-        """
-        if not self.finite:
-            return (
-                "the loss of fp32 is not finite; no precision helps: lower the learning rate, or look at the data "
-                "(hs.TrainStep(...).explain() names the operator)"
-            )
-        falls = [a - b for a, b in zip(self.start, self.end, strict=True)]
-        mean, error = statistics.fmean(falls), statistics.stdev(falls) / math.sqrt(len(falls))
-        shown = ", ".join(f"{a:.4g} -> {b:.4g}" for a, b in zip(self.start, self.end, strict=True))
-        if not mean > student_quantile(0.95, len(falls) - 1) * error:
-            return (
-                f"the loss does not fall in fp32 ({shown}, one a seed), so that no policy can be judged by it; train "
-                "longer (excerpt_steps), raise the learning rate, or look at the task"
-            )
-        allowed = (self.noise if bound is None else bound) * abs(statistics.fmean(self.end))
-        if not mean > allowed:
-            return (
-                f"the loss falls by {mean:.3g} in fp32 ({shown}, one a seed), and a rise by {allowed:.3g} would be "
-                "allowed, so that a policy that learns nothing could pass; train longer (excerpt_steps), or give a "
-                "smaller max_loss_rise"
-            )
-        return ""
 
 
 class Lab:
@@ -167,8 +111,16 @@ class Lab:
         return float(found) / 1e3
 
     def steps(self) -> int:
-        """Return how many steps a short training has: those of the task's excerpt, or fewer if time is short."""
-        return max(FEWEST, min(self.task.excerpt_steps, int(self.seconds / (SHARE * max(self.pace(), 1e-9)))))
+        """Return how many steps a short training has: those of the task's excerpt, or fewer if time is short.
+
+        A search that goes on has as many as before, so that what was measured counts, or more.
+        """
+        affordable = int(self.seconds / (SHARE * max(self.pace(), 1e-9)))
+        before = int(self.journal.entries.get("steps", 0))
+        steps = max(FEWEST, before, min(self.task.excerpt_steps, affordable))
+        if steps != before:
+            self._keep("steps", steps)
+        return steps
 
     def reference(self, steps: int) -> Reference | None:
         """Train fp32 with `SEEDS` seeds; None if the time is too short."""

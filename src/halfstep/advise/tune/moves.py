@@ -39,6 +39,9 @@ MOST = 16
 NAMED = 6
 """Modules that are tried one by one, the most expensive ones."""
 
+MINOR = 0.05
+"""Where only time counts, fields rank as rules for so much of the time: presets have shown most of what they do."""
+
 COUNTS = 0.01
 """Share of the time of all operators below which an operator or module is not worth a rule."""
 
@@ -57,10 +60,17 @@ def exceptions(calibration: Calibration, policy: hs.Policy) -> list[Remedy]:
     return [r for r in found if applied(policy, [(r.field, r.pattern, r.value)]) != policy]
 
 
-def savings(calibration: Calibration, policy: hs.Policy) -> list[Remedy]:
-    """Return changes that may save time or memory, at most `MOST`: fields, then operators, classes and modules."""
-    found = list(_fields(policy))
-    found += sorted(_rules(calibration), key=lambda pair: pair[0], reverse=True)
+def savings(calibration: Calibration, policy: hs.Policy, *, memory: bool = False) -> list[Remedy]:
+    """Return changes that may save time or memory, at most `MOST`, those first that concern most of the time.
+
+    Args:
+        calibration: of the policy.
+        policy: what is to be changed.
+        memory: whether memory counts: then fields come first, which decide it.
+    """
+    share = 1.0 if memory else MINOR
+    found = [(share, remedy) for remedy in _fields(policy)]
+    found = sorted([*found, *_rules(calibration)], key=lambda pair: pair[0], reverse=True)
     chosen: list[Remedy] = []
     known: set[object] = set()
     for _, remedy in found:
@@ -74,37 +84,37 @@ def savings(calibration: Calibration, policy: hs.Policy) -> list[Remedy]:
     return chosen[:MOST]
 
 
-def _fields(policy: hs.Policy) -> Iterator[tuple[float, Remedy]]:
+def _fields(policy: hs.Policy) -> Iterator[Remedy]:
     for field, values in FIELDS.items():
         if field in BEHIND_LOW and policy.params != "low":
             continue
         for value in values:
             if field == "master" and value == "master" and policy.dtype == "fp16":
                 continue
-            yield 1.0, Remedy(field=field, pattern="", value=value, why=f"{field} was {getattr(policy, field)}")
+            yield Remedy(field=field, pattern="", value=value, why=f"{field} was {getattr(policy, field)}")
 
 
 def _rules(calibration: Calibration) -> Iterator[tuple[float, Remedy]]:
     """Yield (share of the time concerned, rule)."""
     spots = [spot for spot in calibration.spots if spot.op != "to"]
-    for op in dict.fromkeys(spot.op for spot in spots):
-        concerned = [spot for spot in spots if spot.op == op]
-        if _exists("ops", op):
-            for value in _other_rules(concerned):
-                yield from _tried("ops", op, value, concerned)
-    kinds = [spot.kind for spot in spots if spot.module]
-    for kind in dict.fromkeys(kinds):
-        concerned = [spot for spot in spots if spot.kind == kind and spot.module]
-        for value in _other_rules(concerned):
-            yield from _tried("modules", f"class:{kind}", value, concerned)
-    modules = {spot.module: 0.0 for spot in spots if spot.module}
+    modules: dict[str, float] = {}
     for spot in spots:
         if spot.module:
-            modules[spot.module] += spot.time
-    for module in sorted(modules, key=lambda name: modules[name], reverse=True)[:NAMED]:
-        concerned = [spot for spot in spots if spot.module == module]
-        if any(_is_low(spot) for spot in concerned):
-            yield from _tried("modules", module, "fp32", concerned)
+            modules[spot.module] = modules.get(spot.module, 0.0) + spot.time
+    named = sorted(modules, key=lambda name: modules[name], reverse=True)[:NAMED]
+    places = [
+        *(("ops", op) for op in dict.fromkeys(spot.op for spot in spots) if _exists("ops", op)),
+        *(("modules", f"class:{kind}") for kind in dict.fromkeys(spot.kind for spot in spots if spot.module)),
+        *(("modules", module) for module in named),
+    ]
+    for field, pattern in places:
+        concerned = [spot for spot in calibration.covered(field, pattern) if spot.op != "to"]
+        share = sum(spot.time for spot in concerned)
+        if share < COUNTS:
+            continue
+        worst = max(concerned, key=lambda spot: (spot.overflows, spot.error, -spot.headroom))
+        for value in _other_rules(concerned):
+            yield share, Remedy(field=field, pattern=pattern, value=value, why=worst.facts)
 
 
 def _other_rules(spots: list[Spot]) -> tuple[str, ...]:
@@ -112,13 +122,6 @@ def _other_rules(spots: list[Spot]) -> tuple[str, ...]:
     if any(_is_low(spot) for spot in spots):
         return ("keep", "fp32") if any(spot.cast_bytes for spot in spots) else ("fp32",)
     return ("keep", "low")
-
-
-def _tried(field: str, pattern: str, value: str, spots: list[Spot]) -> Iterator[tuple[float, Remedy]]:
-    share = sum(spot.time for spot in spots)
-    worst = max(spots, key=lambda spot: (spot.overflows, spot.error, -spot.headroom))
-    if share >= COUNTS:
-        yield share, Remedy(field=field, pattern=pattern, value=value, why=worst.facts)
 
 
 def _is_low(spot: Spot) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from halfstep.advise.tune.proof import Proof
 from halfstep.advise.tune.result import Tried, Tuning
@@ -92,16 +92,15 @@ def _lead(tuning: Tuning) -> str:
 
 def _conclusion(tuning: Tuning) -> Section:
     chosen, fp32 = tuning.chosen, _fp32(tuning)
-    facts = [
-        Fact(heading="Use", text=chosen.label, more=(_sentence(chosen.reason), *_how(tuning))),
-        _time_fact(tuning),
-        _memory_fact(chosen, fp32),
-        _result_fact(tuning),
-    ]
+    facts = (_time_fact(tuning), _memory_fact(chosen, fp32), _result_fact(tuning))
     blocks: list[Block] = []
     if not tuning.finished:
         blocks.append(Note(text="The search did not come to its end: this is the best candidate so far."))
-    blocks += [Paragraph(text=_in_words(tuning)), Facts(facts=tuple(fact for fact in facts if fact))]
+    blocks += [
+        Paragraph(text=_in_words(tuning)),
+        Code(text=_how(tuning)),
+        Facts(facts=tuple(fact for fact in facts if fact)),
+    ]
     if tuning.notes or tuning.advice:
         blocks.append(Bullets(items=tuple(map(_sentence, (*tuning.notes, *tuning.advice)))))
     return Section(heading="Conclusion", blocks=tuple(blocks))
@@ -119,6 +118,7 @@ def _in_words(tuning: Tuning) -> str:
         if chosen.bytes and fp32.bytes:
             gains.append(f"{chosen.bytes / fp32.bytes:.2f} of its memory")
         first = f"Train with {chosen.label}" + (f": it takes {' and '.join(gains)}." if gains else ".")
+        first += f" {_sentence(chosen.reason)}"
     if proof is None:
         return f"{first} Whether it trains as fp32 does was not tested."
     ends = {
@@ -131,9 +131,9 @@ def _in_words(tuning: Tuning) -> str:
     return f"{first} {ends[proof.verdict]} {proof.reason}."
 
 
-def _how(tuning: Tuning) -> Iterator[str]:
+def _how(tuning: Tuning) -> str:
     argument = ", compile=True" if tuning.compile else ""
-    yield f'hs.TrainStep(model, optimizer, loss_fn, policy="policy.toml"{argument})'
+    return f'step = hs.TrainStep(model, optimizer, loss_fn, policy="policy.toml"{argument})'
 
 
 def _time_fact(tuning: Tuning) -> Fact | None:
@@ -146,7 +146,7 @@ def _time_fact(tuning: Tuning) -> Fact | None:
     if math.isfinite(chosen.predicted):
         more.append(f"predicted {chosen.predicted:.3f} from its changes one by one")
     if tuning.control is not None:
-        more.append(f"fp32 beside itself {tuning.control.low:.3f} to {tuning.control.high:.3f}: finer is not resolved")
+        more.append(f"identical runs differ by {tuning.control.low:.3f} to {tuning.control.high:.3f}")
     faster = chosen.time.high < 1.0 and not (tuning.control and chosen.time.finer_than(tuning.control))
     text = f"{_times(chosen.time)} of fp32's"
     return Fact(heading="Time of a step", text=text, more=tuple(map(_sentence, more)), tone="good" if faster else "")
@@ -223,7 +223,6 @@ def _plane(tuning: Tuning, heading: str, x_label: str, place: Callable[[Tried], 
             front.append((x, y))
     if len(points) < 2:
         return None
-    points.reverse()  # what matters most is named first
     lowest = math.inf
     stairs = []
     for x, y in sorted(front):
@@ -235,9 +234,9 @@ def _plane(tuning: Tuning, heading: str, x_label: str, place: Callable[[Tried], 
         limit_label="bound", front=tuple(stairs),
     )  # fmt: skip
     missing = sum(1 for tried in tuning.tried if math.isnan(tried.loss_rise))
-    caption = f"{len(points)} candidates" + (
-        f"; {missing} were left out before their loss was judged" if missing else ""
-    )
+    caption = f"{len(points)} candidates"
+    if missing:
+        caption += f", without {missing} whose loss was not measured"
     return Figure(
         heading=heading, caption=f"{caption}.", alt=f"{x_label} and loss rise of every candidate.", chart=chart
     )
@@ -319,7 +318,7 @@ def _table(tuning: Tuning) -> Section:
     rows = []
     for tried in tuning.tried:
         memory = f"{tried.bytes / fp32.bytes:.2f}" if tried.bytes and fp32.bytes else ""
-        time = f"{tried.time.median:.3f} [{tried.time.low:.3f}, {tried.time.high:.3f}]" if tried.time else ""
+        time = f"{tried.time.median:.3f} \N{PLUS-MINUS SIGN}{_half(tried.time):.3f}" if tried.time else ""
         rows.append(
             (
                 Cell(text=tried.label),
@@ -364,6 +363,10 @@ def _fp32(tuning: Tuning) -> Tried:
 
 def _times(ratio: Ratio) -> str:
     return f"{ratio.median:.2f}"
+
+
+def _half(ratio: Ratio) -> float:
+    return max(ratio.high - ratio.median, ratio.median - ratio.low)
 
 
 def _percent(share: float) -> str:

@@ -35,6 +35,8 @@ LEVEL = 0.05
 GAIN = 4.0
 """Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
 
+REFERENCE = Candidate(label=FP32, dtype="fp32")
+
 MOST_SEEDS = 1000
 """More are never named: the policy lies at the margin, or the margin is too small for this task."""
 
@@ -159,8 +161,8 @@ def prove(
             break
         if len(pairs.own) == ENOUGH_SEEDS:
             pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin))
-            more = pairs.planned - ENOUGH_SEEDS
-            if pairs.difference().verdict == "worse" or (more and pairs.seconds(more) > train.left()):
+            missing = pairs.seconds(pairs.planned - ENOUGH_SEEDS)
+            if pairs.difference().verdict == "worse" or (missing and missing > train.left()):
                 break
     return pairs.result()
 
@@ -206,7 +208,7 @@ class _Pairs:
 
     def add_reference(self) -> bool:
         """Train fp32 with the next seed; return whether there was time."""
-        run = self.train(Candidate(label=FP32, dtype="fp32"), self.seed + len(self.reference))
+        run = self.train(REFERENCE, self.seed + len(self.reference))
         self.reference += [run] if run else []
         return run is not None
 
@@ -228,10 +230,12 @@ class _Pairs:
         return statistics.stdev(a.value - b.value for a, b in zip(self.own, self.reference, strict=False))
 
     def seconds(self, more: int) -> float:
-        """Return about how long so many more pairs take, fp32's that are trained already left out."""
+        """Return about how long so many more pairs take, without the trainings that are there already."""
         fp32 = max((r.seconds for r in self.reference), default=math.nan)
         own = max((r.seconds for r in self.own), default=fp32)
-        return more * own + max(0, len(self.own) + more - len(self.reference)) * fp32
+        seeds = range(self.seed + len(self.own), self.seed + len(self.own) + more)
+        sides = ((REFERENCE, fp32), (self.candidate, own))
+        return sum(cost for seed in seeds for side, cost in sides if not self.train.has(side, seed))
 
     def undecided(self, why: str, more: int, found: Difference | None = None) -> Proof:
         """Return that there is no verdict, and how many `more` seeds would give one."""

@@ -14,9 +14,10 @@ from dataclasses import replace
 import halfstep as hs
 from halfstep.advise.tune.board import PRESETS, SAFE, Board
 from halfstep.advise.tune.calibration import applied
-from halfstep.advise.tune.lab import SEEDS, Reference
+from halfstep.advise.tune.lab import SEEDS
 from halfstep.advise.tune.moves import exceptions, savings
 from halfstep.advise.tune.proof import Proof
+from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Change, Tried
 from halfstep.advise.tune.text import size
 from halfstep.tasks.candidates import FP32
@@ -31,13 +32,10 @@ LOOKS = 24
 """Timed rounds of a race of changes."""
 
 LADDER = (1, 2, 4, 8)
-"""So many exceptions are made at once, the most sensitive first."""
+"""So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
 
 ROUNDS = 3
 """Times that changes are looked for, each time from the best candidate so far."""
-
-TOGETHER = 6
-"""Changes that are combined at most, the best first."""
 
 CHANGED = 2
 """Candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested."""
@@ -132,32 +130,28 @@ class Search:
         board = self.board
         low = [t for t in board.tried.values() if t.verdict == "within" and t.preset != SAFE]
         base = min(low, key=board.cost, default=None)
+        whole = True
         for _ in range(ROUNDS if base is not None else 0):
             assert base is not None
-            moves = savings(board.calibration(base.label), base.policy)
-            singles = [t for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
-            if not singles:
-                break
-            labels = [base.label, *(single.label for single in singles)]
+            moves = savings(board.calibration(base.label), base.policy, memory=board.weights.memory > 0.0)
+            new = [t.label for t in (board.changed(base, [move]) for move in moves) if t.verdict == "unmeasured"]
             limit = math.inf if board.weights.memory else 1.0
-            if not board.race(labels, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
-                              reserve=self._reserve(), phase="changes that save"):  # fmt: skip
-                return False
-            together = self._together(board[base.label], [self._explain(t.label, base) for t in singles])
-            if not together:
-                break
-            if not board.race([base.label, *together], self.steps, base=base.label, reserve=self._reserve(),
-                              phase="changes together"):  # fmt: skip
-                return False
+            whole &= board.race(new, WARM_UP + LOOKS, judged=False, base=base.label, limit=limit,
+                                reserve=self._reserve(), phase="changes that save")  # fmt: skip
+            timed = [self._explain(label, base) for label in new if board[label].time is not None]
+            together = self._together(board[base.label], timed)
+            whole &= board.race(
+                together, self.steps, base=base.label, reserve=self._reserve(), phase="changes together"
+            )
             base = board[base.label]
-            better = [t for t in (board[x] for x in together) if t.verdict == "within" and board.saves(t, base)]
-            for tried in better:
-                board.prefer(tried.label)
+            better = [t for t in map(board.__getitem__, together) if t.verdict == "within" and board.saves(t, base)]
             if not better:
                 break
             base = min(better, key=board.cost)
+            for tried in better:
+                board.prefer(tried.label)
             self._settle(base.label)
-        return True
+        return whole
 
     def compile(self) -> bool:
         """Try the best candidate and fp32 with compiled steps."""
@@ -217,8 +211,10 @@ class Search:
         order = sorted(within, key=lambda t: (t.label != board.best, board.cost(t)))
         changed = [t.label for t in order if t.changes or t.compile][:CHANGED]
         labels = [*changed, *(t.label for t in order if not t.changes and not t.compile)]
-        if board.race(labels, WARM_UP + 2 * LOOKS, judged=False, seed=self.lab.seed + SEEDS, reserve=self._reserve(),
-                      phase="the finalists"):  # fmt: skip
+        seed = self.lab.seed + SEEDS
+        if labels != [SAFE] and board.race(
+            labels, WARM_UP + 2 * LOOKS, judged=False, seed=seed, reserve=self._reserve(), phase="the finalists"
+        ):
             board.best = SAFE
             for label in sorted(labels, key=lambda x: (PRESETS.index(board[x].preset), len(board[x].changes))):
                 board.prefer(label)
@@ -252,18 +248,24 @@ class Search:
             if tried.verdict == "unmeasured":
                 board.set(tried.label, verdict="saves" if tried in good else "slower")
         chosen: list[Change] = []
-        labels = []
+        prefixes: list[Tried] = []
         predicted, bytes_, policy = 1.0 if base.time is None else base.time.median, base.bytes, base.policy
         for tried in good:
             change = tried.changes[-1]
-            if any((c.field, c.pattern) == (change.field, change.pattern) for c in chosen) or len(chosen) >= TOGETHER:
+            if any((c.field, c.pattern) == (change.field, change.pattern) for c in chosen):
                 continue
             chosen.append(change)
             predicted *= board.beside(tried.label)
             bytes_ += tried.bytes - base.bytes
             policy = applied(policy, [(change.field, change.pattern, change.value)])
-            made = board.add(policy, base.preset, (*base.changes, *chosen))
-            labels.append(board.set(made.label, predicted=predicted, predicted_bytes=bytes_).label)
+            prefixes.append(replace(base, policy=policy, changes=(*base.changes, *chosen), predicted=predicted,
+                                    predicted_bytes=bytes_))  # fmt: skip
+        labels = []
+        for made in (t for n, t in enumerate(prefixes, 1) if n in LADDER or n == len(prefixes)):
+            label = board.add(made.policy, made.preset, made.changes).label
+            labels.append(
+                board.set(label, predicted=made.predicted, predicted_bytes=made.predicted_bytes).label
+            )  # fmt: skip
         return labels
 
     def _reserve(self) -> float:

@@ -10,10 +10,12 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+import halfstep as hs
 from halfstep.tasks import Task
 from halfstep.tasks.candidates import Candidate
 from halfstep.tasks.compare import evaluated, started, thinned
@@ -109,17 +111,23 @@ class Trainings:
 
     def __call__(self, candidate: Candidate, seed: int) -> Run | None:
         """Return the run of `candidate` with `seed`; None if it would not end in time."""
-        text = "" if candidate.policy is None else candidate.policy.to_toml()
-        key = (text, candidate.compile, "metric" if self.by_metric else "loss", self.steps, seed)
+        key = self._key(candidate, seed)
         if (run := self._known.get(key)) is not None:
             return run
         alike = [r.seconds for r in self._known.values() if r.key[:-1] == key[:-1]]
         if max(alike, default=0.0) >= self.left():
             return None
         with torch.random.fork_rng():
-            run = self._known[key] = self._train(candidate, text, seed)
+            run = self._known[key] = self._train(candidate, str(key[0]), seed)
         self.on_run(run)
         return run
+
+    def has(self, candidate: Candidate, seed: int) -> bool:
+        """Return whether the run is there already."""
+        return self._key(candidate, seed) in self._known
+
+    def _key(self, candidate: Candidate, seed: int) -> tuple[object, ...]:
+        return _text(candidate.policy), candidate.compile, "metric" if self.by_metric else "loss", self.steps, seed
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -159,6 +167,11 @@ class Trainings:
             if len(losses) >= PATIENCE and not any(map(math.isfinite, losses[-PATIENCE:])):
                 return f"the loss of the {PATIENCE} steps up to step {step + 1} is not finite"
         return ""
+
+
+@lru_cache(maxsize=256)
+def _text(policy: hs.Policy | None) -> str:
+    return "" if policy is None else policy.to_toml()
 
 
 def finite_mean(values: Sequence[float]) -> float:

@@ -12,10 +12,12 @@ import torch
 import halfstep as hs
 from halfstep.advise.tune.advice import advice
 from halfstep.advise.tune.board import Board, Weights
-from halfstep.advise.tune.lab import Lab, Progress, Reference
+from halfstep.advise.tune.lab import Lab, Progress
+from halfstep.advise.tune.reference import Reference
 from halfstep.advise.tune.result import Tried, TuneError, Tuning
 from halfstep.advise.tune.search import Search
 from halfstep.errors import did_you_mean
+from halfstep.tasks.candidates import FP32
 from halfstep.tasks.machine import machine
 from halfstep.tasks.task import Task, TaskError
 
@@ -109,7 +111,7 @@ def _result(task: Task, search: Search, reference: Reference | None, device: str
 
 
 def _measured(board: Board) -> tuple[Tried, ...]:
-    return tuple(t for t in board.tried.values() if t.verdict != "unmeasured" or t.time is not None)
+    return tuple(t for t in board.tried.values() if t.verdict != "unmeasured" or t.time is not None or t.label == FP32)
 
 
 def weights_of(target: str) -> Weights:
