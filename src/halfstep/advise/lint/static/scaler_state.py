@@ -45,8 +45,8 @@ def _saved_without(script: Script) -> Iterator[Hit]:
         return
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Call) and script.called(node) == "torch.save" and node.args:
-            saved = script.constant(node.args[0])
-            if saved is not None and any(_is_call(script, n, script.optimizers, "state_dict") for n in ast.walk(saved)):
+            saved = [node.args[0], *(value.node for value in script.assigned.get(script.key(node.args[0]), []))]
+            if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in ast.walk(part)):
                 name = next(iter(script.scalers))
                 yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
 
