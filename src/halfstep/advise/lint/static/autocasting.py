@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UPDATE, ZERO, loop
+from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.low_values import PRODUCTS
 from halfstep.advise.lint.static.paths import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, argument, region_of, sites
@@ -171,13 +171,18 @@ def _deprecated(script: Script) -> Iterator[Hit]:
     fallback = {
         id(n)
         for block in ast.walk(script.tree)
-        if isinstance(block, ast.Try) and "torch.amp" in " ".join(script.called(n) for s in block.body for n in ast.walk(s))
+        if isinstance(block, ast.Try)
+        and "torch.amp" in " ".join(script.called(n) for s in block.body for n in ast.walk(s))
         for handler in block.handlers
         for n in ast.walk(handler)
     }
     found: dict[str, list[int]] = {}
     for node in ast.walk(script.tree):
-        if isinstance(node, ast.Call) and DEPRECATED.fullmatch(name := script.called(node)) and id(node) not in fallback:
+        if (
+            isinstance(node, ast.Call)
+            and DEPRECATED.fullmatch(name := script.called(node))
+            and id(node) not in fallback
+        ):
             found.setdefault(name, []).append(node.lineno)
     for name, lines in found.items():
         first, *more = sorted(set(lines))

@@ -43,8 +43,12 @@ def _saved_without(script: Script) -> Iterator[Hit]:
         or _handed_on(script, r"save|checkpoint|ckpt")
     ):
         return
+    seen = set()
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Call) and script.called(node) == "torch.save" and node.args:
+            if (text := ast.unparse(node.args[0])) in seen:
+                continue
+            seen.add(text)
             saved = [node.args[0], *(value.node for value in script.assigned.get(script.key(node.args[0]), []))]
             if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in ast.walk(part)):
                 name = next(iter(script.scalers))

@@ -299,7 +299,11 @@ class Script:
                 owner, method = self.name(node.func.value), node.func.attr
                 if method in ("step", "unscale_") and owner in self.scalers and node.args:
                     found.add(self.key(node.args[0]))
-                elif method in ("step", "zero_grad") and OPTIMIZER_NAME.search(owner) and owner not in self.schedulers:
+                elif (
+                    method in ("step", "zero_grad", "state_dict", "load_state_dict")
+                    and OPTIMIZER_NAME.search(owner)
+                    and owner not in self.schedulers
+                ):
                     found.add(owner)
         return found
 

@@ -255,11 +255,13 @@ def _low_checkpoint(script: Script) -> Iterator[Hit]:
     for node in ast.walk(script.tree) if script.uses_torch else ():
         if isinstance(node, ast.Dict):
             values = [n for value in node.values for n in ast.walk(value) if isinstance(n, ast.Call)]
-            if any(script.called(n).rpartition(".")[::2] in {(o, "state_dict") for o in script.optimizers} for n in values):
-                for value in node.values:
-                    low = [n for n in ast.walk(value) if isinstance(n, ast.Call) and _is_lowered(n)]
-                    if low:
-                        yield Hit(value.lineno, f"`{ast.unparse(value)}` beside the optimizer's state")
+            if any(
+                script.called(n).rpartition(".")[::2] in {(o, "state_dict") for o in script.optimizers} for n in values
+            ):
+                low = [v for v in node.values if any(isinstance(n, ast.Call) and _is_lowered(n) for n in ast.walk(v))]
+                if low:
+                    texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
+                    yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")
 
 
 def _is_lowered(call: ast.Call) -> bool:
