@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, SCALED, STEP, UPDATE, ZERO, loop
+from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.paths import Op, judged, plain
 from halfstep.advise.lint.static.regions import argument, region_of, sites
 from halfstep.advise.lint.static.script import SCALERS, Script
@@ -145,8 +145,8 @@ SCALER_STATE_RULES = (
         code="HS011",
         severity="error",
         title="a loss scaler made inside of the loop",
-        why="Each one starts at 65536 again: steps are skipped until the scale has come down, and what was found out is "
-        "thrown away.",
+        why="Each one starts at 65536 again: steps are skipped until the scale has come down, and what was found "
+        "out is thrown away.",
         fix="Make one scaler before all loops.",
         bad=loop("scaler = torch.amp.GradScaler()", FORWARD, SCALED, STEP, UPDATE, ZERO, before=""),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -156,10 +156,11 @@ SCALER_STATE_RULES = (
         code="HS012",
         severity="warning",
         title="a checkpoint without the scaler's state",
-        why="A resumed run starts at the first scale again: steps are skipped until it has come down, and the run is not "
-        "the one that was interrupted.",
-        fix='Save `"scaler": scaler.state_dict()` beside the optimizer\'s state; `hs.save` saves all.',
-        bad=loop(FORWARD, SCALED, STEP, UPDATE, ZERO) + '\ntorch.save({"optimizer": optimizer.state_dict()}, "last.pt")',
+        why="A resumed run starts at the first scale again: steps are skipped until it has come down, and the run "
+        "is not the one that was interrupted.",
+        fix="Save `\"scaler\": scaler.state_dict()` beside the optimizer's state; `hs.save` saves all.",
+        bad=loop(FORWARD, SCALED, STEP, UPDATE, ZERO)
+        + '\ntorch.save({"optimizer": optimizer.state_dict()}, "last.pt")',
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO)
         + '\ntorch.save({"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, "last.pt")',
         check=_saved_without,
@@ -195,20 +196,21 @@ SCALER_STATE_RULES = (
         code="HS015",
         severity="warning",
         title="a loss scaler with bf16",
-        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, on CUDA, a wait of "
-        "the host in each step, and a large scale can overflow.",
-        fix='Delete the scaler, or write GradScaler(enabled=dtype == torch.float16).',
-        bad=loop(FORWARD.replace("float16", "bfloat16"), SCALED, STEP, UPDATE, ZERO),
-        good=loop(FORWARD.replace("float16", "bfloat16"), BACKWARD, "optimizer.step()", ZERO, before=""),
+        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, on CUDA, a "
+        "wait of the host in each step, and a large scale can overflow.",
+        fix="Delete the scaler, or write GradScaler(enabled=dtype == torch.float16).",
+        bad=loop(FORWARD_BF16, SCALED, STEP, UPDATE, ZERO),
+        good=loop(FORWARD_BF16, BACKWARD, "optimizer.step()", ZERO, before=""),
         check=_scaler_without,
     ),
     Rule(
         code="HS016",
         severity="error",
         title="a gradient penalty of scaled gradients",
-        why="torch.autograd.grad of a scaled loss returns gradients times the scale, so the penalty's norm is thousands of "
-        "times too large.",
-        fix="Divide them by `scaler.get_scale()` before the penalty is computed, and skip it where they are not finite.",
+        why="torch.autograd.grad of a scaled loss returns gradients times the scale, so the penalty's norm is "
+        "thousands of times too large.",
+        fix="Divide them by `scaler.get_scale()` before the penalty is computed, and skip it where they are not "
+        "finite.",
         bad=loop(
             FORWARD,
             "grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)",

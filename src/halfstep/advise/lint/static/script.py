@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Union
 
 from halfstep.errors import LintError
 
 __all__ = ["FORMATS", "Function", "Script", "calls_in"]
 
-Body = Union[ast.Module, ast.FunctionDef, ast.AsyncFunctionDef]
+Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 SCALERS = re.compile(r"(torch\..*|halfstep)\.(Sharded)?GradScaler")
 OPTIMIZERS = re.compile(
@@ -27,6 +26,7 @@ OPTIMIZERS = re.compile(
     r"|(.*\.)?(Fused|Distributed)?(Adam|AdamW|SGD|Adafactor|Lion|RMSprop)"
 )
 OPTIMIZER_NAME = re.compile(r"(^|[._])(optim|optimizers?|opt)(_\w+|\d*)?$|_optim(izer)?$", re.IGNORECASE)
+OPTIMIZER_METHODS = ("step", "first_step", "second_step", "zero_grad", "state_dict", "load_state_dict")
 SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.[A-Z]\w+|(.*\.)?get_\w*schedule\w*")
 SCHEDULER_NAME = re.compile(r"sched", re.IGNORECASE)
 
@@ -167,7 +167,7 @@ class Script:
         if not isinstance(target, (ast.Tuple, ast.List)):
             yield self.key(target), Value(value)
         elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
-            for part, each in zip(target.elts, value.elts):
+            for part, each in zip(target.elts, value.elts, strict=True):
                 yield from self._bound(part, each)
         else:
             yield from ((self.key(part), Value(value, index)) for index, part in enumerate(target.elts))
@@ -202,6 +202,19 @@ class Script:
         """Return "fp16", "bf16", "fp32" or "fp64" for an expression that is such a dtype; "" if it is not known."""
         found = self.constant(node)
         return FORMATS.get(self.name(found), "") if found is not None else ""
+
+    def low_format(self, call: ast.Call) -> str:
+        """Return "fp16" or "bf16" if a call is ``x.half()``, ``x.bfloat16()`` or ``x.to(torch.float16)``, else ""."""
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if method in ("half", "bfloat16") and not call.args:
+            return "fp16" if method == "half" else "bf16"
+        given = (*call.args, *(k.value for k in call.keywords if k.arg == "dtype")) if method == "to" else ()
+        return next((form for a in given if (form := self.format_of(a)) in ("fp16", "bf16")), "")
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call of the file."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
 
     # ------------------------------------------------------------------ functions
 
@@ -299,13 +312,9 @@ class Script:
                 owner, method = self.name(node.func.value), node.func.attr
                 if method in ("step", "unscale_") and owner in self.scalers and node.args:
                     found.add(self.key(node.args[0]))
-                elif (
-                    method in ("step", "zero_grad", "state_dict", "load_state_dict")
-                    and OPTIMIZER_NAME.search(owner)
-                    and owner not in self.schedulers
-                ):
+                elif method in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
                     found.add(owner)
-        return found
+        return found - self.schedulers
 
     @cached_property
     def models(self) -> set[str]:
@@ -313,20 +322,16 @@ class Script:
         methods = ("parameters", "named_parameters", "train", "eval", "modules")
         owners = {
             self.name(node.func.value)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods
+            for node in self.calls
+            if isinstance(node.func, ast.Attribute) and node.func.attr in methods
         }
         return owners - {"", "self", "super"} - self.imports.keys()
 
     def methods_of(self, key: str) -> Iterator[ast.Call]:
         """Yield the calls of methods of an object: in the source, and on the value that it is assigned."""
-        for node in ast.walk(self.tree):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and self.name(node.func.value) == key
-            ):
-                yield node
+        for call in self.calls:
+            if isinstance(call.func, ast.Attribute) and self.name(call.func.value) == key:
+                yield call
         for value in self.assigned.get(key, []):
             node: ast.AST = value.node if value.index is None else ast.Pass()
             while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
