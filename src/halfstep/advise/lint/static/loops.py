@@ -62,7 +62,7 @@ def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in ast.walk(script.tree) if script.uses_torch else ():
         if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             continue
-        clears = [n for n in ast.walk(node) if _calls(n, "zero_grad")]
+        clears = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _calls(n, "zero_grad")]
         for choice in [n for n in ast.walk(node) if isinstance(n, ast.If)]:
             inside = [n for statement in choice.body for n in ast.walk(statement)]
             test = script.constant(choice.test)

@@ -56,15 +56,15 @@ def _low_checkpoint(script: Script) -> Iterator[Hit]:
     for node in ast.walk(script.tree) if script.uses_torch else ():
         if isinstance(node, ast.Dict):
             values = [n for value in node.values for n in ast.walk(value) if isinstance(n, ast.Call)]
-            if any(
-                script.called(n).rpartition(".")[::2] in {(o, "state_dict") for o in script.optimizers} for n in values
-            ):
-                low = [
-                    v for v in node.values if any(isinstance(n, ast.Call) and script.low_format(n) for n in ast.walk(v))
-                ]
+            if {script.called(n) for n in values} & {f"{optimizer}.state_dict" for optimizer in script.optimizers}:
+                low = [value for value in node.values if any(_lowers(script, n) for n in ast.walk(value))]
                 if low:
                     texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
                     yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")
+
+
+def _lowers(script: Script, node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and bool(script.low_format(node))
 
 
 LOW_COPY_RULES = (

@@ -43,6 +43,10 @@ ROUNDS_TO_ZERO = 2.0**-25
 """The largest number that fp16 rounds to 0."""
 
 
+ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}
+"""Format -> the smallest number that it rounds to 1."""
+
+
 class _Formats:
     """The formats of a function's values, statement by statement."""
 
@@ -132,18 +136,18 @@ def _large_fill(script: Script) -> Iterator[Hit]:
 
 def _lost_constant(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        constant: ast.expr | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            value, constant = node.left, node.right
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("clamp", "clamp_min")
-        ):
-            value, constant = node.func.value, argument(node, 0, "min")
-        number = _number(script, constant) if constant is not None else None
-        if number is not None and 0 < number <= ROUNDS_TO_ZERO and formats.of(value, where) == "fp16":
-            yield Hit(node.lineno, f"{number:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
+            value, small, large = node.left, node.right, None
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clamp":
+            value, small, large = node.func.value, argument(node, 0, "min"), argument(node, 1, "max")
+        else:
+            continue
+        form = formats.of(value, where)
+        low, high = (_number(script, constant) if constant is not None else None for constant in (small, large))
+        if form == "fp16" and low is not None and 0 < low <= ROUNDS_TO_ZERO:
+            yield Hit(node.lineno, f"{low:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
+        if form and high is not None and ROUNDS_TO_ONE[form] <= high < 1:
+            yield Hit(node.lineno, f"{high:g} is 1 in {form}, the format of `{ast.unparse(value)}`")
 
 
 def _low_squares(script: Script) -> Iterator[Hit]:
@@ -254,10 +258,10 @@ with torch.autocast("cuda", torch.float16):
     Rule(
         code="HS045",
         severity="warning",
-        title="a small constant that is 0 in fp16",
-        why="fp16's smallest number is 6e-8: the constant changes nothing, and the logarithm, root or quotient it "
-        "protects is not finite at 0.",
-        fix="Use 1e-7 or more (1e-4 is safe), or compute on x.float().",
+        title="a constant that a low format rounds away",
+        why="fp16's smallest number is 6e-8, and just below 1 its numbers are 5e-4 apart: the constant changes "
+        "nothing, and the logarithm, root or quotient that it protects is not finite.",
+        fix="Compute on x.float(), or in fp16 use 1e-4 beside 0 and 1e-3 beside 1.",
         bad="""
 import torch
 

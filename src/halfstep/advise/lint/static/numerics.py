@@ -13,6 +13,9 @@ from halfstep.advise.lint.static.script import Function, Script
 __all__ = ["NUMERIC_RULES", "operand"]
 
 SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
+FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
+"""Names of values that have no gradient."""
+
 SUMS = frozenset({"sum", "mean"})
 
 
@@ -104,6 +107,22 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
         )
         return cast and isinstance(node.func, ast.Attribute) and _has_zeros(script, node.func.value)
     return "mask" in script.name(node).lower()
+
+
+def _hidden(script: Script) -> Iterator[Hit]:
+    for _, _, node in _each(script):
+        if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
+            continue
+        test, *branches = node.args
+        tested = {ast.unparse(n) for n in ast.walk(test) if isinstance(n, (ast.Name, ast.Attribute))}
+        for inner in [n for branch in branches for n in ast.walk(branch)]:
+            for name in ("log", "sqrt", "rsqrt"):
+                value = operand(script, inner, name)
+                text = ast.unparse(value) if value is not None else ""
+                if text in tested and not FIXED.search(text):
+                    yield Hit(
+                        node.lineno, f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
+                    )
 
 
 def _root_at_zero(script: Script) -> Iterator[Hit]:
@@ -260,5 +279,28 @@ def loss_fn(model, x, y):
     return torch.sqrt(((model(x) - y) ** 2).mean() + 1e-6)
 """,
         check=_root_at_zero,
+    ),
+    Rule(
+        code="HS050",
+        severity="warning",
+        title="torch.where behind a root or a logarithm",
+        why="The backward pass runs through both branches: 0 times the infinite gradient of the hidden one is NaN.",
+        fix="Guard the input as well: torch.where(x > 0, torch.sqrt(torch.where(x > 0, x, 1.0)), 0.0).",
+        bad="""
+import torch
+
+def distance(model, a):
+    d = model(a).sum(-1)
+    return torch.where(d > 0, torch.sqrt(d), 0.0)
+""",
+        good="""
+import torch
+
+def distance(model, a):
+    d = model(a).sum(-1)
+    safe = torch.where(d > 0, d, 1.0)
+    return torch.where(d > 0, torch.sqrt(safe), 0.0)
+""",
+        check=_hidden,
     ),
 )

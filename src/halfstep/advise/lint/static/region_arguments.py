@@ -31,7 +31,7 @@ def _device(script: Script) -> Iterator[Hit]:
             yield Hit(region.node.lineno, "torch.autocast is given no device type")
         elif region.device.lower().partition(":")[0] in NO_DEVICE_TYPES or region.device != region.device.lower():
             yield Hit(region.node.lineno, f"torch has no device type {region.device!r}")
-        elif value is not None and script.called(value) == "torch.device":
+        elif device is not None and value is not None and script.called(value) == "torch.device":
             yield Hit(region.node.lineno, f"`{ast.unparse(device)}` is a torch.device, and autocast takes its `.type`")
     for site in all_sites(script):
         region, name = site.place.torch_region, script.called(site.call)

@@ -21,6 +21,10 @@ OTHER_SCALING = re.compile(
 """Words in a file that has another way to scale a loss than a GradScaler that is visible."""
 
 
+FEW_STEPS = 20
+"""With fewer steps between two growths of a scale more than a twentieth of all steps overflows."""
+
+
 def _made_in_loop(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         stepped = {
@@ -133,6 +137,16 @@ def _penalty(script: Script) -> Iterator[Hit]:
                         yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
 
 
+def _grows_often(script: Script) -> Iterator[Hit]:
+    for call in script.calls:
+        if SCALERS.fullmatch(name := script.called(call)) and name.startswith("torch."):
+            interval = script.constant(argument(call, None, "growth_interval"))
+            if isinstance(interval, ast.Constant) and isinstance(interval.value, int) and interval.value < FEW_STEPS:
+                yield Hit(
+                    call.lineno, f"the scale doubles after {interval.value} good step{'s' * (interval.value != 1)}"
+                )
+
+
 def _read(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
     divided = any(op.kind == "get_scale" for op in path)
     for op in path:
@@ -233,5 +247,16 @@ SCALER_STATE_RULES = (
         + "\n    if y[0] == 0:\n        print(loss.item())",
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO) + "\n    if y[0] == 0:\n        print(loss.item())",
         check=lambda script: judged(script, _read),
+    ),
+    Rule(
+        code="HS049",
+        severity="warning",
+        title="a loss scale that grows too often",
+        why="Once the scale has reached the largest one that works, every growth overflows and costs a skipped "
+        "step: with growth_interval=1 every second step.",
+        fix="Leave growth_interval at 2000, or at some hundreds in short runs.",
+        bad=loop(FORWARD, SCALED, STEP, UPDATE, ZERO, before="scaler = torch.amp.GradScaler(growth_interval=1)"),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=_grows_often,
     ),
 )  # fmt: skip
