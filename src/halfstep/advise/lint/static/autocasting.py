@@ -11,7 +11,7 @@ from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16
 from halfstep.advise.lint.static.low_values import PRODUCTS
 from halfstep.advise.lint.static.paths import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, argument, region_of
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["AUTOCASTING_RULES"]
 
@@ -104,9 +104,9 @@ def _replicas(script: Script) -> Iterator[Hit]:
 
 
 def _function(script: Script) -> Iterator[Hit]:
-    if not any(region_of(script, n) for n in ast.walk(script.tree) if isinstance(n, ast.Call)):
+    if not any(region_of(script, n) for n in walked(script.tree) if isinstance(n, ast.Call)):
         return
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if not isinstance(node, ast.ClassDef) or not any(
             script.name(b) == "torch.autograd.Function" for b in node.bases
         ):
@@ -134,7 +134,7 @@ def _multiplies(script: Script, method: ast.FunctionDef) -> bool:
         (isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult))
         or (isinstance(n, ast.Call) and PRODUCTS.fullmatch(script.called(n)))
         or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("mm", "matmul", "bmm"))
-        for n in ast.walk(method)
+        for n in walked(method)
     )
 
 

@@ -21,7 +21,7 @@ from halfstep.advise.lint.static.examples import (
 )
 from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
 from halfstep.advise.lint.static.regions import Site, sites
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["LOOP_RULES"]
 
@@ -59,12 +59,12 @@ def _accumulates(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
 
 
 def _cleared_if_finite(script: Script) -> Iterator[Hit]:
-    for node in ast.walk(script.tree) if script.uses_torch else ():
+    for node in walked(script.tree) if script.uses_torch else ():
         if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             continue
-        clears = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _calls(n, "zero_grad")]
-        for choice in [n for n in ast.walk(node) if isinstance(n, ast.If)]:
-            inside = [n for statement in choice.body for n in ast.walk(statement)]
+        clears = [n for n in walked(node) if isinstance(n, ast.Call) and _calls(n, "zero_grad")]
+        for choice in [n for n in walked(node) if isinstance(n, ast.If)]:
+            inside = [n for statement in choice.body for n in walked(statement)]
             test = script.constant(choice.test)
             positive = test is not None and FINITE.search(ast.unparse(test)) and _finite(test)
             if (
@@ -81,7 +81,7 @@ def _finite(test: ast.expr) -> bool:
     """Return whether a condition is true where values are finite."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return "isfinite" not in ast.unparse(test)
-    return "isfinite" in ast.unparse(test) and not any(isinstance(n, ast.Not) for n in ast.walk(test))
+    return "isfinite" in ast.unparse(test) and not any(isinstance(n, ast.Not) for n in walked(test))
 
 
 def _calls(node: ast.AST, method: str) -> bool:
@@ -127,7 +127,7 @@ def _is_training(site: Site) -> bool:
 def _losses(script: Script, function: ast.AST) -> set[str]:
     """Return the names whose backward pass a function runs."""
     found = set()
-    for node in ast.walk(function):
+    for node in walked(function):
         if _calls(node, "backward") and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             loss = node.func.value
             if _calls(loss, "scale") and isinstance(loss, ast.Call) and loss.args:

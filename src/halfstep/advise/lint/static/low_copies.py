@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.regions import sites
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["LOW_COPY_RULES"]
 
@@ -36,7 +36,7 @@ def _low_average(script: Script) -> Iterator[Hit]:
 
 def _is_updated(script: Script, name: str) -> bool:
     """Return whether a loop of the file goes through the parameters of an average, or calls its update."""
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if isinstance(node, (ast.For, ast.AsyncFor)) and f"{name}.parameters()" in ast.unparse(node.iter):
             return True
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -53,11 +53,11 @@ def _is_updated(script: Script, name: str) -> bool:
 def _low_checkpoint(script: Script) -> Iterator[Hit]:
     if not re.search(r"load_state_dict|resume", script.text):
         return
-    for node in ast.walk(script.tree) if script.uses_torch else ():
+    for node in walked(script.tree) if script.uses_torch else ():
         if isinstance(node, ast.Dict):
-            values = [n for value in node.values for n in ast.walk(value) if isinstance(n, ast.Call)]
+            values = [n for value in node.values for n in walked(value) if isinstance(n, ast.Call)]
             if {script.called(n) for n in values} & {f"{optimizer}.state_dict" for optimizer in script.optimizers}:
-                low = [value for value in node.values if any(_lowers(script, n) for n in ast.walk(value))]
+                low = [value for value in node.values if any(_lowers(script, n) for n in walked(value))]
                 if low:
                     texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
                     yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")

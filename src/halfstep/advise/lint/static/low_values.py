@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.numerics import operand
 from halfstep.advise.lint.static.regions import Placed, argument, placed
-from halfstep.advise.lint.static.script import Function, Script
+from halfstep.advise.lint.static.script import Function, Script, walked
 
 __all__ = ["LOW_VALUE_RULES", "PRODUCTS"]
 
@@ -88,7 +88,7 @@ class _Formats:
         if isinstance(statement, ast.Assign):
             form = self.of(statement.value, where)
             for target in statement.targets:
-                for name in ast.walk(target):
+                for name in walked(target):
                     if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                         self.known[name.id] = form if name is target else ""
         elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)) and isinstance(statement.target, ast.Name):
@@ -116,7 +116,7 @@ def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]
     for function in script.functions if script.uses_torch else ():
         formats = _Formats(script, function)
         for where in placed(script, function):
-            yield from ((formats, where, node) for node in ast.walk(where.node) if isinstance(node, ast.expr))
+            yield from ((formats, where, node) for node in walked(where.node) if isinstance(node, ast.expr))
             formats.note(where)
 
 
@@ -186,7 +186,7 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
         outputs: dict[str, tuple[str, int]] = {}  # result of a model in a region -> its format, the region's line
         for where in placed(script, function):
             region, node = where.place.region, where.node
-            for call in [n for n in ast.walk(node) if isinstance(n, ast.Call)]:
+            for call in [n for n in walked(node) if isinstance(n, ast.Call)]:
                 if region is None and not where.place.no_grad and BY_INDEX.fullmatch(_loss(script, call)):
                     first = call.args[0]
                     if isinstance(first, ast.Name) and first.id in outputs:
@@ -197,7 +197,7 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
                         )
             if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for name in [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]:
+                for name in [n.id for target in targets for n in walked(target) if isinstance(n, ast.Name)]:
                     outputs.pop(name, None)
                 if region is not None and region.sure and region.enabled and region.dtype in ("fp16", "bf16"):
                     model = script.called(node.value) if node.value is not None else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.regions import Placed, placed
-from halfstep.advise.lint.static.script import Function, Script
+from halfstep.advise.lint.static.script import Function, Script, walked
 
 __all__ = ["NUMERIC_RULES", "operand"]
 
@@ -24,7 +24,7 @@ def _each(script: Script, *, grad: bool = True) -> Iterator[tuple[Function, Plac
     for function in script.functions if script.uses_torch else ():
         for where in placed(script, function):
             if not (grad and where.place.no_grad):
-                for node in ast.walk(where.node):
+                for node in walked(where.node):
                     if isinstance(node, ast.expr):
                         yield function, where, node
 
@@ -96,7 +96,7 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
         return isinstance(node.op, ast.Sub) and ast.unparse(node.left) in ("1", "1.0")
     if isinstance(node, ast.Call):
         if operand(script, node, "triu") is not None or operand(script, node, "tril") is not None:
-            return not any(_is_infinite(script, n) for n in ast.walk(node) if isinstance(n, ast.expr))
+            return not any(_is_infinite(script, n) for n in walked(node) if isinstance(n, ast.expr))
         cast = isinstance(node.func, ast.Attribute) and node.func.attr in (
             "float",
             "to",
@@ -114,8 +114,8 @@ def _hidden(script: Script) -> Iterator[Hit]:
         if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
             continue
         test, *branches = node.args
-        tested = {ast.unparse(n) for n in ast.walk(test) if isinstance(n, (ast.Name, ast.Attribute))}
-        for inner in [n for branch in branches for n in ast.walk(branch)]:
+        tested = {ast.unparse(n) for n in walked(test) if isinstance(n, (ast.Name, ast.Attribute))}
+        for inner in [n for branch in branches for n in walked(branch)]:
             for name in ("log", "sqrt", "rsqrt"):
                 value = operand(script, inner, name)
                 text = ast.unparse(value) if value is not None else ""
@@ -147,7 +147,7 @@ def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
             continue
         if isinstance(each.statement, ast.Return) and reached and names & _differentiable(each.statement):
             return True
-        for node in ast.walk(each.node):
+        for node in walked(each.node):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
                 if names & _differentiable(node.func.value):
                     return True

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from halfstep.advise.lint.rule import Hit
 from halfstep.advise.lint.static.regions import Place, blocks, entered
-from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in
+from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in, walked
 
 __all__ = ["BACKWARDS", "MANAGERS", "Op", "ends_window", "judged", "paths", "plain"]
 
@@ -141,7 +141,7 @@ def _relevant(script: Script, node: ast.AST) -> bool:
                 return True
         if CLIPPING.fullmatch(script.called(call)) or any(script.name(a) in keys for a in call.args):
             return True
-    return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in ast.walk(node))
+    return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(node))
 
 
 class _Walk:
@@ -220,7 +220,7 @@ class _Walk:
         if not any(_relevant(self.script, statement) for statement in node.body):
             return states
         inner = replace(place, loops=(*place.loops, node))
-        changed = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        changed = {n.id for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for number in range(2):
             if number and len(states) > FEW:
                 break
@@ -247,7 +247,7 @@ class _Walk:
 
     def expression(self, node: ast.AST, state: _State, place: Place) -> None:
         """Note the operations in a statement without blocks, or in an expression."""
-        perhaps = {id(c) for n in ast.walk(node) if isinstance(n, (ast.IfExp, ast.BoolOp)) for c in calls_in(n)}
+        perhaps = {id(c) for n in walked(node) if isinstance(n, (ast.IfExp, ast.BoolOp)) for c in calls_in(n)}
         for call in calls_in(node):
             for op in self.operations(call, state, place):
                 sure = id(call) not in perhaps or op.kind == "escape"
@@ -255,7 +255,7 @@ class _Walk:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
         )
-        if any(isinstance(n, ast.Attribute) and n.attr == "grad" for target in targets for n in ast.walk(target)):
+        if any(isinstance(n, ast.Attribute) and n.attr == "grad" for target in targets for n in walked(target)):
             none = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
             state.ops += (Op("zero" if none else "grads", node, place),)
 
@@ -293,7 +293,7 @@ class _Walk:
                 yield Op("zero", call, place, target=key)
                 return
             if method.endswith("_") and any(
-                isinstance(n, ast.Attribute) and n.attr == "grad" for n in ast.walk(call.func)
+                isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(call.func)
             ):
                 yield Op("grads", call, place)
                 return
@@ -307,7 +307,7 @@ class _Walk:
 
     def scaled_by(self, node: ast.expr, state: _State) -> str:
         """Return the scaler by which a loss is scaled; "" if it is not."""
-        for part in ast.walk(node):
+        for part in walked(node):
             if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
                 if (owner := self.script.name(part.func.value)) in self.script.scalers:
                     return self.versioned(owner, state)
@@ -358,8 +358,8 @@ class _Walk:
                 state.ops += (Op("new_scaler", value, Place(), key),)
 
     def rebind(self, target: ast.expr, state: _State) -> None:
-        keys = {self.script.key(n) for n in ast.walk(target) if isinstance(n, (ast.Name, ast.Attribute))}
-        stored = {n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        keys = {self.script.key(n) for n in walked(target) if isinstance(n, (ast.Name, ast.Attribute))}
+        stored = {n.id for n in walked(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for name in stored:
             state.versions[name] = state.versions.get(name, 0) + 1
         for key in keys:

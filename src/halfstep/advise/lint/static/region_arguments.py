@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.regions import all_sites, argument, region_of
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["REGION_ARGUMENT_RULES"]
 
@@ -64,11 +64,11 @@ def _off(script: Script) -> Iterator[Hit]:
 def _deprecated(script: Script) -> Iterator[Hit]:
     fallback = {
         id(n)
-        for block in ast.walk(script.tree)
+        for block in walked(script.tree)
         if isinstance(block, ast.Try)
-        and "torch.amp" in " ".join(script.called(n) for s in block.body for n in ast.walk(s))
+        and "torch.amp" in " ".join(script.called(n) for s in block.body for n in walked(s))
         for handler in block.handlers
-        for n in ast.walk(handler)
+        for n in walked(handler)
     }
     found: dict[str, list[int]] = {}
     for node in script.calls:

@@ -10,7 +10,7 @@ from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.paths import Op, judged, plain
 from halfstep.advise.lint.static.regions import argument, region_of, sites
-from halfstep.advise.lint.static.script import SCALERS, Script
+from halfstep.advise.lint.static.script import SCALERS, Script, walked
 
 __all__ = ["SCALER_STATE_RULES"]
 
@@ -48,13 +48,13 @@ def _saved_without(script: Script) -> Iterator[Hit]:
     ):
         return
     seen = set()
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if isinstance(node, ast.Call) and script.called(node) == "torch.save" and node.args:
             if (text := ast.unparse(node.args[0])) in seen:
                 continue
             seen.add(text)
             saved = [node.args[0], *(value.node for value in script.assigned.get(script.key(node.args[0]), []))]
-            if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in ast.walk(part)):
+            if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in walked(part)):
                 name = next(iter(script.scalers))
                 yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
 
@@ -75,7 +75,7 @@ def _steps(script: Script) -> bool:
 
 
 def _calls(script: Script, owners: object, method: str) -> list[ast.Call]:
-    return [n for n in ast.walk(script.tree) if isinstance(n, ast.Call) and _is_call(script, n, owners, method)]
+    return [n for n in walked(script.tree) if isinstance(n, ast.Call) and _is_call(script, n, owners, method)]
 
 
 def _is_call(script: Script, node: ast.AST, owners: object, method: str) -> bool:
@@ -88,7 +88,7 @@ def _handed_on(script: Script, pattern: str) -> bool:
     return any(
         re.search(pattern, script.called(node), re.IGNORECASE)
         and any(script.name(a) in script.scalers for a in (*node.args, *(k.value for k in node.keywords)))
-        for node in ast.walk(script.tree)
+        for node in walked(script.tree)
         if isinstance(node, ast.Call)
     )
 
@@ -114,10 +114,10 @@ def _method(call: ast.Call) -> str:
 def _scaler_without(script: Script) -> Iterator[Hit]:
     if re.search(r"float16(?!\w)|\bhalf\b|fp16", script.text.replace("bfloat16", "")):
         return
-    regions = [r for n in ast.walk(script.tree) if isinstance(n, ast.Call) and (r := region_of(script, n)) is not None]
+    regions = [r for n in walked(script.tree) if isinstance(n, ast.Call) and (r := region_of(script, n)) is not None]
     if not regions or any(region.dtype != "bf16" for region in regions):
         return
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if isinstance(node, ast.Call) and SCALERS.fullmatch(script.called(node)) and "torch" in script.called(node):
             enabled = argument(node, None, "enabled")
             if not node.args[1:] and (enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)):
@@ -132,7 +132,7 @@ def _penalty(script: Script) -> Iterator[Hit]:
         for call in calls:
             if script.called(call) == "torch.autograd.grad":
                 outputs = script.constant(argument(call, 0, "outputs"))
-                for node in ast.walk(outputs) if outputs is not None else ():
+                for node in walked(outputs) if outputs is not None else ():
                     if isinstance(node, ast.Call) and _is_call(script, node, script.scalers, "scale"):
                         yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
 

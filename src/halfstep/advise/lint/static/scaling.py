@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["SCALING_RULES"]
 
@@ -121,10 +121,10 @@ def _second_step(path: Sequence[Op]) -> Verdict:
 
 
 def _forgotten_scale(script: Script) -> Iterator[Hit]:
-    scales = [n for n in ast.walk(script.tree) if isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss")]
+    scales = [n for n in walked(script.tree) if isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss")]
     dropped = [
         node.value
-        for node in ast.walk(script.tree)
+        for node in walked(script.tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.func in scales
     ]
     for call in dropped:
@@ -172,7 +172,7 @@ def _update_between(path: Sequence[Op]) -> Verdict:
 
 
 def _closure(script: Script) -> Iterator[Hit]:
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
             if script.scalers.get(owner := script.name(node.func.value)) == "torch":
                 named = any(keyword.arg == "closure" for keyword in node.keywords)

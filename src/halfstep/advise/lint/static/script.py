@@ -11,12 +11,12 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from halfstep.errors import LintError
 
-__all__ = ["FORMATS", "Function", "Script", "calls_in"]
+__all__ = ["FORMATS", "Function", "Script", "calls_in", "walked"]
 
 Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -35,6 +35,12 @@ FORMATS = {
     "torch.float": "fp32", "torch.float64": "fp64", "torch.double": "fp64",
 }  # fmt: skip
 """torch's names of formats -> this package's."""
+
+
+@lru_cache(maxsize=16384)
+def walked(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return a node and all nodes below it; rules walk through the same ones again and again."""
+    return tuple(ast.walk(node))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +119,7 @@ class Script:
     def imports(self) -> dict[str, str]:
         """Name in the file -> the module or object it was imported as; the first import of a name counts."""
         found: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     root = alias.name.partition(".")[0]
@@ -151,7 +157,7 @@ class Script:
     def assigned(self) -> dict[str, list[Value]]:
         """Name or attribute -> every value that the file assigns to it."""
         found: dict[str, list[Value]] = {}
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Assign):
                 pairs = [(target, node.value) for target in node.targets]
             elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
@@ -186,11 +192,11 @@ class Script:
             return node
         values = [
             n.value
-            for n in ast.walk(function.node)
+            for n in walked(function.node)
             if isinstance(n, ast.Assign)
-            and any(isinstance(t, ast.Name) and t.id == node.id for target in n.targets for t in ast.walk(target))
+            and any(isinstance(t, ast.Name) and t.id == node.id for target in n.targets for t in walked(target))
         ]
-        stores = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == node.id]
+        stores = [n for n in walked(function.node) if isinstance(n, ast.Name) and n.id == node.id]
         stores = [n for n in stores if isinstance(n.ctx, ast.Store)]
         return values[0] if len(values) == len(stores) == 1 and not isinstance(values[0], ast.Tuple) else node
 
@@ -214,7 +220,7 @@ class Script:
     @cached_property
     def calls(self) -> list[ast.Call]:
         """Every call of the file."""
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return [node for node in walked(self.tree) if isinstance(node, ast.Call)]
 
     # ------------------------------------------------------------------ functions
 
@@ -222,8 +228,8 @@ class Script:
     def functions(self) -> list[Function]:
         """The top level, then every function and method."""
         found = [Function("", self.tree)]
-        owners = {id(m): c.name for c in ast.walk(self.tree) if isinstance(c, ast.ClassDef) for m in c.body}
-        for node in ast.walk(self.tree):
+        owners = {id(m): c.name for c in walked(self.tree) if isinstance(c, ast.ClassDef) for m in c.body}
+        for node in walked(self.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 found.append(Function(node.name, node, owners.get(id(node), "")))
         return found
@@ -232,7 +238,7 @@ class Script:
     def mentions(self) -> dict[str, set[str]]:
         """Name of a function of the file -> the names and attributes that its body mentions."""
         return {
-            f.name: {self.name(n) for n in ast.walk(f.node) if isinstance(n, (ast.Name, ast.Attribute))}
+            f.name: {self.name(n) for n in walked(f.node) if isinstance(n, (ast.Name, ast.Attribute))}
             for f in self.functions
             if f.name
         }
@@ -254,7 +260,7 @@ class Script:
             elif any(value.index == 2 and self.called(value.node) == "halfstep.prepare" for value in values):
                 found[key] = "halfstep"
         strangers = {key for key, values in self.assigned.items() if key not in found and any(map(self._calls, values))}
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if (
                 isinstance(node, ast.arg)
                 and node.annotation is not None
@@ -307,7 +313,7 @@ class Script:
             for key, values in self.assigned.items()
             if any(OPTIMIZERS.fullmatch(name) for value in values for name in self._made(value))
         }
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner, method = self.name(node.func.value), node.func.attr
                 if method in ("step", "unscale_") and owner in self.scalers and node.args:
@@ -351,7 +357,7 @@ class Script:
             for key, values in self.assigned.items()
             if any(SCHEDULERS.fullmatch(name) for value in values for name in self._made(value))
         }
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
                 if SCHEDULER_NAME.search(owner := self.name(node.func.value)):
                     found.add(owner)
