@@ -315,7 +315,9 @@ def choose(
     race.run(names, EAGER_ROUNDS)
     eager = best = race.best()
     if wish is None and best:
-        others = sorted((n for n in names if n != eager and n not in race.dropped), key=lambda n: race.times_over(n, eager))
+        others = sorted(
+            (n for n in names if n != eager and n not in race.dropped), key=lambda n: race.times_over(n, eager)
+        )
         spent = 0.0
         for name in (eager, *others[:1]):
             if not pays(nodes, trials[eager].seconds, spent):
@@ -396,7 +398,9 @@ def concluded(race: Race, best: str, eager: str, device: str, seconds: float, ca
     """
     timed = [name for name in race.times if name not in race.dropped]
     base = timed[0] if timed[0].removesuffix(COMPILED) == FP32 else best
-    ratios = {name: race.ratio(name, base) or _product(race.ratio(name, eager), race.ratio(eager, base)) for name in timed}
+    ratios = {
+        name: race.ratio(name, base) or _product(race.ratio(name, eager), race.ratio(eager, base)) for name in timed
+    }
     policy, compiled = Policy.of(POLICIES[best.removesuffix(COMPILED)]), best.endswith(COMPILED)
     own = ratios[best]
     of_base = "" if best == base else f"{own.median:.2f} of {base} ({own.low:.2f} to {own.high:.2f}), "

@@ -61,7 +61,10 @@ class Ground:
         self._attributes = [(vars(module), dict(vars(module))) for module in self._modules]
         held: list[Any] = [value for values, _ in self._attributes for value in values.values()]
         self._containers = [(value, value.copy()) for value in held if type(value) in CONTAINERS]
-        found = [*held, *(one for value, _ in self._containers if type(value) in CONTAINERS[:2] for one in value.values())]
+        found = [
+            *held,
+            *(one for value, _ in self._containers if type(value) in CONTAINERS[:2] for one in value.values()),
+        ]
         tensors = {id(t): t for t in found if isinstance(t, Tensor) and t.grad_fn is None and not t.is_inference()}
         self._tensors = [(tensor, tensor.data) for tensor in tensors.values()]
         self._gradients = [(p, p.grad) for p in model.parameters()]
