@@ -225,3 +225,38 @@ def run(
     raise typer.Exit(
         run_under_policy(policy, script, args or ()) if policy else run_script(script, args or (), force=force)
     )
+
+
+@app.command()
+def lint(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="A .py file, a folder, path/to/file.py:function, which returns an hs.Task (its file is read, and one "
+            "step of it traced), or lenet5, resnet, gpt.",
+        ),
+    ] = None,
+    policy: PolicyLabel = "mixed",
+    severity: Annotated[
+        str, typer.Option("--severity", help="The least severity for exit code 1: note, warning or error.")
+    ] = "warning",
+    ignore: Annotated[str, typer.Option("--ignore", help="Codes of rules to leave out, with commas.")] = "",
+    explain: Annotated[str, typer.Option("--explain", help="Show a rule with an example, such as HS001.")] = "",
+    json: Json = None,
+    sarif: Annotated[
+        Path | None, typer.Option("--sarif", help="Write the findings to this file as editors and code hosts read it.")
+    ] = None,
+) -> None:
+    """Find mistakes of mixed precision in scripts and tasks, before they run.
+
+    Scripts are read and not run. A line's comment `# halfstep: ignore[HS012]` silences that rule there.
+    """
+    from halfstep.cli.lint import run_lint
+
+    codes = [code.strip() for code in ignore.split(",") if code.strip()]
+    code = run_lint(
+        targets or (), policy=policy, severity=severity, ignore=codes, explain=explain, json_path=json,
+        sarif_path=sarif,
+    )  # fmt: skip
+    raise typer.Exit(code)

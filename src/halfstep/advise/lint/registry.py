@@ -19,21 +19,13 @@ from halfstep.errors import LintError, did_you_mean
 
 __all__ = ["RULES", "rule_of"]
 
+STATIC_RULES = (
+    *FILE_RULES, *SCALING_RULES, *SCALER_STATE_RULES, *AUTOCASTING_RULES, *WEIGHT_RULES, *LOOP_RULES, *NUMERIC_RULES,
+    *LOW_VALUE_RULES,
+)  # fmt: skip
+
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        rule.code: rule
-        for rule in (
-            *FILE_RULES,
-            *SCALING_RULES,
-            *SCALER_STATE_RULES,
-            *AUTOCASTING_RULES,
-            *WEIGHT_RULES,
-            *LOOP_RULES,
-            *NUMERIC_RULES,
-            *LOW_VALUE_RULES,
-            *TRACED_RULES,
-        )
-    }
+    {rule.code: rule for rule in sorted((*STATIC_RULES, *TRACED_RULES), key=lambda rule: rule.code)}
 )
 """Code -> rule, in the order of codes; static rules (HS001 on), then traced ones (HS101 on)."""
 
@@ -45,5 +37,6 @@ def rule_of(code: str) -> Rule:
         LintError: there is none.
     """
     if code.upper() not in RULES:
-        raise LintError(f"unknown rule {code!r}{did_you_mean(code.upper(), RULES)}; there are {', '.join(RULES)}")
+        first, *_, last = RULES
+        raise LintError(f"unknown rule {code!r}{did_you_mean(code.upper(), RULES)}; there are {first} to {last}")
     return RULES[code.upper()]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from halfstep.advise.lint.registry import RULES
-from halfstep.advise.lint.rule import SEVERITIES, Hit, LintFinding
+from halfstep.advise.lint.registry import RULES, rule_of
+from halfstep.advise.lint.rule import Hit, LintFinding
 from halfstep.advise.lint.static.script import Script
 from halfstep.advise.lint.traced import check_task
-from halfstep.errors import LintError, did_you_mean
-from halfstep.tasks import Task, load_task
+from halfstep.errors import LintError
+from halfstep.policy import Policy
+from halfstep.tasks import Task, load_task, task_names
 
 __all__ = ["lint", "python_files"]
 
@@ -22,32 +24,39 @@ LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-pack
 """Folders below a target that hold other people's code; those whose name begins with a dot are left out too."""
 
 
-def lint(target: str | Path | Task, *, severity: str = "note") -> list[LintFinding]:
+def lint(
+    target: str | Path | Task, *, policy: Policy | str | Path = "mixed", ignore: Iterable[str] = ()
+) -> list[LintFinding]:
     """Find mistakes of mixed precision before a run.
 
     Args:
         target: a Python file or a folder of them, which are read and not run; ``path/to/file.py:function``, whose file
-            is read and whose `hs.Task` is traced for one step; or an `hs.Task`.
-        severity: the least severity to return: "note" for all, "warning" or "error".
+            is read and whose `hs.Task` is traced for one step; an `hs.Task`, or the name of one of halfstep's.
+        policy: what a task is traced under.
+        ignore: codes of rules to leave out.
 
     Returns:
-        The findings, by file and line. A line's ``# halfstep: ignore[HS012]`` takes out its findings of that rule.
+        The findings, by file and line; paths below the current folder are relative to it. A line's
+        ``# halfstep: ignore[HS012]`` takes out its findings of that rule.
 
     Raises:
-        LintError: no such file or folder, a file that is no Python, or an unknown severity.
+        LintError: no such file or folder, a file that is no Python, or an unknown code.
         TaskError: the function does not exist, raises, or returns no hs.Task.
+        PolicyError: no such policy.
     """
-    if severity not in SEVERITIES:
-        raise LintError(f"severity {severity!r}{did_you_mean(severity, SEVERITIES)}; expected {', '.join(SEVERITIES)}")
+    left_out = {rule_of(code).code for code in ignore}
     if isinstance(target, Task):
-        found = check_task(target)
+        found = check_task(target, policy)
+    elif str(target) in task_names() and not Path(target).exists():
+        found = check_task(load_task(str(target)), policy)
     elif _is_function(str(target)):
         path = Path(str(target).rpartition(":")[0])
-        found = [*_in_file(path), *check_task(load_task(str(target)))]
+        task = load_task(str(target))
+        found = [*_in_file(path), *check_task(task, policy)]
     else:
         files = python_files(Path(target))
         found = [finding for file in files for finding in _in_file(file, among=len(files))]
-    kept = [f for f in found if SEVERITIES.index(f.severity) <= SEVERITIES.index(severity) and not _ignored(f)]
+    kept = [_relative(f) for f in found if f.code not in left_out and not _ignored(f)]
     return sorted(dict.fromkeys(kept), key=lambda f: (f.file, f.line, f.code))
 
 
@@ -64,7 +73,8 @@ def python_files(path: Path) -> list[Path]:
         return files
     if not path.exists():
         raise LintError(
-            f"target {str(path)!r} does not exist; expected a .py file, a folder or path/to/file.py:function"
+            f"target {str(path)!r} does not exist; expected a .py file, a folder, path/to/file.py:function "
+            f"or one of {', '.join(task_names())}"
         )
     if path.suffix == ".ipynb":
         raise LintError(f"{str(path)!r} is a notebook; `jupyter nbconvert --to script {path}` makes a .py file of it")
@@ -94,6 +104,13 @@ def _in_file(path: Path, among: int = 1) -> Iterator[LintFinding]:
     for rule in RULES.values():
         if not rule.traced:
             yield from (rule.finding(hit, str(path)) for hit in rule.check(script))
+
+
+def _relative(finding: LintFinding) -> LintFinding:
+    path = Path(finding.file)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        return dataclasses.replace(finding, file=str(path.relative_to(Path.cwd())))
+    return finding
 
 
 def _ignored(finding: LintFinding) -> bool:

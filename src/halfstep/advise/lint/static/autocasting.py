@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UPDATE, ZERO, loop
+from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.low_values import PRODUCTS
 from halfstep.advise.lint.static.paths import MANAGERS
 from halfstep.advise.lint.static.regions import Region, Site, argument, region_of, sites
@@ -15,10 +15,8 @@ from halfstep.advise.lint.static.script import Script
 
 __all__ = ["AUTOCASTING_RULES"]
 
-DEVICE_TYPES = frozenset(
-    "cpu cuda ipu xpu mkldnn opengl opencl ideep hip ve fpga maia xla lazy vulkan mps meta hpu mtia privateuseone".split()
-)
-"""The device types that torch accepts."""
+NO_DEVICE_TYPES = frozenset({"gpu", "nvidia", "tpu", "rocm"})
+"""Words that no torch takes for a device type; a build may have types of its own, such as npu."""
 
 DEPRECATED = re.compile(
     r"torch\.(cuda|cpu)\.amp\.(autocast|GradScaler|custom_fwd|custom_bwd)|torch\.cuda\.amp\.\w+\.GradScaler"
@@ -104,7 +102,7 @@ def _device(script: Script) -> Iterator[Hit]:
         value = script.constant(device)
         if device is None and not any(keyword.arg is None for keyword in region.node.keywords) and not region.node.args:
             yield Hit(region.node.lineno, "torch.autocast is given no device type")
-        elif region.device and region.device.partition(":")[0] not in DEVICE_TYPES:
+        elif region.device.lower().partition(":")[0] in NO_DEVICE_TYPES or region.device != region.device.lower():
             yield Hit(region.node.lineno, f"torch has no device type {region.device!r}")
         elif value is not None and script.called(value) == "torch.device":
             yield Hit(region.node.lineno, f"`{ast.unparse(device)}` is a torch.device, and autocast takes its `.type`")
@@ -170,9 +168,26 @@ def _replicas(script: Script) -> Iterator[Hit]:
 
 
 def _deprecated(script: Script) -> Iterator[Hit]:
+    fallback = {
+        id(n)
+        for block in ast.walk(script.tree)
+        if isinstance(block, ast.Try)
+        and "torch.amp" in " ".join(script.called(n) for s in block.body for n in ast.walk(s))
+        for handler in block.handlers
+        for n in ast.walk(handler)
+    }
+    found: dict[str, list[int]] = {}
     for node in ast.walk(script.tree):
-        if isinstance(node, ast.Call) and DEPRECATED.fullmatch(name := script.called(node)):
-            yield Hit(node.lineno, f"`{name}` is deprecated")
+        if (
+            isinstance(node, ast.Call)
+            and DEPRECATED.fullmatch(name := script.called(node))
+            and id(node) not in fallback
+        ):
+            found.setdefault(name, []).append(node.lineno)
+    for name, lines in found.items():
+        first, *more = sorted(set(lines))
+        also = f", also in line{'s' * (len(more) > 1)} {', '.join(map(str, more))}" if more else ""
+        yield Hit(first, f"`{name}` is deprecated{also}")
 
 
 def _function(script: Script) -> Iterator[Hit]:

@@ -100,7 +100,7 @@ def _ends_window(op: Op) -> bool:
 def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         inner = {s.place.loops[-1] for s in sites(script, function) if s.place.loops and _is_training(s)}
-        losses = _losses(script, function.node)
+        losses, seen = _losses(script, function.node), set()
         for site in sites(script, function):
             if not site.place.loops or site.place.loops[-1] not in inner or site.place.branches or site.place.no_grad:
                 continue
@@ -109,7 +109,8 @@ def _waits(script: Script) -> Iterator[Hit]:
             if script.called(call) == "float" and call.args:
                 value = call.args[0]
             name = script.name(value) if value is not None else ""
-            if name in losses:
+            if name in losses and (name, site.place.loops[-1]) not in seen:
+                seen.add((name, site.place.loops[-1]))
                 yield Hit(call.lineno, f"`{ast.unparse(call)}` waits for the device in every step")
 
 
@@ -140,15 +141,13 @@ def _own_step(script: Script) -> Iterator[Hit]:
 
 
 def _stepped_beside(script: Script, step: str, optimizer: str) -> Iterator[Hit]:
-    for function in script.functions:
-        for each in ast.walk(function.node):
-            if not isinstance(each, (ast.For, ast.AsyncFor, ast.While)):
-                continue
-            calls = [n for n in ast.walk(each) if isinstance(n, ast.Call)]
-            if any(script.called(c) == step for c in calls):
-                for call in calls:
-                    if optimizer and script.called(call) == f"{optimizer}.step":
-                        yield Hit(call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
+    for function in script.functions if optimizer else ():
+        calls = [site for site in sites(script, function) if site.place.loops]
+        steps = [site.place for site in calls if script.called(site.call) == step]
+        for site in calls:
+            beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
+            if beside and script.called(site.call) == f"{optimizer}.step":
+                yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
 
 
 LOOP_RULES = (

@@ -120,12 +120,39 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
 
 
 def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
-    """Return whether gradients flow through a place: in a forward, a loss function, or a value with a backward pass."""
-    if function.name == "forward" or "loss" in function.name.lower():
-        return True
-    targets = {t.id for t in getattr(where.statement, "targets", ()) if isinstance(t, ast.Name)}
-    text = ast.unparse(function.node) if targets else ""
-    return any(re.search(rf"(\b{target}|scale\({target}\))\.backward\(", text) for target in targets)
+    """Return whether gradients flow through a statement: its value reaches a result of a forward or of a loss function,
+    or a backward pass.
+    """
+    if isinstance(where.statement, ast.Return):
+        return function.name == "forward" or "loss" in function.name.lower()
+    names = {t.id for t in getattr(where.statement, "targets", ()) if isinstance(t, ast.Name)}
+    reached = function.name == "forward" or "loss" in function.name.lower()
+    for each in placed(script, function):
+        if each.node is where.node or each.statement.lineno < where.statement.lineno:
+            continue
+        if isinstance(each.statement, ast.Return) and reached and names & _differentiable(each.statement):
+            return True
+        for node in ast.walk(each.node):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+                if names & _differentiable(node.func.value):
+                    return True
+        if isinstance(each.node, (ast.Assign, ast.AugAssign)) and names & _differentiable(each.node.value):
+            targets = each.node.targets if isinstance(each.node, ast.Assign) else [each.node.target]
+            names |= {t.id for t in targets if isinstance(t, ast.Name)}
+    return False
+
+
+def _differentiable(node: ast.AST) -> set[str]:
+    """Return the names through which an expression has gradients: not those in comparisons or behind .item()."""
+    if isinstance(node, ast.Compare):
+        return set()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (
+        "item", "detach", "numpy", "tolist", "argmax",
+    ):  # fmt: skip
+        return set()
+    if isinstance(node, ast.Name):
+        return {node.id}
+    return set().union(*map(_differentiable, ast.iter_child_nodes(node)))
 
 
 def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bool:

@@ -22,9 +22,12 @@ __all__ = ["BACKWARDS", "MANAGERS", "Op", "judged", "paths", "plain"]
 LIMIT = 256
 """The most paths of a function; one with more is left undecided."""
 
+FEW = 16
+"""A loop with more paths than this runs once."""
+
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
-METHODS = frozenset({"backward", "step", "update", "unscale_", "scale", "zero_grad", "first_step", "second_step"})
+METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
 MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
 HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasattr|getattr|type|id|float|str|.*log\w*")
 VARYING = re.compile(r"[%<>]|==|!=|\(")
@@ -123,7 +126,10 @@ def _relevant(script: Script, node: ast.AST) -> bool:
     keys = script.scalers.keys() | script.optimizers
     for call in calls_in(node):
         if isinstance(call.func, ast.Attribute):
-            if call.func.attr in METHODS or (call.func.attr == "item" and script.keeps_scaled):
+            method, owner = call.func.attr, script.name(call.func.value)
+            if method in ("backward", "zero_grad", "unscale_") or (method == "item" and script.keeps_scaled):
+                return True
+            if method in METHODS and (owner in keys or owner in script.schedulers):
                 return True
         if CLIPPING.fullmatch(script.called(call)) or any(script.name(a) in keys for a in call.args):
             return True
@@ -204,23 +210,32 @@ class _Walk:
         return found
 
     def loop(self, node: ast.For | ast.AsyncFor | ast.While, states: list[_State], place: Place) -> list[_State]:
-        """Run a loop's body twice."""
+        """Run a loop's body twice; once if that makes many paths of it."""
         if not any(_relevant(self.script, statement) for statement in node.body):
             return states
         inner = replace(place, loops=(*place.loops, node))
         changed = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        for _ in range(2):
+        for number in range(2):
+            if number and len(states) > FEW:
+                break
             for state in states:
                 if not state.ended:
                     state.ops += (Op("iteration", node, inner),)
-                    for text in [text for text in state.known if VARYING.search(text) or _names(text) & changed]:
-                        del state.known[text]
+                    self.vary(state, changed)
                     if not isinstance(node, ast.While):
                         self.rebind(node.target, state)
             states = self.block(node.body, states, inner)
             for state in states:
                 state.ended = state.ended if state.ended == "function" else ""
+                self.vary(state, changed)
+            states = list({state.identity(): state for state in states}.values())
         return states
+
+    @staticmethod
+    def vary(state: _State, changed: set[str]) -> None:
+        """Forget the conditions that may have another truth in the next iteration."""
+        for text in [text for text in state.known if VARYING.search(text) or _names(text) & changed]:
+            del state.known[text]
 
     # ------------------------------------------------------------------ expressions
 

@@ -43,10 +43,14 @@ def _saved_without(script: Script) -> Iterator[Hit]:
         or _handed_on(script, r"save|checkpoint|ckpt")
     ):
         return
+    seen = set()
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Call) and script.called(node) == "torch.save" and node.args:
-            saved = script.constant(node.args[0])
-            if saved is not None and any(_is_call(script, n, script.optimizers, "state_dict") for n in ast.walk(saved)):
+            if (text := ast.unparse(node.args[0])) in seen:
+                continue
+            seen.add(text)
+            saved = [node.args[0], *(value.node for value in script.assigned.get(script.key(node.args[0]), []))]
+            if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in ast.walk(part)):
                 name = next(iter(script.scalers))
                 yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
 

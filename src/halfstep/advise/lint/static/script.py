@@ -23,7 +23,8 @@ Body = Union[ast.Module, ast.FunctionDef, ast.AsyncFunctionDef]
 
 SCALERS = re.compile(r"(torch\..*|halfstep)\.(Sharded)?GradScaler")
 OPTIMIZERS = re.compile(
-    r"torch\.optim\.(\w+\.)?[A-Z]\w+|(.*\.)?(Fused|Distributed)?(Adam|AdamW|SGD|Adafactor|Lion|RMSprop)"
+    r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w+"
+    r"|(.*\.)?(Fused|Distributed)?(Adam|AdamW|SGD|Adafactor|Lion|RMSprop)"
 )
 OPTIMIZER_NAME = re.compile(r"(^|[._])(optim|optimizers?|opt)(_\w+|\d*)?$|_optim(izer)?$", re.IGNORECASE)
 SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.[A-Z]\w+|(.*\.)?get_\w*schedule\w*")
@@ -298,7 +299,11 @@ class Script:
                 owner, method = self.name(node.func.value), node.func.attr
                 if method in ("step", "unscale_") and owner in self.scalers and node.args:
                     found.add(self.key(node.args[0]))
-                elif method in ("step", "zero_grad") and OPTIMIZER_NAME.search(owner) and owner not in self.schedulers:
+                elif (
+                    method in ("step", "zero_grad", "state_dict", "load_state_dict")
+                    and OPTIMIZER_NAME.search(owner)
+                    and owner not in self.schedulers
+                ):
                     found.add(owner)
         return found
 

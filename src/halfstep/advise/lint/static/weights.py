@@ -249,6 +249,25 @@ def _is_updated(script: Script, name: str) -> bool:
     return False
 
 
+def _low_checkpoint(script: Script) -> Iterator[Hit]:
+    if not re.search(r"load_state_dict|resume", script.text):
+        return
+    for node in ast.walk(script.tree) if script.uses_torch else ():
+        if isinstance(node, ast.Dict):
+            values = [n for value in node.values for n in ast.walk(value) if isinstance(n, ast.Call)]
+            if any(
+                script.called(n).rpartition(".")[::2] in {(o, "state_dict") for o in script.optimizers} for n in values
+            ):
+                low = [v for v in node.values if any(isinstance(n, ast.Call) and _is_lowered(n) for n in ast.walk(v))]
+                if low:
+                    texts = " and ".join(f"`{ast.unparse(value)}`" for value in low)
+                    yield Hit(low[0].lineno, f"{texts} beside the optimizer's state")
+
+
+def _is_lowered(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in LOW_METHODS and not call.args
+
+
 def _trains(*lines: str) -> str:
     """Return a script that makes a model by these lines and trains it in fp16 or bf16."""
     made = "\n".join(["import torch", "", "model = Net().cuda()", *lines])
@@ -327,5 +346,18 @@ WEIGHT_RULES = (
         good="import copy, torch\n\nema = copy.deepcopy(model)\nfor x, y in loader:\n    train(model, x, y)\n"
         "    for average, p in zip(ema.parameters(), model.parameters()):\n        average.lerp_(p, 0.001)",
         check=_low_average,
+    ),
+    Rule(
+        code="HS048",
+        severity="warning",
+        title="a checkpoint of rounded weights",
+        why="A run that goes on from it starts from weights rounded to the low format, and is not the one that was "
+        "interrupted; what a small learning rate has added is lost.",
+        fix="Save fp32 weights beside the optimizer's state, and low ones in a file of their own.",
+        bad="import torch\n\nif resume:\n    optimizer.load_state_dict(torch.load('last.pt')['optimizer'])\n"
+        "torch.save({'model': copy(model).half(), 'optimizer': optimizer.state_dict()}, 'last.pt')",
+        good="import torch\n\nif resume:\n    optimizer.load_state_dict(torch.load('last.pt')['optimizer'])\n"
+        "torch.save({'model': copy(model), 'optimizer': optimizer.state_dict()}, 'last.pt')",
+        check=_low_checkpoint,
     ),
 )  # fmt: skip
