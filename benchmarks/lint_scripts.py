@@ -50,7 +50,7 @@ def found_in(script: dict[str, Any], repos: Path) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / Path(script["path"]).name
         path.write_bytes(shown.stdout)
-        for finding in lint(path, severity="note"):
+        for finding in lint(path):
             yield {
                 "repository": script["repository"],
                 "path": script["path"],
