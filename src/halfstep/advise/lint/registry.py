@@ -9,8 +9,11 @@ from halfstep.advise.lint.rule import Rule
 from halfstep.advise.lint.static.autocasting import AUTOCASTING_RULES
 from halfstep.advise.lint.static.files import FILE_RULES
 from halfstep.advise.lint.static.loops import LOOP_RULES
+from halfstep.advise.lint.static.low_copies import LOW_COPY_RULES
 from halfstep.advise.lint.static.low_values import LOW_VALUE_RULES
 from halfstep.advise.lint.static.numerics import NUMERIC_RULES
+from halfstep.advise.lint.static.optimizers import OPTIMIZER_RULES
+from halfstep.advise.lint.static.region_arguments import REGION_ARGUMENT_RULES
 from halfstep.advise.lint.static.scaler_state import SCALER_STATE_RULES
 from halfstep.advise.lint.static.scaling import SCALING_RULES
 from halfstep.advise.lint.static.weights import WEIGHT_RULES
@@ -20,8 +23,8 @@ from halfstep.errors import LintError, did_you_mean
 __all__ = ["RULES", "rule_of"]
 
 STATIC_RULES = (
-    *FILE_RULES, *SCALING_RULES, *SCALER_STATE_RULES, *AUTOCASTING_RULES, *WEIGHT_RULES, *LOOP_RULES, *NUMERIC_RULES,
-    *LOW_VALUE_RULES,
+    *FILE_RULES, *SCALING_RULES, *SCALER_STATE_RULES, *AUTOCASTING_RULES, *REGION_ARGUMENT_RULES, *WEIGHT_RULES,
+    *OPTIMIZER_RULES, *LOW_COPY_RULES, *LOOP_RULES, *NUMERIC_RULES, *LOW_VALUE_RULES,
 )  # fmt: skip
 
 RULES: Mapping[str, Rule] = MappingProxyType(

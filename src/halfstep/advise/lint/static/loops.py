@@ -7,16 +7,26 @@ import re
 from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.paths import BACKWARDS, Op, judged, plain
+from halfstep.advise.lint.static.examples import (
+    BACKWARD,
+    CLIP,
+    FORWARD,
+    FORWARD_BF16,
+    SCALED,
+    STEP,
+    UNSCALE,
+    UPDATE,
+    ZERO,
+    loop,
+)
+from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
 from halfstep.advise.lint.static.regions import Site, sites
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["LOOP_RULES"]
 
 CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
 FINITE = re.compile(r"isfinite|isnan|isinf")
-WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 OWN_LOOPS = re.compile(r"accelerat|deepspeed|lightning|fabric|colossal", re.IGNORECASE)
 """Words in a file whose loop another library runs: what it clears and when it steps is not in the file."""
 
@@ -49,12 +59,12 @@ def _accumulates(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
 
 
 def _cleared_if_finite(script: Script) -> Iterator[Hit]:
-    for node in ast.walk(script.tree) if script.uses_torch else ():
+    for node in walked(script.tree) if script.uses_torch else ():
         if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             continue
-        clears = [n for n in ast.walk(node) if _calls(n, "zero_grad")]
-        for choice in [n for n in ast.walk(node) if isinstance(n, ast.If)]:
-            inside = [n for statement in choice.body for n in ast.walk(statement)]
+        clears = [n for n in walked(node) if isinstance(n, ast.Call) and _calls(n, "zero_grad")]
+        for choice in [n for n in walked(node) if isinstance(n, ast.If)]:
+            inside = [n for statement in choice.body for n in walked(statement)]
             test = script.constant(choice.test)
             positive = test is not None and FINITE.search(ast.unparse(test)) and _finite(test)
             if (
@@ -71,7 +81,7 @@ def _finite(test: ast.expr) -> bool:
     """Return whether a condition is true where values are finite."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return "isfinite" not in ast.unparse(test)
-    return "isfinite" in ast.unparse(test) and not any(isinstance(n, ast.Not) for n in ast.walk(test))
+    return "isfinite" in ast.unparse(test) and not any(isinstance(n, ast.Not) for n in walked(test))
 
 
 def _calls(node: ast.AST, method: str) -> bool:
@@ -80,7 +90,7 @@ def _calls(node: ast.AST, method: str) -> bool:
 
 def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
     clipped: dict[ast.AST, bool] = {}  # a clip since the last step -> whether a backward pass followed it
-    stepping = any(op.kind in ("step", "scaler_step") and _ends_window(op) for op in path)
+    stepping = any(op.kind in ("step", "scaler_step") and ends_window(op) for op in path)
     for op in path:
         if op.kind == "clip" and stepping:
             again = clipped.get(op.call, False)
@@ -91,10 +101,6 @@ def _clip_in_micro_batch(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
             clipped = dict.fromkeys(clipped, True)
         elif op.kind in ("step", "scaler_step", "zero", "escape"):
             clipped = {}
-
-
-def _ends_window(op: Op) -> bool:
-    return any(isinstance(b, ast.If) and WINDOW.search(ast.unparse(b.test)) for b in op.place.branches)
 
 
 def _waits(script: Script) -> Iterator[Hit]:
@@ -121,7 +127,7 @@ def _is_training(site: Site) -> bool:
 def _losses(script: Script, function: ast.AST) -> set[str]:
     """Return the names whose backward pass a function runs."""
     found = set()
-    for node in ast.walk(function):
+    for node in walked(function):
         if _calls(node, "backward") and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             loss = node.func.value
             if _calls(loss, "scale") and isinstance(loss, ast.Call) and loss.args:
@@ -150,13 +156,15 @@ def _stepped_beside(script: Script, step: str, optimizer: str) -> Iterator[Hit]:
                 yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")
 
 
+LAST = "if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()"
+
 LOOP_RULES = (
     Rule(
         code="HS034",
         severity="error",
         title="gradients are never cleared",
-        why="All gradients since the start are summed. After the first overflow they stay inf, every step is skipped, and "
-        "the loss scale falls to 0.",
+        why="All gradients since the start are summed. After the first overflow they stay inf, every step is "
+        "skipped, and the loss scale falls to 0.",
         fix="Call `optimizer.zero_grad()` after each step.",
         bad=loop(FORWARD, SCALED, STEP, UPDATE),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -169,11 +177,11 @@ LOOP_RULES = (
         why="A gradient that is not finite stays, and every later sum is not finite either: no step runs again.",
         fix="Call `zero_grad()` outside of the condition.",
         bad=loop(
-            FORWARD.replace("float16", "bfloat16"), BACKWARD, "norm = " + CLIP,
+            FORWARD_BF16, BACKWARD, "norm = " + CLIP,
             "if torch.isfinite(norm):\n        optimizer.step()\n        optimizer.zero_grad()", before="",
         ),
         good=loop(
-            FORWARD.replace("float16", "bfloat16"), BACKWARD, "norm = " + CLIP,
+            FORWARD_BF16, BACKWARD, "norm = " + CLIP,
             "if torch.isfinite(norm):\n        optimizer.step()", ZERO, before="",
         ),
         check=_cleared_if_finite,
@@ -182,20 +190,19 @@ LOOP_RULES = (
         code="HS036",
         severity="warning",
         title="clipping in every micro-batch",
-        why="The sum of the micro-batches before is clipped again and again, so early ones count for less; with a loss scale "
-        "the second `unscale_` of a window raises.",
+        why="The sum of the micro-batches before is clipped again and again, so early ones count for less; with a "
+        "loss scale the second `unscale_` of a window raises.",
         fix="Unscale and clip once, in the micro-batch that ends the window.",
-        bad=loop(FORWARD.replace("float16", "bfloat16"), BACKWARD, CLIP, before="").replace("for x, y in", "for i, (x, y) in")
-        + "\n    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()",
-        good=loop(FORWARD.replace("float16", "bfloat16"), BACKWARD, before="").replace("for x, y in", "for i, (x, y) in")
-        + f"\n    if (i + 1) % 4 == 0:\n        {CLIP}\n        optimizer.step()\n        optimizer.zero_grad()",
+        bad=loop(FORWARD_BF16, BACKWARD, CLIP, LAST, before=""),
+        good=loop(FORWARD_BF16, BACKWARD, LAST.replace("optimizer.step", f"{CLIP}\n        optimizer.step"), before=""),
         check=lambda script: judged(script, _clip_in_micro_batch),
     ),
     Rule(
         code="HS037",
         severity="note",
         title="the loss is copied to the host in every step",
-        why="The host waits until the device has done all its work, and the device then waits for the next kernels.",
+        why="The host waits until the device has done all its work, and the device then waits for the next "
+        "kernels.",
         fix="Add up `loss.detach()` on the device, and call .item() where the number is printed.",
         bad=loop(FORWARD, SCALED, UNSCALE, STEP, UPDATE, ZERO, "total += loss.item()"),
         good=loop(FORWARD, SCALED, UNSCALE, STEP, UPDATE, ZERO, "total += loss.detach()"),
@@ -205,12 +212,24 @@ LOOP_RULES = (
         code="HS038",
         severity="error",
         title="an optimizer stepped beside hs.TrainStep",
-        why="The step unscales, clips and updates; a second `optimizer.step()` has no gradients, or those of another pass.",
+        why="The step unscales, clips and updates; a second `optimizer.step()` has no gradients, or those of "
+        "another pass.",
         fix="Delete `optimizer.step()`.",
-        bad='import halfstep as hs\n\nstep = hs.TrainStep(model, optimizer, loss_fn, policy="mixed")\n'
-        "for x, y in loader:\n    step(x, y)\n    optimizer.step()",
-        good='import halfstep as hs\n\nstep = hs.TrainStep(model, optimizer, loss_fn, policy="mixed")\n'
-        "for x, y in loader:\n    step(x, y)",
+        bad="""
+import halfstep as hs
+
+step = hs.TrainStep(model, optimizer, loss_fn, policy="mixed")
+for x, y in loader:
+    step(x, y)
+    optimizer.step()
+""",
+        good="""
+import halfstep as hs
+
+step = hs.TrainStep(model, optimizer, loss_fn, policy="mixed")
+for x, y in loader:
+    step(x, y)
+""",
         check=_own_step,
     ),
 )  # fmt: skip

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
+from halfstep.advise.lint.static.numerics import operand
 from halfstep.advise.lint.static.regions import Placed, argument, placed
-from halfstep.advise.lint.static.script import Function, Script
+from halfstep.advise.lint.static.script import Function, Script, walked
 
 __all__ = ["LOW_VALUE_RULES", "PRODUCTS"]
 
@@ -42,6 +43,10 @@ ROUNDS_TO_ZERO = 2.0**-25
 """The largest number that fp16 rounds to 0."""
 
 
+ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}
+"""Format -> the smallest number that it rounds to 1."""
+
+
 class _Formats:
     """The formats of a function's values, statement by statement."""
 
@@ -69,11 +74,8 @@ class _Formats:
                 method, owner = node.func.attr, node.func.value
                 if method in ("matmul", "mm", "bmm") and not name.startswith("torch."):
                     return low
-                if method in ("half", "bfloat16") and not node.args:
-                    return "fp16" if method == "half" else "bf16"
-                if method == "to":
-                    forms = [self.script.format_of(a) for a in (*node.args, *(k.value for k in node.keywords))]
-                    return next((form for form in forms if form in ("fp16", "bf16")), "")
+                if form := self.script.low_format(node):
+                    return form
                 if name.startswith("torch.") and method in KEEPING and node.args:
                     return self.of(node.args[0], where)
                 if method in KEEPING and not name.startswith("torch."):
@@ -86,7 +88,7 @@ class _Formats:
         if isinstance(statement, ast.Assign):
             form = self.of(statement.value, where)
             for target in statement.targets:
-                for name in ast.walk(target):
+                for name in walked(target):
                     if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                         self.known[name.id] = form if name is target else ""
         elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)) and isinstance(statement.target, ast.Name):
@@ -114,7 +116,7 @@ def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr]]
     for function in script.functions if script.uses_torch else ():
         formats = _Formats(script, function)
         for where in placed(script, function):
-            yield from ((formats, where, node) for node in ast.walk(where.node) if isinstance(node, ast.expr))
+            yield from ((formats, where, node) for node in walked(where.node) if isinstance(node, ast.expr))
             formats.note(where)
 
 
@@ -134,18 +136,30 @@ def _large_fill(script: Script) -> Iterator[Hit]:
 
 def _lost_constant(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        constant: ast.expr | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            value, constant = node.left, node.right
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("clamp", "clamp_min")
-        ):
-            value, constant = node.func.value, argument(node, 0, "min")
-        number = _number(script, constant) if constant is not None else None
-        if number is not None and 0 < number <= ROUNDS_TO_ZERO and formats.of(value, where) == "fp16":
-            yield Hit(node.lineno, f"{number:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
+            value, small, large = node.left, node.right, None
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clamp":
+            value, small, large = node.func.value, argument(node, 0, "min"), argument(node, 1, "max")
+        else:
+            continue
+        form = formats.of(value, where)
+        low, high = (_number(script, constant) if constant is not None else None for constant in (small, large))
+        if form == "fp16" and low is not None and 0 < low <= ROUNDS_TO_ZERO:
+            yield Hit(node.lineno, f"{low:g} is 0 in fp16, the format of `{ast.unparse(value)}`")
+        if form and high is not None and ROUNDS_TO_ONE[form] <= high < 1:
+            yield Hit(node.lineno, f"{high:g} is 1 in {form}, the format of `{ast.unparse(value)}`")
+
+
+def _low_squares(script: Script) -> Iterator[Hit]:
+    for formats, where, node in _with_formats(script):
+        inner = operand(script, node, "mean")
+        if inner is None:
+            inner = operand(script, node, "sum")
+        base = operand(script, inner, "square") if inner is not None else None
+        if base is None and isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mult):
+            base = inner.left if ast.unparse(inner.left) == ast.unparse(inner.right) else None
+        if base is not None and formats.of(base, where) == "fp16":
+            yield Hit(node.lineno, f"`{ast.unparse(node)}` squares fp16 values")
 
 
 def _loss(script: Script, node: ast.AST) -> str:
@@ -172,7 +186,7 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
         outputs: dict[str, tuple[str, int]] = {}  # result of a model in a region -> its format, the region's line
         for where in placed(script, function):
             region, node = where.place.region, where.node
-            for call in [n for n in ast.walk(node) if isinstance(n, ast.Call)]:
+            for call in [n for n in walked(node) if isinstance(n, ast.Call)]:
                 if region is None and not where.place.no_grad and BY_INDEX.fullmatch(_loss(script, call)):
                     first = call.args[0]
                     if isinstance(first, ast.Name) and first.id in outputs:
@@ -183,7 +197,7 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
                         )
             if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for name in [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]:
+                for name in [n.id for target in targets for n in walked(target) if isinstance(n, ast.Name)]:
                     outputs.pop(name, None)
                 if region is not None and region.sure and region.enabled and region.dtype in ("fp16", "bf16"):
                     model = script.called(node.value) if node.value is not None else ""
@@ -198,52 +212,120 @@ def _loss_outside(script: Script) -> Iterator[Hit]:
 
 LOW_VALUE_RULES = (
     Rule(
+        code="HS043",
+        severity="warning",
+        title="a norm by hand in fp16",
+        why="Squares overflow from 256 on and are 0 below 2e-4; autocast leaves square() and x * x in their format.",
+        fix="Use layer_norm, rms_norm or torch.linalg.vector_norm, which sum in fp32, or compute it on x.float().",
+        bad="""
+import torch
+
+with torch.autocast("cuda", torch.float16):
+    x = x @ w
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+""",
+        good="""
+import torch
+
+with torch.autocast("cuda", torch.float16):
+    x = x @ w
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:])
+""",
+        check=_low_squares,
+    ),
+    Rule(
         code="HS044",
         severity="error",
         title="a mask's number that fp16 does not have",
         why="torch raises where a number above 65504 is filled into an fp16 tensor.",
         fix="Fill in float('-inf') or torch.finfo(scores.dtype).min.",
-        bad='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    scores = q @ k.transpose(-2, -1)\n'
-        "    weights = scores.masked_fill(mask, -1e9).softmax(-1)",
-        good='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    scores = q @ k.transpose(-2, -1)\n'
-        "    weights = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1)",
+        bad="""
+import torch
+
+with torch.autocast("cuda", torch.float16):
+    scores = q @ k.transpose(-2, -1)
+    weights = scores.masked_fill(mask, -1e9).softmax(-1)
+""",
+        good="""
+import torch
+
+with torch.autocast("cuda", torch.float16):
+    scores = q @ k.transpose(-2, -1)
+    weights = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1)
+""",
         check=_large_fill,
     ),
     Rule(
         code="HS045",
         severity="warning",
-        title="a small constant that is 0 in fp16",
-        why="fp16's smallest number is 6e-8: the constant changes nothing, and the logarithm, root or quotient it protects is "
-        "not finite at 0.",
-        fix="Use 1e-7 or more (1e-4 is safe), or compute on x.float().",
-        bad='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    p = torch.sigmoid(x @ w)\n'
-        "    loss = -torch.log(p + 1e-8).mean()",
-        good='import torch\n\nwith torch.autocast("cuda", torch.float16):\n    p = torch.sigmoid(x @ w)\n'
-        "    loss = -torch.log(p.float() + 1e-8).mean()",
+        title="a constant that a low format rounds away",
+        why="fp16's smallest number is 6e-8, and just below 1 its numbers are 5e-4 apart: the constant changes "
+        "nothing, and the logarithm, root or quotient that it protects is not finite.",
+        fix="Compute on x.float(), or in fp16 use 1e-4 beside 0 and 1e-3 beside 1.",
+        bad="""
+import torch
+
+with torch.autocast("cuda", torch.float16):
+    p = torch.sigmoid(x @ w)
+    loss = -torch.log(p + 1e-8).mean()
+""",
+        good="""
+import torch
+
+with torch.autocast("cuda", torch.float16):
+    p = torch.sigmoid(x @ w)
+    loss = -torch.log(p.float() + 1e-8).mean()
+""",
         check=_lost_constant,
     ),
     Rule(
         code="HS046",
         severity="warning",
         title="a loss in low precision by hand",
-        why="The loss and its first gradients have 8 (bf16) or 11 (fp16) significant bits, and squares in fp16 overflow from "
-        "256 on.",
+        why="The loss and its first gradients have 8 (bf16) or 11 (fp16) significant bits, and squares in fp16 "
+        "overflow from 256 on.",
         fix="Compute the loss on .float() values, or in a region, which does so.",
-        bad="import torch\nimport torch.nn.functional as F\n\nloss = F.mse_loss(model(x).half(), y.half())\nloss.backward()",
-        good="import torch\nimport torch.nn.functional as F\n\nloss = F.mse_loss(model(x).float(), y)\nloss.backward()",
+        bad="""
+import torch
+import torch.nn.functional as F
+
+loss = F.mse_loss(model(x).half(), y.half())
+loss.backward()
+""",
+        good="""
+import torch
+import torch.nn.functional as F
+
+loss = F.mse_loss(model(x).float(), y)
+loss.backward()
+""",
         check=_low_loss,
     ),
     Rule(
         code="HS047",
         severity="warning",
         title="the loss is computed behind the region",
-        why="The output has the region's low format (unless the model ends in an fp32 operator), and outside nothing casts "
-        "it: log-probabilities and loss are rounded to it.",
+        why="The output has the region's low format (unless the model ends in an fp32 operator), and outside "
+        "nothing casts it: log-probabilities and loss are rounded to it.",
         fix="Move the loss into the region, or pass `output.float()`.",
-        bad='import torch\nimport torch.nn.functional as F\n\nmodel.train()\nwith torch.autocast("cuda", torch.float16):\n'
-        "    output = model(x)\nloss = F.cross_entropy(output, y)",
-        good='import torch\nimport torch.nn.functional as F\n\nmodel.train()\nwith torch.autocast("cuda", torch.float16):\n'
-        "    output = model(x)\n    loss = F.cross_entropy(output, y)",
+        bad="""
+import torch
+import torch.nn.functional as F
+
+model.train()
+with torch.autocast("cuda", torch.float16):
+    output = model(x)
+loss = F.cross_entropy(output, y)
+""",
+        good="""
+import torch
+import torch.nn.functional as F
+
+model.train()
+with torch.autocast("cuda", torch.float16):
+    output = model(x)
+    loss = F.cross_entropy(output, y)
+""",
         check=_loss_outside,
     ),
 )

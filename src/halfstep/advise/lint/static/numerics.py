@@ -8,14 +8,15 @@ from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.regions import Placed, placed
-from halfstep.advise.lint.static.script import Function, Script
+from halfstep.advise.lint.static.script import Function, Script, walked
 
-__all__ = ["NUMERIC_RULES"]
+__all__ = ["NUMERIC_RULES", "operand"]
 
 SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
+FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")
+"""Names of values that have no gradient."""
+
 SUMS = frozenset({"sum", "mean"})
-SQUARE_ROOTS = frozenset({"torch.sqrt", "torch.rsqrt"})
-NORMS = frozenset({"torch.norm", "torch.linalg.norm", "torch.linalg.vector_norm"})
 
 
 def _each(script: Script, *, grad: bool = True) -> Iterator[tuple[Function, Placed, ast.expr]]:
@@ -23,12 +24,12 @@ def _each(script: Script, *, grad: bool = True) -> Iterator[tuple[Function, Plac
     for function in script.functions if script.uses_torch else ():
         for where in placed(script, function):
             if not (grad and where.place.no_grad):
-                for node in ast.walk(where.node):
+                for node in walked(where.node):
                     if isinstance(node, ast.expr):
                         yield function, where, node
 
 
-def _operand(script: Script, node: ast.AST, name: str) -> ast.expr | None:
+def operand(script: Script, node: ast.AST, name: str) -> ast.expr | None:
     """Return x of ``torch.name(x)`` or ``x.name()``; None for other expressions."""
     if isinstance(node, ast.Call):
         called = script.called(node)
@@ -47,8 +48,8 @@ def _softmax_by_hand(script: Script) -> Iterator[Hit]:
     for function, _, node in _each(script):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
             continue
-        summed = _operand(script, node.right, "sum")
-        power = _operand(script, script.local(function, node.left), "exp")
+        summed = operand(script, node.right, "sum")
+        power = operand(script, script.local(function, node.left), "exp")
         if summed is None or power is None or ast.unparse(summed) != ast.unparse(node.left):
             continue
         power = script.local(function, power)
@@ -59,14 +60,14 @@ def _softmax_by_hand(script: Script) -> Iterator[Hit]:
 
 def _log_of_probability(script: Script) -> Iterator[Hit]:
     for function, _, node in _each(script):
-        inner = _operand(script, node, "log")
+        inner = operand(script, node, "log")
         value = script.local(function, inner) if inner is not None else None
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Sub) and ast.unparse(value.left) in ("1", "1.0"):
             value = script.local(function, value.right)
-            if _operand(script, value, "sigmoid") is None:
+            if operand(script, value, "sigmoid") is None:
                 continue
         for name in ("softmax", "sigmoid"):
-            if value is not None and _operand(script, value, name) is not None:
+            if value is not None and operand(script, value, name) is not None:
                 yield Hit(node.lineno, f"the logarithm of a {name}, which is 0 where its input is far below 0")
 
 
@@ -94,8 +95,8 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Sub) and ast.unparse(node.left) in ("1", "1.0")
     if isinstance(node, ast.Call):
-        if _operand(script, node, "triu") is not None or _operand(script, node, "tril") is not None:
-            return not any(_is_infinite(script, n) for n in ast.walk(node) if isinstance(n, ast.expr))
+        if operand(script, node, "triu") is not None or operand(script, node, "tril") is not None:
+            return not any(_is_infinite(script, n) for n in walked(node) if isinstance(n, ast.expr))
         cast = isinstance(node.func, ast.Attribute) and node.func.attr in (
             "float",
             "to",
@@ -108,9 +109,25 @@ def _has_zeros(script: Script, node: ast.expr) -> bool:
     return "mask" in script.name(node).lower()
 
 
+def _hidden(script: Script) -> Iterator[Hit]:
+    for _, _, node in _each(script):
+        if not isinstance(node, ast.Call) or script.called(node) != "torch.where" or len(node.args) != 3:
+            continue
+        test, *branches = node.args
+        tested = {ast.unparse(n) for n in walked(test) if isinstance(n, (ast.Name, ast.Attribute))}
+        for inner in [n for branch in branches for n in walked(branch)]:
+            for name in ("log", "sqrt", "rsqrt"):
+                value = operand(script, inner, name)
+                text = ast.unparse(value) if value is not None else ""
+                if text in tested and not FIXED.search(text):
+                    yield Hit(
+                        node.lineno, f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
+                    )
+
+
 def _root_at_zero(script: Script) -> Iterator[Hit]:
     for function, where, node in _each(script):
-        inner = _operand(script, node, "sqrt")
+        inner = operand(script, node, "sqrt")
         if inner is None and isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             inner = node.left if ast.unparse(node.right) in ("0.5", "1 / 2") else None
         if inner is None or not _in_a_loss(script, function, where):
@@ -120,9 +137,7 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
 
 
 def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
-    """Return whether gradients flow through a statement: its value reaches a result of a forward or of a loss function,
-    or a backward pass.
-    """
+    """Return whether a statement's value reaches a backward pass, or the result of a forward or of a loss function."""
     if isinstance(where.statement, ast.Return):
         return function.name == "forward" or "loss" in function.name.lower()
     names = {t.id for t in getattr(where.statement, "targets", ()) if isinstance(t, ast.Name)}
@@ -132,7 +147,7 @@ def _in_a_loss(script: Script, function: Function, where: Placed) -> bool:
             continue
         if isinstance(each.statement, ast.Return) and reached and names & _differentiable(each.statement):
             return True
-        for node in ast.walk(each.node):
+        for node in walked(each.node):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
                 if names & _differentiable(node.func.value):
                     return True
@@ -161,16 +176,16 @@ def _is_sum_of_squares(script: Script, function: Function, node: ast.expr) -> bo
     if isinstance(node, ast.Call) and SQUARED_ERROR.fullmatch(script.called(script.constant(node.func)) or called):
         return not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in node.keywords)
     for name in SUMS:
-        if (inner := _operand(script, node, name)) is not None:
+        if (inner := operand(script, node, name)) is not None:
             return _is_square(script, function, inner)
     return False
 
 
 def _is_square(script: Script, function: Function, node: ast.expr) -> bool:
     node = script.local(function, node)
-    if _operand(script, node, "square") is not None:
+    if operand(script, node, "square") is not None:
         return True
-    if _operand(script, node, "pow") is not None and isinstance(node, ast.Call):
+    if operand(script, node, "pow") is not None and isinstance(node, ast.Call):
         return bool(node.args) and ast.unparse(node.args[-1]) in ("2", "2.0")
     if isinstance(node, ast.BinOp):
         text = ast.unparse(node.right)
@@ -180,43 +195,6 @@ def _is_square(script: Script, function: Function, node: ast.expr) -> bool:
     return False
 
 
-def _norm_by_hand(script: Script) -> Iterator[Hit]:
-    for function, _, node in _each(script):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            left, right = ast.unparse(node.left), script.local(function, node.right)
-            over = _operand(script, right, "norm")
-            if over is None and isinstance(right, ast.Call) and script.called(right) in NORMS and right.args:
-                over = right.args[0]
-            if over is not None and ast.unparse(over) == left:
-                yield Hit(node.lineno, f"`{left}` is divided by its norm, which is 0 for a row of zeros")
-        mean = _root_argument(script, node)
-        inner = _operand(script, mean, "mean") if mean is not None else None
-        if inner is not None and _is_low_square(script, function, inner):
-            yield Hit(node.lineno, f"`{ast.unparse(inner)}` overflows in fp16 from 256 on, and no region casts it")
-
-
-def _root_argument(script: Script, node: ast.expr) -> ast.expr | None:
-    """Return a of ``rsqrt(a + eps)`` or ``sqrt(a + eps)``."""
-    for name in ("rsqrt", "sqrt"):
-        value = _operand(script, node, name)
-        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-            return value.left
-    return None
-
-
-def _is_low_square(script: Script, function: Function, node: ast.expr) -> bool:
-    """Return whether a square is computed in the format of its operand: x.square() or x * x, and x not made fp32."""
-    base = _operand(script, node, "square")
-    if base is None and isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        base = node.left if ast.unparse(node.left) == ast.unparse(node.right) else None
-    if base is None:
-        return False
-    return (
-        not re.search(r"\.float\(|float32|\.double\(|float64|upcast", ast.unparse(function.node))
-        and "float()" not in script.text
-    )
-
-
 NUMERIC_RULES = (
     Rule(
         code="HS039",
@@ -224,20 +202,41 @@ NUMERIC_RULES = (
         title="a softmax by hand without its maximum",
         why="exp overflows from 11.1 on in fp16, and from 88.8 on in bf16 and fp32: inf / inf is NaN.",
         fix="Use torch.softmax, or subtract the row's maximum first.",
-        bad="import torch\n\ndef attend(scores, v):\n    weights = torch.exp(scores)\n"
-        "    return weights / weights.sum(-1, keepdim=True) @ v",
-        good="import torch\n\ndef attend(scores, v):\n    return torch.softmax(scores, -1) @ v",
+        bad="""
+import torch
+
+def attend(scores, v):
+    weights = torch.exp(scores)
+    return weights / weights.sum(-1, keepdim=True) @ v
+""",
+        good="""
+import torch
+
+def attend(scores, v):
+    return torch.softmax(scores, -1) @ v
+""",
         check=_softmax_by_hand,
     ),
     Rule(
         code="HS040",
         severity="warning",
         title="the logarithm of a softmax or sigmoid",
-        why="A probability below the format's smallest number is 0 (below 6e-8 in fp16), and its logarithm is -inf; the "
-        "gradient is NaN.",
+        why="A probability below the format's smallest number is 0 (below 6e-8 in fp16), and its logarithm is "
+        "-inf; the gradient is NaN.",
         fix="Use log_softmax, logsigmoid(x), or logsigmoid(-x) for log(1 - sigmoid(x)).",
-        bad="import torch\n\ndef loss_fn(model, x, y):\n    p = torch.softmax(model(x), -1)\n    return -torch.log(p)[y].mean()",
-        good="import torch\n\ndef loss_fn(model, x, y):\n    return -torch.log_softmax(model(x), -1)[y].mean()",
+        bad="""
+import torch
+
+def loss_fn(model, x, y):
+    p = torch.softmax(model(x), -1)
+    return -torch.log(p)[y].mean()
+""",
+        good="""
+import torch
+
+def loss_fn(model, x, y):
+    return -torch.log_softmax(model(x), -1)[y].mean()
+""",
         check=_log_of_probability,
     ),
     Rule(
@@ -246,30 +245,62 @@ NUMERIC_RULES = (
         title="a mask times infinity",
         why="0 * inf is NaN: all elements that the mask lets through become NaN.",
         fix="Use scores.masked_fill(mask, float('-inf')), or torch.where.",
-        bad="import torch\n\ndef bias(mask):\n    return (1 - mask) * float('-inf')",
-        good="import torch\n\ndef bias(mask):\n    return torch.zeros_like(mask).masked_fill(mask == 0, float('-inf'))",
+        bad="""
+import torch
+
+def bias(mask):
+    return (1 - mask) * float('-inf')
+""",
+        good="""
+import torch
+
+def bias(mask):
+    return torch.zeros_like(mask).masked_fill(mask == 0, float('-inf'))
+""",
         check=_mask_times_inf,
     ),
     Rule(
         code="HS042",
         severity="warning",
         title="a root of a sum of squares that can be 0",
-        why="The gradient of sqrt at 0 is inf, times the square's 0 it is NaN. Low formats reach 0 early: fp16 squares below "
-        "2e-4 are 0.",
+        why="The gradient of sqrt at 0 is inf, times the square's 0 it is NaN. Low formats reach 0 early: fp16 "
+        "squares below 2e-4 are 0.",
         fix="Add a small number under the root, or use torch.linalg.vector_norm, whose gradient at 0 is 0.",
-        bad="import torch\n\ndef loss_fn(model, x, y):\n    return torch.sqrt(((model(x) - y) ** 2).mean())",
-        good="import torch\n\ndef loss_fn(model, x, y):\n    return torch.sqrt(((model(x) - y) ** 2).mean() + 1e-6)",
+        bad="""
+import torch
+
+def loss_fn(model, x, y):
+    return torch.sqrt(((model(x) - y) ** 2).mean())
+""",
+        good="""
+import torch
+
+def loss_fn(model, x, y):
+    return torch.sqrt(((model(x) - y) ** 2).mean() + 1e-6)
+""",
         check=_root_at_zero,
     ),
     Rule(
-        code="HS043",
-        severity="note",
-        title="a norm by hand",
-        why="A row of zeros is divided by 0, and squares in fp16 overflow from 256 on; torch's operators guard against the "
-        "first and sum in fp32.",
-        fix="Use torch.nn.functional.normalize, rms_norm or layer_norm, or compute it on x.float().",
-        bad="import torch\n\ndef embed(model, x):\n    z = model(x)\n    return z / z.norm(dim=-1, keepdim=True)",
-        good="import torch\n\ndef embed(model, x):\n    return torch.nn.functional.normalize(model(x), dim=-1)",
-        check=_norm_by_hand,
+        code="HS050",
+        severity="warning",
+        title="torch.where behind a root or a logarithm",
+        why="The backward pass runs through both branches: 0 times the infinite gradient of the hidden one is NaN.",
+        fix="Guard the input as well: torch.where(x > 0, torch.sqrt(torch.where(x > 0, x, 1.0)), 0.0).",
+        bad="""
+import torch
+
+def distance(model, a):
+    d = model(a).sum(-1)
+    return torch.where(d > 0, torch.sqrt(d), 0.0)
+""",
+        good="""
+import torch
+
+def distance(model, a):
+    d = model(a).sum(-1)
+    safe = torch.where(d > 0, d, 1.0)
+    return torch.where(d > 0, torch.sqrt(safe), 0.0)
+""",
+        check=_hidden,
     ),
 )

@@ -15,9 +15,9 @@ from functools import lru_cache
 
 from halfstep.advise.lint.rule import Hit
 from halfstep.advise.lint.static.regions import Place, blocks, entered
-from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in
+from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in, walked
 
-__all__ = ["BACKWARDS", "MANAGERS", "Op", "judged", "paths", "plain"]
+__all__ = ["BACKWARDS", "MANAGERS", "Op", "ends_window", "judged", "paths", "plain"]
 
 LIMIT = 256
 """The most paths of a function; one with more is left undecided."""
@@ -39,10 +39,10 @@ class Op:
     """One call that matters to a training step.
 
     Attributes:
-        kind: "scaled_backward", "plain_backward" or "managed_backward"; "scale"; "unscale", "scaler_step" and "update"
-            of a scaler; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads": gradients changed by hand;
-            "get_scale"; "new_scaler"; "read" of a scaled loss's value; "escape": another function may do anything with `scaler` or `target`;
-            "iteration": a loop begins anew.
+        kind: "scaled_backward", "plain_backward" or "managed_backward"; "scale", "unscale", "scaler_step", "update" or
+            "get_scale" of a scaler; "new_scaler"; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads":
+            gradients changed by hand; "read": a scaled loss's value on the host; "escape": another function may do
+            anything with `scaler` or `target`; "iteration": a loop begins anew.
         call: where it is.
         place: what is around it.
         scaler: the scaler; "" if none takes part.
@@ -54,6 +54,14 @@ class Op:
     place: Place
     scaler: str = ""
     target: str = ""
+
+
+WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
+
+
+def ends_window(op: Op) -> bool:
+    """Return whether an operation stands under a condition that is true in some micro-batches."""
+    return any(isinstance(b, ast.If) and WINDOW.search(ast.unparse(b.test)) for b in op.place.branches)
 
 
 def plain(key: str) -> str:
@@ -133,9 +141,7 @@ def _relevant(script: Script, node: ast.AST) -> bool:
                 return True
         if CLIPPING.fullmatch(script.called(call)) or any(script.name(a) in keys for a in call.args):
             return True
-    return any(
-        isinstance(n, ast.Attribute) and n.attr == "grad" and isinstance(n.ctx, ast.Store) for n in ast.walk(node)
-    )
+    return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(node))
 
 
 class _Walk:
@@ -214,7 +220,7 @@ class _Walk:
         if not any(_relevant(self.script, statement) for statement in node.body):
             return states
         inner = replace(place, loops=(*place.loops, node))
-        changed = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        changed = {n.id for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for number in range(2):
             if number and len(states) > FEW:
                 break
@@ -241,7 +247,7 @@ class _Walk:
 
     def expression(self, node: ast.AST, state: _State, place: Place) -> None:
         """Note the operations in a statement without blocks, or in an expression."""
-        perhaps = {id(c) for n in ast.walk(node) if isinstance(n, (ast.IfExp, ast.BoolOp)) for c in calls_in(n)}
+        perhaps = {id(c) for n in walked(node) if isinstance(n, (ast.IfExp, ast.BoolOp)) for c in calls_in(n)}
         for call in calls_in(node):
             for op in self.operations(call, state, place):
                 sure = id(call) not in perhaps or op.kind == "escape"
@@ -249,7 +255,7 @@ class _Walk:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
         )
-        if any(isinstance(n, ast.Attribute) and n.attr == "grad" for target in targets for n in ast.walk(target)):
+        if any(isinstance(n, ast.Attribute) and n.attr == "grad" for target in targets for n in walked(target)):
             none = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
             state.ops += (Op("zero" if none else "grads", node, place),)
 
@@ -287,7 +293,7 @@ class _Walk:
                 yield Op("zero", call, place, target=key)
                 return
             if method.endswith("_") and any(
-                isinstance(n, ast.Attribute) and n.attr == "grad" for n in ast.walk(call.func)
+                isinstance(n, ast.Attribute) and n.attr == "grad" for n in walked(call.func)
             ):
                 yield Op("grads", call, place)
                 return
@@ -301,7 +307,7 @@ class _Walk:
 
     def scaled_by(self, node: ast.expr, state: _State) -> str:
         """Return the scaler by which a loss is scaled; "" if it is not."""
-        for part in ast.walk(node):
+        for part in walked(node):
             if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
                 if (owner := self.script.name(part.func.value)) in self.script.scalers:
                     return self.versioned(owner, state)
@@ -310,14 +316,14 @@ class _Walk:
         return ""
 
     def escapes(self, call: ast.Call, name: str, state: _State, place: Place) -> Iterator[Op]:
-        """Yield what a function that is not known may change: what it is given, and what a function of the file uses."""
+        """Yield what a function may change: what it is given, and what a function of the file uses."""
         if HARMLESS.fullmatch(name):
             return
         given = {self.script.key(n) for a in (*call.args, *(k.value for k in call.keywords)) for n in _parts(a)}
         local = self.script.mentions.get(name.rpartition(".")[2], set())
         root = name.partition(".")[0]
         for key in self.keys:
-            inside = key.partition(".")[0] == root and "." in key and "." in name and not local
+            inside = key.startswith(f"{root}.") and name.count(".") == 1 and not local
             if key in given or key in local or inside or (root == "super" and key.startswith("self.")):
                 versioned = self.versioned(key, state)
                 scaler = versioned if key in self.script.scalers else ""
@@ -352,8 +358,8 @@ class _Walk:
                 state.ops += (Op("new_scaler", value, Place(), key),)
 
     def rebind(self, target: ast.expr, state: _State) -> None:
-        keys = {self.script.key(n) for n in ast.walk(target) if isinstance(n, (ast.Name, ast.Attribute))}
-        stored = {n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        keys = {self.script.key(n) for n in walked(target) if isinstance(n, (ast.Name, ast.Attribute))}
+        stored = {n.id for n in walked(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for name in stored:
             state.versions[name] = state.versions.get(name, 0) + 1
         for key in keys:
@@ -399,7 +405,7 @@ def _assume(test: ast.expr, truth: bool, known: dict[str, bool]) -> bool:
     if isinstance(test, ast.Constant):
         return bool(test.value) is truth
     if isinstance(test, ast.BoolOp) and truth is isinstance(test.op, ast.And):
-        return all([_assume(value, truth, known) for value in test.values])
+        return all(_assume(value, truth, known) for value in test.values)
     text = ast.unparse(test)
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Is, ast.IsNot)):
         if ast.unparse(test.comparators[0]) == "None":

@@ -12,7 +12,9 @@ from functools import lru_cache
 
 from halfstep.advise.lint.static.script import Function, Script, calls_in
 
-__all__ = ["Place", "Region", "Site", "argument", "blocks", "entered", "placed", "region_of", "sites"]
+__all__ = [
+    "Place", "Placed", "Region", "Site", "all_sites", "argument", "blocks", "entered", "placed", "region_of", "sites",
+]  # fmt: skip
 
 DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
 """Autocast's constructors that are for one device."""
@@ -74,6 +76,11 @@ class Place:
     def region(self) -> Region | None:
         """The innermost autocast if it is on, else None."""
         return self.regions[-1] if self.regions and self.regions[-1].on else None
+
+    @property
+    def torch_region(self) -> Region | None:
+        """The innermost autocast if it is torch's and on, else None."""
+        return self.region if self.region is not None and self.region.library == "torch" else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +164,12 @@ def placed(script: Script, function: Function) -> tuple[Placed, ...]:
 def sites(script: Script, function: Function) -> tuple[Site, ...]:
     """Return the calls of a function in the order of the source, without those in functions defined in it."""
     return tuple(Site(call, p.place, p.statement) for p in placed(script, function) for call in calls_in(p.node))
+
+
+def all_sites(script: Script) -> Iterator[Site]:
+    """Yield the calls of all functions of a file; none if it does not use torch."""
+    for function in script.functions if script.uses_torch else ():
+        yield from sites(script, function)
 
 
 def _placed(script: Script, body: list[ast.stmt], place: Place) -> Iterator[Placed]:

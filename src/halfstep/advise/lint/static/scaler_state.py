@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
-from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, SCALED, STEP, UPDATE, ZERO, loop
+from halfstep.advise.lint.static.examples import BACKWARD, FORWARD, FORWARD_BF16, SCALED, STEP, UPDATE, ZERO, loop
 from halfstep.advise.lint.static.paths import Op, judged, plain
 from halfstep.advise.lint.static.regions import argument, region_of, sites
-from halfstep.advise.lint.static.script import SCALERS, Script
+from halfstep.advise.lint.static.script import SCALERS, Script, walked
 
 __all__ = ["SCALER_STATE_RULES"]
 
@@ -19,6 +19,10 @@ OTHER_SCALING = re.compile(
     re.IGNORECASE,
 )
 """Words in a file that has another way to scale a loss than a GradScaler that is visible."""
+
+
+FEW_STEPS = 20
+"""With fewer steps between two growths of a scale more than a twentieth of all steps overflows."""
 
 
 def _made_in_loop(script: Script) -> Iterator[Hit]:
@@ -44,13 +48,13 @@ def _saved_without(script: Script) -> Iterator[Hit]:
     ):
         return
     seen = set()
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if isinstance(node, ast.Call) and script.called(node) == "torch.save" and node.args:
             if (text := ast.unparse(node.args[0])) in seen:
                 continue
             seen.add(text)
             saved = [node.args[0], *(value.node for value in script.assigned.get(script.key(node.args[0]), []))]
-            if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in ast.walk(part)):
+            if any(_is_call(script, n, script.optimizers, "state_dict") for part in saved for n in walked(part)):
                 name = next(iter(script.scalers))
                 yield Hit(node.lineno, f"the optimizer's state is saved here, and `{name}.state_dict()` nowhere")
 
@@ -71,7 +75,7 @@ def _steps(script: Script) -> bool:
 
 
 def _calls(script: Script, owners: object, method: str) -> list[ast.Call]:
-    return [n for n in ast.walk(script.tree) if isinstance(n, ast.Call) and _is_call(script, n, owners, method)]
+    return [n for n in walked(script.tree) if isinstance(n, ast.Call) and _is_call(script, n, owners, method)]
 
 
 def _is_call(script: Script, node: ast.AST, owners: object, method: str) -> bool:
@@ -84,7 +88,7 @@ def _handed_on(script: Script, pattern: str) -> bool:
     return any(
         re.search(pattern, script.called(node), re.IGNORECASE)
         and any(script.name(a) in script.scalers for a in (*node.args, *(k.value for k in node.keywords)))
-        for node in ast.walk(script.tree)
+        for node in walked(script.tree)
         if isinstance(node, ast.Call)
     )
 
@@ -110,10 +114,10 @@ def _method(call: ast.Call) -> str:
 def _scaler_without(script: Script) -> Iterator[Hit]:
     if re.search(r"float16(?!\w)|\bhalf\b|fp16", script.text.replace("bfloat16", "")):
         return
-    regions = [r for n in ast.walk(script.tree) if isinstance(n, ast.Call) and (r := region_of(script, n)) is not None]
+    regions = [r for n in walked(script.tree) if isinstance(n, ast.Call) and (r := region_of(script, n)) is not None]
     if not regions or any(region.dtype != "bf16" for region in regions):
         return
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if isinstance(node, ast.Call) and SCALERS.fullmatch(script.called(node)) and "torch" in script.called(node):
             enabled = argument(node, None, "enabled")
             if not node.args[1:] and (enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)):
@@ -128,9 +132,19 @@ def _penalty(script: Script) -> Iterator[Hit]:
         for call in calls:
             if script.called(call) == "torch.autograd.grad":
                 outputs = script.constant(argument(call, 0, "outputs"))
-                for node in ast.walk(outputs) if outputs is not None else ():
+                for node in walked(outputs) if outputs is not None else ():
                     if isinstance(node, ast.Call) and _is_call(script, node, script.scalers, "scale"):
                         yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
+
+
+def _grows_often(script: Script) -> Iterator[Hit]:
+    for call in script.calls:
+        if SCALERS.fullmatch(name := script.called(call)) and name.startswith("torch."):
+            interval = script.constant(argument(call, None, "growth_interval"))
+            if isinstance(interval, ast.Constant) and isinstance(interval.value, int) and interval.value < FEW_STEPS:
+                yield Hit(
+                    call.lineno, f"the scale doubles after {interval.value} good step{'s' * (interval.value != 1)}"
+                )
 
 
 def _read(path: Sequence[Op]) -> Iterator[tuple[Op, str]]:
@@ -145,8 +159,8 @@ SCALER_STATE_RULES = (
         code="HS011",
         severity="error",
         title="a loss scaler made inside of the loop",
-        why="Each one starts at 65536 again: steps are skipped until the scale has come down, and what was found out is "
-        "thrown away.",
+        why="Each one starts at 65536 again: steps are skipped until the scale has come down, and what was found "
+        "out is thrown away.",
         fix="Make one scaler before all loops.",
         bad=loop("scaler = torch.amp.GradScaler()", FORWARD, SCALED, STEP, UPDATE, ZERO, before=""),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -156,10 +170,11 @@ SCALER_STATE_RULES = (
         code="HS012",
         severity="warning",
         title="a checkpoint without the scaler's state",
-        why="A resumed run starts at the first scale again: steps are skipped until it has come down, and the run is not "
-        "the one that was interrupted.",
-        fix='Save `"scaler": scaler.state_dict()` beside the optimizer\'s state; `hs.save` saves all.',
-        bad=loop(FORWARD, SCALED, STEP, UPDATE, ZERO) + '\ntorch.save({"optimizer": optimizer.state_dict()}, "last.pt")',
+        why="A resumed run starts at the first scale again: steps are skipped until it has come down, and the run "
+        "is not the one that was interrupted.",
+        fix="Save `\"scaler\": scaler.state_dict()` beside the optimizer's state; `hs.save` saves all.",
+        bad=loop(FORWARD, SCALED, STEP, UPDATE, ZERO)
+        + '\ntorch.save({"optimizer": optimizer.state_dict()}, "last.pt")',
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO)
         + '\ntorch.save({"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, "last.pt")',
         check=_saved_without,
@@ -195,20 +210,21 @@ SCALER_STATE_RULES = (
         code="HS015",
         severity="warning",
         title="a loss scaler with bf16",
-        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, on CUDA, a wait of "
-        "the host in each step, and a large scale can overflow.",
-        fix='Delete the scaler, or write GradScaler(enabled=dtype == torch.float16).',
-        bad=loop(FORWARD.replace("float16", "bfloat16"), SCALED, STEP, UPDATE, ZERO),
-        good=loop(FORWARD.replace("float16", "bfloat16"), BACKWARD, "optimizer.step()", ZERO, before=""),
+        why="bf16 has fp32's range, so nothing needs a scale: it costs a pass over all gradients and, on CUDA, a "
+        "wait of the host in each step, and a large scale can overflow.",
+        fix="Delete the scaler, or write GradScaler(enabled=dtype == torch.float16).",
+        bad=loop(FORWARD_BF16, SCALED, STEP, UPDATE, ZERO),
+        good=loop(FORWARD_BF16, BACKWARD, "optimizer.step()", ZERO, before=""),
         check=_scaler_without,
     ),
     Rule(
         code="HS016",
         severity="error",
         title="a gradient penalty of scaled gradients",
-        why="torch.autograd.grad of a scaled loss returns gradients times the scale, so the penalty's norm is thousands of "
-        "times too large.",
-        fix="Divide them by `scaler.get_scale()` before the penalty is computed, and skip it where they are not finite.",
+        why="torch.autograd.grad of a scaled loss returns gradients times the scale, so the penalty's norm is "
+        "thousands of times too large.",
+        fix="Divide them by `scaler.get_scale()` before the penalty is computed, and skip it where they are not "
+        "finite.",
         bad=loop(
             FORWARD,
             "grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)",
@@ -231,5 +247,16 @@ SCALER_STATE_RULES = (
         + "\n    if y[0] == 0:\n        print(loss.item())",
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO) + "\n    if y[0] == 0:\n        print(loss.item())",
         check=lambda script: judged(script, _read),
+    ),
+    Rule(
+        code="HS049",
+        severity="warning",
+        title="a loss scale that grows too often",
+        why="Once the scale has reached the largest one that works, every growth overflows and costs a skipped "
+        "step: with growth_interval=1 every second step.",
+        fix="Leave growth_interval at 2000, or at some hundreds in short runs.",
+        bad=loop(FORWARD, SCALED, STEP, UPDATE, ZERO, before="scaler = torch.amp.GradScaler(growth_interval=1)"),
+        good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
+        check=_grows_often,
     ),
 )  # fmt: skip

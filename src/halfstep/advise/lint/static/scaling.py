@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.advise.lint.rule import Hit, Rule
 from halfstep.advise.lint.static.examples import BACKWARD, CLIP, FORWARD, SCALED, STEP, UNSCALE, UPDATE, ZERO, loop
-from halfstep.advise.lint.static.paths import BACKWARDS, Op, judged, plain
-from halfstep.advise.lint.static.script import Script
+from halfstep.advise.lint.static.paths import BACKWARDS, Op, ends_window, judged, plain
+from halfstep.advise.lint.static.script import Script, walked
 
 __all__ = ["SCALING_RULES"]
 
@@ -67,7 +67,9 @@ def _unscale_twice(path: Sequence[Op]) -> Verdict:
             what = f"`{name}.unscale_({target})` runs a second time before `{name}.update()`"
             if before == "step":
                 what = f"`{name}.unscale_({target})` runs after `{name}.step({target})`, before `{name}.update()`"
-            yield op, what if before else ""
+            in_each = any(o.kind == "scaler_step" and ends_window(o) for o in path) and not ends_window(op)
+            if before or not in_each:  # where it runs in each micro-batch, a step may come between by chance
+                yield op, what if before else ""
             done[key] = "unscale"
         elif op.kind == "scaler_step":
             done[key] = "step"
@@ -119,10 +121,10 @@ def _second_step(path: Sequence[Op]) -> Verdict:
 
 
 def _forgotten_scale(script: Script) -> Iterator[Hit]:
-    scales = [n for n in ast.walk(script.tree) if isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss")]
+    scales = [n for n in walked(script.tree) if isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss")]
     dropped = [
         node.value
-        for node in ast.walk(script.tree)
+        for node in walked(script.tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.func in scales
     ]
     for call in dropped:
@@ -170,7 +172,7 @@ def _update_between(path: Sequence[Op]) -> Verdict:
 
 
 def _closure(script: Script) -> Iterator[Hit]:
-    for node in ast.walk(script.tree):
+    for node in walked(script.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
             if script.scalers.get(owner := script.name(node.func.value)) == "torch":
                 named = any(keyword.arg == "closure" for keyword in node.keywords)
@@ -199,8 +201,8 @@ SCALING_RULES = (
         code="HS001",
         severity="error",
         title="gradients are clipped before unscale_",
-        why="The gradients are still multiplied by the loss scale, so the bound is thousands of times too small: after "
-        "unscaling every step is close to zero.",
+        why="The gradients are still multiplied by the loss scale, so the bound is thousands of times too small: "
+        "after unscaling every step is close to zero.",
         fix="Call `scaler.unscale_(optimizer)` after the backward pass and before clipping.",
         bad=loop(FORWARD, SCALED, CLIP, STEP, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
@@ -220,7 +222,8 @@ SCALING_RULES = (
         code="HS003",
         severity="error",
         title="unscale_ twice",
-        why="torch raises: gradients are unscaled once between two updates, and step does it where unscale_ did not.",
+        why="torch raises: gradients are unscaled once between two updates, and step does it where unscale_ did "
+        "not.",
         fix="Unscale once, just before clipping; with accumulation only in the micro-batch that ends a window.",
         bad=loop(FORWARD, SCALED, UNSCALE, CLIP, UNSCALE, STEP, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, UNSCALE, CLIP, STEP, UPDATE, ZERO),
@@ -240,8 +243,8 @@ SCALING_RULES = (
         code="HS005",
         severity="error",
         title="the optimizer steps on scaled gradients",
-        why="Gradients are as many times too large as the scale, which Adam hides and SGD does not, and gradients that "
-        "overflowed are applied: the weights become inf or NaN.",
+        why="Gradients are as many times too large as the scale, which Adam hides and SGD does not, and gradients "
+        "that overflowed are applied: the weights become inf or NaN.",
         fix="Call `scaler.step(optimizer)` in its place, then `scaler.update()`.",
         bad=loop(FORWARD, SCALED, "optimizer.step()", ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -251,8 +254,8 @@ SCALING_RULES = (
         code="HS006",
         severity="error",
         title="a second step that nothing protects",
-        why="The same gradients are applied twice, and those of a step that the scaler skipped are applied by the second "
-        "call.",
+        why="The same gradients are applied twice, and those of a step that the scaler skipped are applied by the "
+        "second call.",
         fix="Delete `optimizer.step()`: the scaler calls it.",
         bad=loop(FORWARD, SCALED, STEP, "optimizer.step()", UPDATE, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -262,8 +265,8 @@ SCALING_RULES = (
         code="HS007",
         severity="error",
         title="backward of a loss that is not scaled",
-        why="The scaler divides gradients by a scale that they were not multiplied with: torch raises if no loss was ever "
-        "scaled, and else every update is thousands of times too small.",
+        why="The scaler divides gradients by a scale that they were not multiplied with: torch raises if no loss "
+        "was ever scaled, and else every update is thousands of times too small.",
         fix="Write `scaler.scale(loss).backward()`.",
         bad=loop(FORWARD, "scaler.scale(loss)", BACKWARD, STEP, UPDATE, ZERO),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -273,8 +276,8 @@ SCALING_RULES = (
         code="HS008",
         severity="error",
         title="update between the steps of two optimizers",
-        why="update may change the scale, and the second optimizer's gradients are then divided by another scale than "
-        "they were multiplied with.",
+        why="update may change the scale, and the second optimizer's gradients are then divided by another scale "
+        "than they were multiplied with.",
         fix="Step all optimizers, then call `scaler.update()` once.",
         bad=loop(FORWARD, SCALED, "scaler.step(one)", UPDATE, "scaler.step(two)", UPDATE, ZEROS),
         good=loop(FORWARD, SCALED, "scaler.step(one)", "scaler.step(two)", UPDATE, ZEROS),
@@ -284,7 +287,8 @@ SCALING_RULES = (
         code="HS009",
         severity="error",
         title="a closure under a loss scaler",
-        why="The closure runs its backward pass inside of the step: torch raises, or its gradients are never unscaled.",
+        why="The closure runs its backward pass inside of the step: torch raises, or its gradients are never "
+        "unscaled.",
         fix="Use an optimizer without a closure, or train this part in bf16 or fp32 without a scaler.",
         bad=loop(FORWARD, SCALED, "scaler.step(optimizer, closure)", UPDATE),
         good=loop(FORWARD, SCALED, STEP, UPDATE, ZERO),
@@ -294,8 +298,8 @@ SCALING_RULES = (
         code="HS010",
         severity="note",
         title="the scheduler advances after skipped steps",
-        why="A step that overflows is skipped, and the learning rate moves on: a warm-up begins too late, and torch may "
-        "warn of lr_scheduler.step() before optimizer.step().",
+        why="A step that overflows is skipped, and the learning rate moves on: a warm-up begins too late, and "
+        "torch may warn of lr_scheduler.step() before optimizer.step().",
         fix="Compare the scale before and after `scaler.update()`, and step the scheduler if it did not fall; "
         "hs.TrainStep(scheduler=) does it.",
         bad=loop(FORWARD, SCALED, STEP, UPDATE, "scheduler.step()", ZERO),

@@ -11,15 +11,14 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Union
 
 from halfstep.errors import LintError
 
-__all__ = ["FORMATS", "Function", "Script", "calls_in"]
+__all__ = ["FORMATS", "Function", "Script", "calls_in", "walked"]
 
-Body = Union[ast.Module, ast.FunctionDef, ast.AsyncFunctionDef]
+Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 SCALERS = re.compile(r"(torch\..*|halfstep)\.(Sharded)?GradScaler")
 OPTIMIZERS = re.compile(
@@ -27,6 +26,7 @@ OPTIMIZERS = re.compile(
     r"|(.*\.)?(Fused|Distributed)?(Adam|AdamW|SGD|Adafactor|Lion|RMSprop)"
 )
 OPTIMIZER_NAME = re.compile(r"(^|[._])(optim|optimizers?|opt)(_\w+|\d*)?$|_optim(izer)?$", re.IGNORECASE)
+OPTIMIZER_METHODS = ("step", "first_step", "second_step", "zero_grad", "state_dict", "load_state_dict")
 SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.[A-Z]\w+|(.*\.)?get_\w*schedule\w*")
 SCHEDULER_NAME = re.compile(r"sched", re.IGNORECASE)
 
@@ -35,6 +35,12 @@ FORMATS = {
     "torch.float": "fp32", "torch.float64": "fp64", "torch.double": "fp64",
 }  # fmt: skip
 """torch's names of formats -> this package's."""
+
+
+@lru_cache(maxsize=16384)
+def walked(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return a node and all nodes below it; rules walk through the same ones again and again."""
+    return tuple(ast.walk(node))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +119,7 @@ class Script:
     def imports(self) -> dict[str, str]:
         """Name in the file -> the module or object it was imported as; the first import of a name counts."""
         found: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     root = alias.name.partition(".")[0]
@@ -151,7 +157,7 @@ class Script:
     def assigned(self) -> dict[str, list[Value]]:
         """Name or attribute -> every value that the file assigns to it."""
         found: dict[str, list[Value]] = {}
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Assign):
                 pairs = [(target, node.value) for target in node.targets]
             elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
@@ -167,7 +173,7 @@ class Script:
         if not isinstance(target, (ast.Tuple, ast.List)):
             yield self.key(target), Value(value)
         elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
-            for part, each in zip(target.elts, value.elts):
+            for part, each in zip(target.elts, value.elts, strict=True):
                 yield from self._bound(part, each)
         else:
             yield from ((self.key(part), Value(value, index)) for index, part in enumerate(target.elts))
@@ -186,11 +192,11 @@ class Script:
             return node
         values = [
             n.value
-            for n in ast.walk(function.node)
+            for n in walked(function.node)
             if isinstance(n, ast.Assign)
-            and any(isinstance(t, ast.Name) and t.id == node.id for target in n.targets for t in ast.walk(target))
+            and any(isinstance(t, ast.Name) and t.id == node.id for target in n.targets for t in walked(target))
         ]
-        stores = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == node.id]
+        stores = [n for n in walked(function.node) if isinstance(n, ast.Name) and n.id == node.id]
         stores = [n for n in stores if isinstance(n.ctx, ast.Store)]
         return values[0] if len(values) == len(stores) == 1 and not isinstance(values[0], ast.Tuple) else node
 
@@ -203,14 +209,27 @@ class Script:
         found = self.constant(node)
         return FORMATS.get(self.name(found), "") if found is not None else ""
 
+    def low_format(self, call: ast.Call) -> str:
+        """Return "fp16" or "bf16" if a call is ``x.half()``, ``x.bfloat16()`` or ``x.to(torch.float16)``, else ""."""
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if method in ("half", "bfloat16") and not call.args:
+            return "fp16" if method == "half" else "bf16"
+        given = (*call.args, *(k.value for k in call.keywords if k.arg == "dtype")) if method == "to" else ()
+        return next((form for a in given if (form := self.format_of(a)) in ("fp16", "bf16")), "")
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call of the file."""
+        return [node for node in walked(self.tree) if isinstance(node, ast.Call)]
+
     # ------------------------------------------------------------------ functions
 
     @cached_property
     def functions(self) -> list[Function]:
         """The top level, then every function and method."""
         found = [Function("", self.tree)]
-        owners = {id(m): c.name for c in ast.walk(self.tree) if isinstance(c, ast.ClassDef) for m in c.body}
-        for node in ast.walk(self.tree):
+        owners = {id(m): c.name for c in walked(self.tree) if isinstance(c, ast.ClassDef) for m in c.body}
+        for node in walked(self.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 found.append(Function(node.name, node, owners.get(id(node), "")))
         return found
@@ -219,7 +238,7 @@ class Script:
     def mentions(self) -> dict[str, set[str]]:
         """Name of a function of the file -> the names and attributes that its body mentions."""
         return {
-            f.name: {self.name(n) for n in ast.walk(f.node) if isinstance(n, (ast.Name, ast.Attribute))}
+            f.name: {self.name(n) for n in walked(f.node) if isinstance(n, (ast.Name, ast.Attribute))}
             for f in self.functions
             if f.name
         }
@@ -241,7 +260,7 @@ class Script:
             elif any(value.index == 2 and self.called(value.node) == "halfstep.prepare" for value in values):
                 found[key] = "halfstep"
         strangers = {key for key, values in self.assigned.items() if key not in found and any(map(self._calls, values))}
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if (
                 isinstance(node, ast.arg)
                 and node.annotation is not None
@@ -294,18 +313,14 @@ class Script:
             for key, values in self.assigned.items()
             if any(OPTIMIZERS.fullmatch(name) for value in values for name in self._made(value))
         }
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner, method = self.name(node.func.value), node.func.attr
                 if method in ("step", "unscale_") and owner in self.scalers and node.args:
                     found.add(self.key(node.args[0]))
-                elif (
-                    method in ("step", "zero_grad", "state_dict", "load_state_dict")
-                    and OPTIMIZER_NAME.search(owner)
-                    and owner not in self.schedulers
-                ):
+                elif method in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
                     found.add(owner)
-        return found
+        return found - self.schedulers
 
     @cached_property
     def models(self) -> set[str]:
@@ -313,20 +328,16 @@ class Script:
         methods = ("parameters", "named_parameters", "train", "eval", "modules")
         owners = {
             self.name(node.func.value)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods
+            for node in self.calls
+            if isinstance(node.func, ast.Attribute) and node.func.attr in methods
         }
         return owners - {"", "self", "super"} - self.imports.keys()
 
     def methods_of(self, key: str) -> Iterator[ast.Call]:
         """Yield the calls of methods of an object: in the source, and on the value that it is assigned."""
-        for node in ast.walk(self.tree):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and self.name(node.func.value) == key
-            ):
-                yield node
+        for call in self.calls:
+            if isinstance(call.func, ast.Attribute) and self.name(call.func.value) == key:
+                yield call
         for value in self.assigned.get(key, []):
             node: ast.AST = value.node if value.index is None else ast.Pass()
             while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -346,7 +357,7 @@ class Script:
             for key, values in self.assigned.items()
             if any(SCHEDULERS.fullmatch(name) for value in values for name in self._made(value))
         }
-        for node in ast.walk(self.tree):
+        for node in walked(self.tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
                 if SCHEDULER_NAME.search(owner := self.name(node.func.value)):
                     found.add(owner)
