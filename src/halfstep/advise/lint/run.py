@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import linecache
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -115,5 +114,9 @@ def _relative(finding: LintFinding) -> LintFinding:
 
 def _ignored(finding: LintFinding) -> bool:
     """Return whether the finding's line has a comment that takes it out."""
-    match = IGNORE.search(linecache.getline(finding.file, finding.line)) if finding.line else None
+    path = Path(finding.file)
+    if not finding.line or not path.is_file():
+        return False
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    match = IGNORE.search(lines[finding.line - 1]) if finding.line <= len(lines) else None
     return match is not None and finding.code in {code.strip().upper() for code in match.group(1).split(",")}
