@@ -20,6 +20,7 @@ from benchmarks.engine_tables import engine_blocks
 from benchmarks.goals import MIB, Goal, goals, instrument_goals
 from benchmarks.kills_tables import kills_table
 from benchmarks.lens_tables import lens_blocks
+from benchmarks.lint_tables import lint_blocks
 from benchmarks.losses import losses_table
 from benchmarks.markdown import fill, megabytes, ratio, table, whole
 from benchmarks.matrix import matrix_table
@@ -38,6 +39,7 @@ PAGES = (  # of docs, beside the README
     "diagnosis",
     "engines",
     "integrations",
+    "lint",
     "performance",
     "reliability",
     "scale",
@@ -372,6 +374,7 @@ def blocks(reports: Reports) -> dict[str, str]:
         "instrument goals": goal_table(reports, instrument_goals()),
         "source lens": lens_source(reports.lens),
         **lens_blocks(reports.lens),
+        **lint_blocks(),
         **engine_blocks(load("engines.json")),
         **scale_blocks(*(load(f"{name}.json") for name in ("parity", "ranks", "collectives"))),
         "kills": kills_table(load("kills.json")),
