@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.advise.lint.rule import LintFinding, Rule
 from halfstep.advise.lint.traced import TRACED_RULES, check_task
+from halfstep.advise.lint.tracing.examples import example
 from halfstep.tasks import load_task
 
 
@@ -28,3 +33,104 @@ def test_a_rule_finds_its_mistake_and_not_its_remedy(rule: Rule, tmp_path: Path)
     assert all(f.file.endswith("example.py") and f.line > 0 for f in bad), bad
     good = found(rule.good, rule.under, tmp_path)
     assert not [f for f in good if f.code in (rule.code, "HS133")], good
+
+
+@pytest.mark.parametrize("under", ["mixed", "mixed:fp16", "O1", "O2", "pure", "lean"])
+def test_a_healthy_task_has_no_findings(under: str, tmp_path: Path) -> None:
+    assert found(example(), under, tmp_path) == []
+
+
+def test_a_lint_leaves_the_generators_as_they_were() -> None:
+    torch.manual_seed(3)
+    check_task(task_of())
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"model": lambda: Drawn()}, "weight 'factor' of a second model"),
+        ({"batches": lambda seed, step: (torch.full((2, 4), float(next(COUNT))),)}, "batches(0, 0)"),
+        ({"loss_fn": lambda model, x: model(x).float().square().mean() * next(COUNT)}, "the loss of the same weights"),
+    ],
+)
+def test_what_is_not_reproducible_is_named(changed: dict[str, Any], named: str) -> None:
+    findings = [f for f in check_task(task_of(**changed)) if f.code == "HS132"]
+    assert len(findings) == 1 and findings[0].what.startswith(named), findings
+
+
+def test_an_error_of_the_task_is_a_finding_with_its_line() -> None:
+    def broken(model: nn.Module, x: Tensor) -> Tensor:
+        raise ZeroDivisionError("no rows")
+
+    (finding,) = check_task(task_of(loss_fn=broken))
+    assert finding.code == "HS133" and finding.severity == "error"
+    assert "ZeroDivisionError: no rows" in finding.what
+    assert finding.file == __file__ and finding.line == broken.__code__.co_firstlineno + 1
+
+
+def test_a_foreign_parameter_is_reported_once() -> None:
+    other = nn.Linear(4, 4)
+    task = task_of(optimizer=lambda model: torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
+    assert [f.code for f in check_task(task)] == ["HS103"]
+
+
+def test_an_operator_decorator_is_a_rule_for_an_autograd_function() -> None:
+    ruled = hs.operator("fp32", name="lint_tests::swish")(Swish)
+    for function, codes in ((Swish, ["HS112"]), (ruled, [])):
+        task = task_of(loss_fn=lambda model, x, function=function: function.apply(model(x)).float().square().mean())
+        assert [f.code for f in check_task(task)] == codes
+
+
+def test_a_skipped_step_says_nothing_about_updates() -> None:
+    """Weights that an overflow left as they were are no swallowed updates."""
+    policy = hs.Policy.of("O3", dtype="fp16")
+    task = task_of(loss_fn=lambda model, x: (model(x).float() * 1e30).square().mean())
+    assert "HS105" not in {f.code for f in check_task(task, policy)}
+    assert "HS105" in {f.code for f in check_task(task_of(lr=1e-9), policy)}
+
+
+def test_sizes_for_fp8_are_multiples_of_16() -> None:
+    task = task_of(model=lambda: nn.Linear(4, 24))
+    assert [f.code for f in check_task(task, hs.Policy.of("mixed", dtype="bf16"))] == []
+    assert [f.code for f in check_task(task, hs.Policy.of("mixed", dtype="fp8_e4m3"))] == ["HS111"]
+
+
+COUNT = itertools.count(1)
+
+
+class Drawn(nn.Module):
+    """A model with a weight that torch.manual_seed does not determine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((1,), float(next(COUNT))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return grads[0] * (s + x * s * (1 - s))
+
+
+def task_of(*, lr: float = 0.1, **changed: Any) -> hs.Task:
+    """Return a task on a linear layer, with some of its parts replaced."""
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(4, 8),
+        "batches": lambda seed, step: (torch.linspace(-1, 1, 8).reshape(2, 4),),
+        "loss_fn": lambda model, x: model(x).float().square().mean(),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+    }
+    return hs.Task(name="tiny", **(parts | changed))
