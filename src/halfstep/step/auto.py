@@ -178,7 +178,7 @@ class Undecided(TrainStep):
                 self.scheduler.load_state_dict(state["scheduler"])
             return
         policy, saved = Policy.from_toml(state["policy"]), state.get(CHOICE, {})
-        compiled = bool(saved.get("compiled", False) if self.compile is None else self.compile not in {False})
+        compiled = bool(saved.get("compiled", False) if self.compile is None else self.compile is not False)
         line = f"auto: {described(policy, device_types_of([self.model])[0], compiled)}, as in the checkpoint"
         before, kind, undo = dict(vars(self)), type(self), unbuilt(self.model, self.optimizer)
         self._become(Choice(policy=policy, compiled=compiled, line=line))
@@ -313,11 +313,12 @@ def choose(
     names = [add(name + mark, every) for name in candidates(step)]
     first = names[0]
     race.run(names, EAGER_ROUNDS)
-    eager = best = race.best()
+    best = eager = race.best()
     if wish is None and best:
-        others = sorted((n for n in names if n != eager and n not in race.dropped), key=lambda n: race.times_over(n, eager))
+        others = {n: ratio.median for n in names if n not in race.dropped and (ratio := race.over(n, eager)) is not None}
+        del others[eager]
         spent = 0.0
-        for name in (eager, *others[:1]):
+        for name in (eager, *sorted(others, key=others.__getitem__)[:1]):
             if not pays(nodes, trials[eager].seconds, spent):
                 break
             race.run([best, add(name + COMPILED, True)])
@@ -329,7 +330,7 @@ def choose(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in race.dropped.items())
         raise StepError(f"policy='auto': no candidate can be chosen on this batch. {reasons}")
     calls = sum(trial.calls for trial in trials.values())
-    choice = concluded(race, best, eager, device_types_of([step.model])[0], clock() - begun, calls)
+    choice = concluded(race, best, device_types_of([step.model])[0], clock() - begun, calls)
     return choice, trials[best].compiled
 
 
@@ -383,27 +384,26 @@ def described(policy: Policy, device: str, compiled: bool) -> str:
     return f"{name}, compiled" if compiled else name
 
 
-def concluded(race: Race, best: str, eager: str, device: str, seconds: float, calls: int) -> Choice:
+def concluded(race: Race, best: str, device: str, seconds: float, calls: int) -> Choice:
     """Return the choice of candidate `best`, with the ratios that speak for it.
 
     Args:
         race: that is over.
         best: the candidate chosen.
-        eager: the best one before others were compiled.
         device: device type of the model.
         seconds: that the measurement took.
         calls: of `loss_fn`.
     """
     timed = [name for name in race.times if name not in race.dropped]
     base = timed[0] if timed[0].removesuffix(COMPILED) == FP32 else best
-    ratios = {name: race.ratio(name, base) or _product(race.ratio(name, eager), race.ratio(eager, base)) for name in timed}
+    ratios = {name: ratio for name in timed if (ratio := race.over(name, base)) is not None}
     policy, compiled = Policy.of(POLICIES[best.removesuffix(COMPILED)]), best.endswith(COMPILED)
     own = ratios[best]
     of_base = "" if best == base else f"{own.median:.2f} of {base} ({own.low:.2f} to {own.high:.2f}), "
     parts = [
         f"auto: {described(policy, device, compiled)}: {of_base}{1e3 * race.typical(best):.3g} ms a step, "
         f"{race.rounds} rounds, {calls} calls of loss_fn, {seconds:.1f} s",
-        ", ".join(f"{name} {ratios[name].median:.2f}" for name in timed if name not in {best, base}),
+        ", ".join(f"{name} {ratios[name].median:.2f}" for name in timed if name in ratios and name not in {best, base}),
         *(f"{name} cannot be chosen: {reason}" for name, reason in race.dropped.items()),
     ]
     return Choice(
@@ -416,10 +416,3 @@ def concluded(race: Race, best: str, eager: str, device: str, seconds: float, ca
         seconds=seconds,
         calls=calls,
     )
-
-
-def _product(one: Ratio | None, other: Ratio | None) -> Ratio:
-    """Return the product of two ratios, with the widest interval that their intervals allow."""
-    assert one is not None and other is not None
-    low, high = one.low * other.low, one.high * other.high
-    return Ratio(median=one.median * other.median, low=low, high=high, rounds=min(one.rounds, other.rounds))
