@@ -35,7 +35,6 @@ from halfstep.step.bind import binding_of, is_bound
 from halfstep.step.checkpoint import CHOICE, check_state
 from halfstep.step.checkpoints.meeting import processes
 from halfstep.step.compiled import compile_options, uses_graphs
-from halfstep.step.construct import unbuilt
 from halfstep.step.evaluate import evaluate
 from halfstep.step.fsdp import is_distributed
 from halfstep.step.prepare import unwrap
@@ -180,13 +179,13 @@ class Undecided(TrainStep):
         policy, saved = Policy.from_toml(state["policy"]), state.get(CHOICE, {})
         compiled = bool(saved.get("compiled", False) if self.compile is None else self.compile is not False)
         line = f"auto: {described(policy, device_types_of([self.model])[0], compiled)}, as in the checkpoint"
-        before, kind, undo = dict(vars(self)), type(self), unbuilt(self.model, self.optimizer)
+        before, kind, ground = dict(vars(self)), type(self), Ground(self.model, self.optimizer)
         self._become(Choice(policy=policy, compiled=compiled, line=line))
         try:
             self.load_state_dict(state)
         except BaseException:
             if not self._moments.phase:  # else it refuses to go on until another state is loaded
-                undo()
+                ground.restore()
                 _put(self, before, kind)
             raise
 

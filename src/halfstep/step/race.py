@@ -19,9 +19,9 @@ from halfstep.ratios import Ratio, paired_ratio
 __all__ = ["Race", "Unfit"]
 
 MARGIN = 0.01  # a smaller gain does not pay for less precise numbers, or for code that is compiled again
-CLEAR = {1: 1.0, 2: 0.25, 3: 0.15, 4: 0.1}
-"""Rounds -> how far all ratios must lie beyond the margin. With five, the interval is their range, and those of equal
-candidates lie on one side of it in one case of 16."""
+CLEAR = {1: 4.0, 2: 0.5, 3: 0.2, 4: 0.1}
+"""Rounds -> how far all ratios must lie beyond the margin: one time may be disturbed by anything. With five rounds the
+interval is the range of the ratios, and those of equal candidates lie on one side of 1 in one case of 16."""
 
 
 class Unfit(Exception):

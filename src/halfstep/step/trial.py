@@ -89,7 +89,7 @@ class Ground:
             yield
         finally:
             with deferral:
-                self._return()
+                self.restore()
 
     def _copy(self) -> None:
         for (tensor, _), copy in zip(self._tensors, copies(own for _, own in self._tensors), strict=True):
@@ -104,7 +104,8 @@ class Ground:
                     values[name] = value.clone()
 
     @torch.no_grad()
-    def _return(self) -> None:
+    def restore(self) -> None:
+        """Return to what there was."""
         for parameter, _ in self._gradients:
             parameter.grad = None  # of a low parameter, which the fp32 one could not have
         self._unbuilt()
