@@ -133,7 +133,14 @@ def trained(step: hs.TrainStep, first: int = 0, last: int = 6) -> list[Any]:
     state.pop("choice", None)
     model: Any = step.model
     random_states = [torch.get_rng_state(), random.getstate(), model.noise.get_state()]
-    return [[repr(one) for one in found], state, random_states, model.calls, model.cache, step.optimizer.param_groups[0]["lr"]]
+    return [
+        [repr(one) for one in found],
+        state,
+        random_states,
+        model.calls,
+        model.cache,
+        step.optimizer.param_groups[0]["lr"],
+    ]
 
 
 # ---------------------------------------------------------------------- the same as from the start
@@ -193,7 +200,10 @@ def test_two_steps_of_one_loop_each_choose() -> None:
         critic.zero_grad()
         step = built(policy, loss=adversarial)
         other = hs.TrainStep(
-            critic, torch.optim.SGD(critic.parameters(), lr=0.1), lambda m, x: m(x[:, :2]).square().mean(), policy=policy
+            critic,
+            torch.optim.SGD(critic.parameters(), lr=0.1),
+            lambda m, x: m(x[:, :2]).square().mean(),
+            policy=policy,
         )
         found = [(step(*batch(n)).host(), other(batch(n)[0]).host()) for n in range(3)]
         chosen.append((step.choice, other.choice))
@@ -354,7 +364,9 @@ def test_a_batch_on_which_none_is_finite_is_an_error_and_the_next_one_decides() 
     step = built("auto")
     x, y = batch()
     before = everything(step)
-    with pytest.raises(StepError, match=r"no candidate can be chosen on this batch. fp32: its first step is not finite"):
+    with pytest.raises(
+        StepError, match=r"no candidate can be chosen on this batch. fp32: its first step is not finite"
+    ):
         step(x * float("nan"), y)
     assert same(before, everything(step))
     assert step(x, y).host().updated
@@ -403,7 +415,7 @@ def test_the_choice_is_logged_in_one_line(times: dict[str, float], caplog: pytes
     )
     assert [record.getMessage() for record in caplog.records if record.name == "halfstep"] == [line]
     assert choice.line == line
-    assert dict(choice.ratios)["O2"] == Ratio(median=0.8, low=0.8, high=0.8, rounds=3)
+    assert dict(choice.ratios)["O2"] == Ratio(median=0.8, low=0.8, high=0.8, rounds=2)
     assert (choice.rounds, choice.compiled, choice.dropped) == (3, False, ())
     assert step(*batch(1)).step == 2
     assert len(caplog.records) == 1
@@ -571,7 +583,9 @@ def test_a_model_that_was_prepared_in_between_is_refused() -> None:
         step(*batch())
 
 
-@pytest.mark.parametrize("use", [lambda p: hs.autocast(policy=p), hs.Policy.of, lambda p: hs.prepare(nn.Linear(2, 2), policy=p)])
+@pytest.mark.parametrize(
+    "use", [lambda p: hs.autocast(policy=p), hs.Policy.of, lambda p: hs.prepare(nn.Linear(2, 2), policy=p)]
+)
 def test_elsewhere_auto_names_the_training_step(use: Callable[[Any], Any]) -> None:
     with pytest.raises(PolicyError, match=r"policy='auto' is measured by hs.TrainStep alone.*dtype='auto'"):
         use("auto")

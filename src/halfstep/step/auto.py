@@ -314,7 +314,9 @@ def choose(
     race.run(names, EAGER_ROUNDS)
     best = eager = race.best()
     if wish is None and best:
-        others = {n: ratio.median for n in names if n not in race.dropped and (ratio := race.over(n, eager)) is not None}
+        others = {
+            n: ratio.median for n in names if n not in race.dropped and (ratio := race.over(n, eager)) is not None
+        }
         del others[eager]
         spent = 0.0
         for name in (eager, *sorted(others, key=others.__getitem__)[:1]):

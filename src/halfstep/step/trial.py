@@ -41,7 +41,7 @@ __all__ = ["Ground", "Trial", "out_of_memory"]
 CONTAINERS = (dict, OrderedDict, list, set, deque)
 WARM_UP = 0.01  # seconds of steps after the first, in which memory, optimizer state and lists of tensors are made
 LONG = 0.25  # seconds: after a first step that is longer the second one is timed
-TIMED = 0.03  # seconds of timed steps at each visit
+TIMED = 0.05  # seconds of timed steps at each visit
 MOST = 40  # of them
 PATIENCE = 24  # steps: a loss scale of 2**24 is at 1 by then
 
@@ -61,7 +61,10 @@ class Ground:
         self._attributes = [(vars(module), dict(vars(module))) for module in self._modules]
         held: list[Any] = [value for values, _ in self._attributes for value in values.values()]
         self._containers = [(value, value.copy()) for value in held if type(value) in CONTAINERS]
-        found = [*held, *(one for value, _ in self._containers if type(value) in CONTAINERS[:2] for one in value.values())]
+        found = [
+            *held,
+            *(one for value, _ in self._containers if type(value) in CONTAINERS[:2] for one in value.values()),
+        ]
         tensors = {id(t): t for t in found if isinstance(t, Tensor) and t.grad_fn is None and not t.is_inference()}
         self._tensors = [(tensor, tensor.data) for tensor in tensors.values()]
         self._gradients = [(p, p.grad) for p in model.parameters()]
