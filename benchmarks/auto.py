@@ -2,9 +2,9 @@
 
     python -m benchmarks.auto --json benchmarks/results/auto.json
 
-For every case of `benchmarks/cases.py` that has candidates on a CPU: a TrainStep with policy="auto" makes its choice, then
-it trains in turns with plain fp32, torch.amp and torch.amp compiled, in an order shuffled each round. A figure is the
-median of ratios within rounds, with its 90 % interval. A case that is in the file already is not measured again.
+For every case of `benchmarks/cases.py` that has candidates on a CPU: a TrainStep with policy="auto" makes its choice,
+then it trains in turns with plain fp32, torch.amp and torch.amp compiled, in an order shuffled each round. A figure is
+the median of ratios within rounds, with its 90 % interval. A case that is in the file already is not measured again.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.step import auto, race
+from halfstep.step import choose, race
 from tests.snippets import run_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "auto.md"
@@ -21,9 +21,9 @@ def test_its_numbers_are_those_of_the_code() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     for words in (
         f"by more than {race.MARGIN:.0%}",
-        f"at most {auto.ROUNDS} rounds, and none begins after {auto.SECONDS:.0f} seconds",
-        f"({auto.BEGIN:.0f} seconds, and {auto.PER_NODE} for each autograd node of the loss)",
-        f"at most {auto.BUDGET:.0f} seconds, and at most that of {auto.PAYBACK:,} eager steps",
-        f"a run of {10 * auto.PAYBACK:,} steps",
+        f"at most {choose.ROUNDS} rounds, and none begins after {choose.SECONDS:.0f} seconds",
+        f"({choose.BEGIN:.0f} seconds, and {choose.PER_NODE} for each autograd node of the loss)",
+        f"at most {choose.BUDGET:.0f} seconds, and at most that of {choose.PAYBACK:,} eager steps",
+        f"a run of {10 * choose.PAYBACK:,} steps",
     ):
         assert words in text, words

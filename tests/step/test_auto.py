@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import StepLR
 import halfstep as hs
 from halfstep.errors import BindError, PolicyError, StepError, WeightsError
 from halfstep.ratios import Ratio
-from halfstep.step import auto, trial
-from halfstep.step.auto import Undecided, pays
+from halfstep.step import auto, choose, trial
+from halfstep.step.auto import Undecided
+from halfstep.step.choose import pays
 from halfstep.step.race import Race
 from halfstep.step.trial import Ground
 
@@ -90,10 +91,10 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
             super().__init__(timed, **options)
 
-    monkeypatch.setattr(auto, "Race", Timed)
+    monkeypatch.setattr(choose, "Race", Timed)
     monkeypatch.setattr(trial, "MOST", 1)
     monkeypatch.setattr(trial, "WARM_UP", 0.0)
-    monkeypatch.setattr(auto, "PAYBACK", 0)
+    monkeypatch.setattr(choose, "PAYBACK", 0)
     yield seconds
 
 
@@ -171,14 +172,14 @@ def test_training_is_that_of_a_step_with_the_policy_from_the_start(
     step = built("auto", **OPTIONS[name])
     found = trained(step)
     assert step.choice is not None
-    assert step.choice.policy == hs.Policy.of(auto.POLICIES[best])
+    assert step.choice.policy == hs.Policy.of(choose.POLICIES[best])
     assert type(step) is hs.TrainStep
     assert same(found, trained(built(step.choice.policy, **OPTIONS[name])))
 
 
 def test_fp16_waits_for_its_scale_and_trains_as_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = hs.Policy.of("pure", dtype="fp16", scale=hs.ScaleRule(init=2.0**24))
-    monkeypatch.setitem(auto.POLICIES, "pure", policy)  # type: ignore[misc]
+    monkeypatch.setitem(choose.POLICIES, "pure", policy)  # type: ignore[misc]
     options = {"retry": True}
     step = built("auto", **options)
     found = trained(step)
@@ -234,7 +235,7 @@ def test_low_weights_of_a_checkpoint_are_as_they_were() -> None:
 
 def measured_only(step: hs.TrainStep, *data: Any) -> Any:
     assert isinstance(step, Undecided)
-    return auto.choose(step, data or batch(), {})[0]
+    return choose.choose(step, data or batch(), {})[0]
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -386,7 +387,7 @@ def test_memory_may_be_enough_for_low_weights_alone() -> None:
 
 
 def test_without_units_for_a_low_format_there_is_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "resolved", lambda policy, device: hs.Policy.of("O0"))
+    monkeypatch.setattr(choose, "resolved", lambda policy, device: hs.Policy.of("O0"))
     step = built("auto")
     step(*batch())
     assert step.choice is not None
@@ -394,10 +395,10 @@ def test_without_units_for_a_low_format_there_is_fp32_alone(monkeypatch: pytest.
 
 
 def test_pure_runs_only_where_it_lowers_more_than_o2() -> None:
-    assert auto.candidates(built("auto")) == ["fp32", "mixed", "O2", "pure"]
+    assert choose.candidates(built("auto")) == ["fp32", "mixed", "O2", "pure"]
     model = nn.Linear(2, 2)
     step = hs.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, policy="auto")
-    assert auto.candidates(step) == ["fp32", "mixed", "O2"]
+    assert choose.candidates(step) == ["fp32", "mixed", "O2"]
 
 
 # ---------------------------------------------------------------------- the line, and the choice
@@ -435,7 +436,7 @@ def test_the_choice_is_logged_in_one_line(times: dict[str, float], caplog: pytes
 def test_what_compiling_may_cost(
     nodes: list[int], seconds: float, spent: float, paid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "PAYBACK", 10_000)
+    monkeypatch.setattr(choose, "PAYBACK", 10_000)
     assert pays(nodes, seconds, spent) is paid
 
 
@@ -470,7 +471,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_best_is_compiled_too_then_the_second_and_chosen_if_it_is_faster(
     gain: float, times: dict[str, float], graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "pays", lambda nodes, seconds, spent: nodes[0] > 5)
+    monkeypatch.setattr(choose, "pays", lambda nodes, seconds, spent: nodes[0] > 5)
     times |= {"pure compiled": 0.001 * gain, "O2 compiled": 0.001 * gain * gain}
     step = compilable("auto")
     found = [repr(step(*batch(n)).host()) for n in range(3)]

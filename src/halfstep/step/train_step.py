@@ -67,8 +67,8 @@ from halfstep.step.wrappers import unwrap_optimizer
 
 if TYPE_CHECKING:
     from halfstep.lens.verdict import Verdict
-    from halfstep.step.auto import Choice
     from halfstep.step.checkpoints.preemption import Preemption
+    from halfstep.step.choose import Choice
     from halfstep.step.save import Saving
 
 __all__ = ["TrainStep"]
